@@ -1,0 +1,95 @@
+"""Every error this package raises on purpose, and whose fault each one is.
+
+    HiesError
+    ├── RequestError                the request was wrong (exit code 2); nothing was started
+    │   ├── RecipeError             a recipe has unknown, missing or impossible fields
+    │   ├── DataError               a file, split, column or label is not what the recipe says
+    │   ├── UnsupportedModelError   the attention of this model cannot be cut
+    │   ├── PlanError               a pruning plan does not fit the model, or the budget cannot be met
+    │   ├── OutputExistsError       the output folder is already there
+    │   └── MissingRuntimeError     a runtime was asked for that is not installed
+    └── StepError                   a step failed (exit code 1); nothing half-written is left behind
+        ├── NonFiniteError          NaN or infinity in a loss or a gradient
+        ├── CutMismatchError        the cut model differs from the masked model
+        ├── ReloadMismatchError     the saved checkpoint does not come back as it was saved
+        ├── ExportError             the exporter failed
+        └── ParityError             the exported graph differs from torch
+
+A message says what must hold, what was given, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class HiesError(Exception):
+    """Base class of every error raised on purpose by hies_export."""
+
+    exit_code = 1
+
+
+class RequestError(HiesError):
+    """The request was wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class RecipeError(RequestError):
+    """A recipe has unknown, missing or impossible fields.
+
+    Args:
+        problems: One sentence per problem; all of them are shown at once.
+    """
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = tuple(problems)
+        if len(self.problems) == 1:
+            message = self.problems[0]
+        else:
+            message = f"{len(self.problems)} problems:\n" + "\n".join(f"  - {p}" for p in self.problems)
+        super().__init__(message)
+
+
+class DataError(RequestError):
+    """A file, split, column or label is not what the recipe says."""
+
+
+class UnsupportedModelError(RequestError):
+    """The attention of this model cannot be cut; the message says why."""
+
+
+class PlanError(RequestError):
+    """A pruning plan does not fit the model, or the budget cannot be met."""
+
+
+class OutputExistsError(RequestError):
+    """The output folder is already there."""
+
+
+class MissingRuntimeError(RequestError):
+    """A runtime was asked for that is not installed; the message names the extra to install."""
+
+
+class StepError(HiesError):
+    """A step failed; nothing half-written is left behind."""
+
+
+class NonFiniteError(StepError):
+    """NaN or infinity in a loss or a gradient; the message names the batch."""
+
+
+class CutMismatchError(StepError):
+    """The cut model's output differs from the dense model's with the same heads masked."""
+
+
+class ReloadMismatchError(StepError):
+    """The saved checkpoint does not come back as it was saved."""
+
+
+class ExportError(StepError):
+    """The exporter failed; the message carries its reason."""
+
+
+class ParityError(StepError):
+    """The exported graph's output differs from torch's."""
