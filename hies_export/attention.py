@@ -1,0 +1,309 @@
+"""The one place where attention is computed: every stage that looks inside attention goes through here.
+
+transformers lets a model's attention be replaced by a registered function. `use_attention` does that for the
+length of a `with` block; `attend` and `normalised_entropy` are what such functions are made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from .errors import UnsupportedModelError
+
+AttentionFunction = Callable[["AttentionCall"], Tensor]
+
+# What some attention functions are given beyond a plain softmax; ignoring one would score another model.
+_UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
+
+# transformers looks masks up in its global table only, so one name is registered for good, and the function that is
+# wanted is found by the module that calls: two models can be inside `use_attention` at once.
+_NAME = "hies_export"
+_FUNCTIONS: WeakKeyDictionary[torch.nn.Module, AttentionFunction] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention layer hands to the attention function.
+
+    Attributes:
+        module: The attention module that called.
+        query: (batch, heads, query, head_dim)
+        key: (batch, key/value heads, keys, head_dim)
+        value: (batch, key/value heads, keys, value head_dim)
+        mask: None, boolean (True = may be seen) or additive, broadcastable to (batch, heads, query, keys).
+        scaling: Factor on the query-key products.
+        is_causal: Whether row i may see no key after i; only ever True when `mask` is None.
+        dropout: Attention dropout probability; 0 in evaluation mode.
+    """
+
+    module: torch.nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scaling: float
+    is_causal: bool
+    dropout: float = 0.0
+
+
+@contextmanager
+def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
+    """Route every attention layer of `model` through `function` inside the block.
+
+    Args:
+        model: Any model whose attention goes through transformers' attention interface
+            (https://huggingface.co/docs/transformers/attention_interface).
+        function: Takes an `AttentionCall`, returns the head outputs, (batch, heads, query, value head_dim).
+
+    Raises:
+        UnsupportedModelError: The model does not use the attention interface.
+    """
+
+    AttentionInterface.register(_NAME, _attention_forward)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    before = _implementations(model)
+    outer = {module: _FUNCTIONS.get(module) for module in model.modules()}
+    _FUNCTIONS.update(dict.fromkeys(outer, function))
+    try:
+        try:
+            model.set_attn_implementation(_NAME)
+        except ValueError as error:
+            raise UnsupportedModelError(_not_on_the_interface(model)) from error
+        if model.config._attn_implementation != _NAME:
+            raise UnsupportedModelError(_not_on_the_interface(model))
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+        for module, previous in outer.items():
+            if previous is None:
+                _FUNCTIONS.pop(module, None)
+            else:
+                _FUNCTIONS[module] = previous
+
+
+def _attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    for argument in _UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(argument) is not None:
+            raise UnsupportedModelError(
+                f"attention must be a plain softmax over query-key products, but {type(module).__name__} "
+                f"passes {argument!r}; this model cannot be scored yet"
+            )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    call = AttentionCall(
+        module=module,
+        query=query,
+        key=key,
+        value=value,
+        mask=attention_mask,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        is_causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,
+        dropout=dropout,
+    )
+    return _FUNCTIONS[module](call).transpose(1, 2).contiguous(), None
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
+    # set_attn_implementation cannot restore "None" or a mixture of sub-models, so each config is kept.
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    queue = list(configs.values())
+    while queue:
+        config = queue.pop()
+        for key in config.sub_configs:
+            child = getattr(config, key, None)
+            if child is not None and id(child) not in configs:
+                configs[id(child)] = child
+                queue.append(child)
+    return [(config, config._attn_implementation_internal) for config in configs.values()]
+
+
+def _not_on_the_interface(model: PreTrainedModel) -> str:
+    return (
+        f"the attention of a model must go through transformers' attention interface, but "
+        f"{type(model).__name__} ({model.config.model_type}) computes its own; it cannot be scored or cut"
+    )
+
+
+class VisibleKeys:
+    """Which keys each query row sees, worked out once per mask: the layers of a model share their masks.
+
+    One object serves one forward pass.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None, Tensor, bool]] = {}
+
+    def __call__(self, call: AttentionCall) -> tuple[Tensor | None, Tensor, bool]:
+        """Returns for a call.
+
+        Returns:
+            bias: Additive mask in the query's dtype, or None when every key is visible (or causal without padding).
+            log_keys: log(number of keys the row sees), 0 for rows to leave out (rows that see at most one key,
+                and rows of padding tokens), broadcastable to (batch, heads, query), float32.
+            has_bias: Whether visible keys carry a bias of their own besides the query-key product.
+        """
+        query_length, key_length = call.query.shape[2], call.key.shape[2]
+        key = (id(call.mask), call.is_causal, query_length, key_length, call.query.dtype)
+        if key not in self._seen:
+            bias, log_keys, has_bias = self._analyse(call, query_length, key_length)
+            # The mask is kept with its result: a freed mask's id could come back as another's.
+            self._seen[key] = (call.mask, bias, log_keys, has_bias)
+        _, bias, log_keys, has_bias = self._seen[key]
+        return bias, log_keys, has_bias
+
+    @staticmethod
+    def _analyse(call: AttentionCall, query_length: int, key_length: int) -> tuple[Tensor | None, Tensor, bool]:
+        device, dtype, mask = call.query.device, call.query.dtype, call.mask
+        if mask is None:
+            if call.is_causal:
+                counts = torch.arange(1, query_length + 1, device=device).view(1, 1, -1)
+            else:
+                counts = torch.full((1, 1, 1), key_length, device=device)
+            return None, counts.float().log(), False
+        has_bias = False
+        if mask.dtype == torch.bool:
+            visible = mask
+            bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, -math.inf)
+        else:
+            visible = mask > torch.finfo(mask.dtype).min / 2
+            has_bias = bool((mask.masked_fill(~visible, 0) != 0).any())
+            bias = mask.to(dtype).masked_fill(~visible, -math.inf)
+        counts = visible.expand(*visible.shape[:-1], key_length).sum(-1)
+        if query_length == key_length:
+            # In self-attention a padding token is one that nobody sees; its own row is no real query.
+            real = visible.any(-2)
+            if real.shape[-1] == counts.shape[-1]:
+                counts = counts * real
+        return bias, counts.clamp(min=1).float().log(), has_bias
+
+
+def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
+    """The layer's own attention, by torch's fused kernels.
+
+    Returns:
+        (batch, heads, query, value head_dim)
+    """
+    bias, _, _ = visible(call)
+    key, value = _repeat_groups(call)
+    return torch.nn.functional.scaled_dot_product_attention(
+        call.query,
+        key,
+        value,
+        attn_mask=bias,
+        dropout_p=call.dropout,
+        is_causal=call.is_causal,
+        scale=call.scaling,
+    )
+
+
+def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tensor, Tensor, Tensor]:
+    """The layer's own attention, and the length-normalised entropy of its rows, without an attention map.
+
+    With s the scaled products (plus the mask) and p = softmax(s), H(p) = logsumexp(s) - E_p[s], and
+    E_p[s] = scale * q . (p K): the fused kernels give the first, and p K when K is passed as the values.
+
+    Returns:
+        output: (batch, heads, query, value head_dim), differentiable.
+        entropy: (batch, heads) float32, mean over the real query rows of H(row) / log(keys the row sees), in [0, 1].
+        rows: (batch,) float32, how many rows that mean is over; 0 where a sample has none (its entropy is 0).
+    """
+    bias, log_keys, has_bias = visible(call)
+    key, value = _repeat_groups(call)
+    output, logsumexp = _output_and_logsumexp(call, key, value, bias)
+    with torch.no_grad():
+        query = call.query.detach()
+        if logsumexp is None or has_bias:
+            row_entropy = _chunked_entropy(query, key.detach(), bias, call.scaling, call.is_causal)
+        else:
+            no_grad_call = AttentionCall(
+                call.module, query, key.detach(), key.detach(), call.mask, call.scaling, call.is_causal
+            )
+            mean_key, _ = _output_and_logsumexp(no_grad_call, key.detach(), key.detach(), bias)
+            expected = torch.linalg.vecdot(query.float(), mean_key.float()).mul_(call.scaling)
+            row_entropy = logsumexp.detach().float() - expected  # (batch, heads, query)
+        log_keys = log_keys.expand(row_entropy.shape[0], -1, row_entropy.shape[2])
+        counted = log_keys > 0
+        normalised = torch.where(counted, row_entropy / log_keys.where(counted, 1.0), 0.0)
+        rows = counted.sum(-1).float()  # (batch, 1 or heads)
+        entropy = normalised.sum(-1) / rows.clamp(min=1)
+    return output, entropy, rows.amax(-1)
+
+
+def _repeat_groups(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    groups = call.query.shape[1] // call.key.shape[1]
+    if groups == 1:
+        return call.key, call.value
+    return call.key.repeat_interleave(groups, dim=1), call.value.repeat_interleave(groups, dim=1)
+
+
+def _output_and_logsumexp(
+    call: AttentionCall, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    query = call.query
+    same_width = query.shape[-1] == value.shape[-1]
+    if query.device.type == "cpu" and same_width and call.dropout == 0:
+        output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, call.is_causal, attn_mask=bias, scale=call.scaling
+        )
+        return output, logsumexp
+    if query.device.type == "cuda" and call.dropout == 0:
+        aligned = bias if bias is None else _aligned(bias.expand(*query.shape[:3], key.shape[2]))
+        output, logsumexp, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, aligned, True, 0.0, call.is_causal, scale=call.scaling
+        )
+        # This kernel rounds the rows of its logsumexp up to a multiple of 32.
+        return output, logsumexp[..., : query.shape[2]]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, bias, call.dropout, call.is_causal, scale=call.scaling
+    )
+    return output, None
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    # The memory-efficient kernel reads the mask in rows of 16 bytes or more: rows are laid out padded, then narrowed.
+    keys = bias.shape[-1]
+    padded = torch.nn.functional.pad(bias, (0, -keys % 16))
+    return padded[..., :keys]
+
+
+def _chunked_entropy(query: Tensor, key: Tensor, bias: Tensor | None, scaling: float, is_causal: bool) -> Tensor:
+    """Row entropies by explicit softmax, a slice of rows at a time, for masks and devices the kernels cannot serve.
+
+    Returns:
+        (batch, heads, query) float32
+    """
+    rows = max(1, 2**22 // (query.shape[0] * query.shape[1] * key.shape[2]))
+    keys = torch.arange(key.shape[2], device=query.device)
+    out = []
+    for start in range(0, query.shape[2], rows):
+        scores = (query[:, :, start : start + rows] @ key.transpose(-1, -2)).float() * scaling
+        if bias is not None:
+            scores = scores + (bias if bias.shape[-2] == 1 else bias[..., start : start + rows, :])
+        if is_causal:
+            row = torch.arange(start, start + scores.shape[2], device=query.device)
+            scores = scores.masked_fill(keys > row[:, None], -math.inf)
+        log_p = scores.log_softmax(-1)
+        out.append(-(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0)).sum(-1))
+    return torch.cat(out, dim=-1)

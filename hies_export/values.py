@@ -1,0 +1,194 @@
+"""The small frozen values that flow from one stage to the next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .errors import PlanError
+
+PLAN_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention module of a model, as its attention function saw it.
+
+    Attributes:
+        name: Dotted name of the module.
+        heads: Number of query heads.
+        key_value_heads: Number of key/value heads; smaller than `heads` under grouped-query attention.
+        query_dim: Width of one query (and key) head.
+        value_dim: Width of one value head.
+        query, key, value, output: Dotted names of the projections.
+    """
+
+    name: str
+    heads: int
+    key_value_heads: int
+    query_dim: int
+    value_dim: int
+    query: str
+    key: str
+    value: str
+    output: str
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.key_value_heads
+
+
+@dataclass(frozen=True)
+class HeadStatistics:
+    """What the calibration data says of every head, averaged over samples; float64 tensors of shape (heads,) on CPU.
+
+    Attributes:
+        his: Mean absolute gradient of each sample's loss to a mask of one on the head's output.
+        entropy: Mean length-normalised entropy of the head's attention rows, in [0, 1].
+        weight_l2: L2 norm of the head's q/k/v rows and o columns.
+        samples: How many samples were averaged.
+        labels: "data", or "predictions" when the model's own predictions stood in for labels.
+        fingerprint: SHA-256 of the calibration batches.
+        seconds: How long the collection took.
+    """
+
+    his: Mapping[str, Tensor]
+    entropy: Mapping[str, Tensor]
+    weight_l2: Mapping[str, Tensor]
+    samples: int
+    labels: str
+    fingerprint: str
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """One score per head; higher means keep.
+
+    Attributes:
+        criterion: Name in `hies_export.score.CRITERIA`.
+        parameters: What the criterion was computed with, e.g. alpha.
+        scores: Per attention module, float64 tensor of shape (heads,).
+    """
+
+    criterion: str
+    parameters: Mapping[str, Any]
+    scores: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class KeptHeads:
+    """The original indices of the heads that stay in one attention module, ascending.
+
+    Attributes:
+        query: Query heads that stay.
+        key_value: Key/value heads that stay.
+        heads: Number of query heads before the cut.
+        key_value_heads: Number of key/value heads before the cut.
+    """
+
+    query: tuple[int, ...]
+    key_value: tuple[int, ...]
+    heads: int
+    key_value_heads: int
+
+
+@dataclass(frozen=True)
+class PruningPlan:
+    """Which heads stay, and where the decision came from.
+
+    The same plan applied to the same model gives the same bytes.
+
+    Attributes:
+        kept: Per attention module, by its dotted name, the heads that stay.
+        criterion: Criterion the plan was made with.
+        alpha: Weight of HIS in the criterion, None where the criterion has none.
+        seed: Seed of the calibration sample (and of `random`).
+        calibration: `samples`, `labels` ("data" or "predictions") and `fingerprint` (SHA-256) of the batches.
+        versions: Library versions the plan was made with.
+    """
+
+    kept: Mapping[str, KeptHeads]
+    criterion: str
+    alpha: float | None
+    seed: int
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def heads(self) -> int:
+        """Query heads before the cut."""
+        return sum(k.heads for k in self.kept.values())
+
+    @property
+    def removed(self) -> int:
+        """Query heads that go."""
+        return sum(k.heads - len(k.query) for k in self.kept.values())
+
+    def to_json(self) -> str:
+        """The plan as JSON text, always the same bytes for the same plan."""
+        return dump_json({"format": PLAN_FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> PruningPlan:
+        """Read a plan back.
+
+        Raises:
+            PlanError: The text is not a plan.
+        """
+        try:
+            fields = json.loads(text)
+            if fields.pop("format") != PLAN_FORMAT:
+                raise ValueError("unknown format")
+            fields["kept"] = {
+                name: KeptHeads(
+                    query=tuple(k["query"]),
+                    key_value=tuple(k["key_value"]),
+                    heads=k["heads"],
+                    key_value_heads=k["key_value_heads"],
+                )
+                for name, k in fields["kept"].items()
+            }
+            return cls(**fields)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"a plan must be JSON written by hies_export (format {PLAN_FORMAT}), got something else ({error!r}); "
+                "make one with 'hies-export score' or 'hies-export run'"
+            ) from error
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> PruningPlan:
+        """Read a plan from a file.
+
+        Raises:
+            PlanError: There is no such file, or it is not a plan.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise PlanError(f"a plan must be a JSON file, but there is no file {path}; give the path of a plan.json")
+        return cls.from_json(path.read_text(encoding="utf-8"))
+
+
+def dump_json(value: Any) -> str:
+    """JSON text with tensors as lists; indented, so that files can be read and compared by people."""
+
+    def encode(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return item.tolist()
+        if isinstance(item, Path):
+            return str(item)
+        raise TypeError(f"cannot write {type(item).__name__} as JSON")
+
+    return json.dumps(value, indent=1, default=encode, ensure_ascii=False) + "\n"
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that decide what a plan or a measurement means."""
+    return {name: version(name) for name in ("hies-export", "torch", "transformers")}

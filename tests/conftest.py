@@ -1,0 +1,150 @@
+"""Tiny models every test file may use, and an environment without network."""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+)
+from transformers.utils import logging
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _calm() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _same_seed() -> None:
+    torch.manual_seed(0)
+
+
+def shake(model: PreTrainedModel) -> PreTrainedModel:
+    """Freshly initialised attention is nearly uniform; larger weights make heads differ."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name.lower():
+                parameter.add_(torch.randn_like(parameter) * 0.15)
+    return model.eval()
+
+
+def bert(**options: object) -> BertForSequenceClassification:
+    config = {
+        "vocab_size": 100,
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+        "num_labels": 3,
+    }
+    return shake(BertForSequenceClassification(BertConfig(**(config | options))))
+
+
+def vit(**options: object) -> ViTForImageClassification:
+    config = {
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "intermediate_size": 64,
+        "image_size": 16,
+        "patch_size": 4,
+        "num_labels": 3,
+    }
+    return shake(ViTForImageClassification(ViTConfig(**(config | options))))
+
+
+def text_batch(
+    size: int = 4, length: int = 10, *, padding: bool = True, labels: bool = True
+) -> dict[str, torch.Tensor]:
+    batch = {
+        "input_ids": torch.randint(3, 100, (size, length)),
+        "attention_mask": torch.ones(size, length, dtype=torch.int64),
+    }
+    if padding:
+        for row in range(1, size):
+            batch["attention_mask"][row, length - 2 * row :] = 0
+    if labels:
+        batch["labels"] = torch.arange(size) % 3
+    return batch
+
+
+def image_batch(size: int = 4, *, labels: bool = True) -> dict[str, torch.Tensor]:
+    batch = {"pixel_values": torch.randn(size, 3, 16, 16)}
+    if labels:
+        batch["labels"] = torch.arange(size) % 3
+    return batch
+
+
+MODELS: dict[str, tuple[Callable[..., PreTrainedModel], Callable[..., dict[str, torch.Tensor]]]] = {
+    "bert": (bert, text_batch),
+    "vit": (vit, image_batch),
+}
+
+
+@pytest.fixture(params=list(MODELS))
+def model_and_batch(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    make_model, make_batch = MODELS[request.param]
+    return make_model(), make_batch()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real models and data of the workplace; a clone elsewhere has none."""
+    if not (SHARED / "models").is_dir():
+        pytest.skip("no ../shared: real models and data are not here")
+    return SHARED
+
+
+WORDS = ["good", "bad", "fine", "poor", "great", "awful", "nice", "dull", "bright", "dark"]
+
+
+def save_text_model(folder: Path, **options: object) -> Path:
+    """A tiny BERT with a tokenizer of ten words, as a checkpoint folder."""
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    vocabulary = tokenizers.models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(vocabulary)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_max_length=64,
+    )
+    bert(**({"num_labels": 2} | options)).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, count: int, label: Callable[[int], object] = lambda i: i % 2) -> Path:
+    """Rows of two sentences of words and a label."""
+    with path.open("w") as file:
+        for i in range(count):
+            words = [WORDS[(i * 7 + j * 3) % 10] for j in range(2 + i % 5)]
+            row = {"sentence": " ".join(words), "other": " ".join(reversed(words)), "label": label(i)}
+            file.write(json.dumps(row) + "\n")
+    return path
