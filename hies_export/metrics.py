@@ -1,0 +1,177 @@
+"""The metrics of an evaluation: `evaluate.Metric` subclasses that work offline.
+
+They combine with `evaluate.combine`, and their result keys are their names. Nothing is written to disk: the
+predictions are kept in memory, so concurrent runs and a read-only home directory do not matter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import datasets
+import evaluate
+import numpy as np
+import scipy.stats
+import sklearn.metrics
+
+from .errors import RecipeError
+
+logger = logging.getLogger(__name__)
+
+
+class OfflineMetric(evaluate.Metric):
+    """Base of the metrics here: predictions and references in memory, no script from the Hub.
+
+    A metric sets `regression` and defines `_compute(self, predictions, references, num_labels=None)`.
+    """
+
+    regression: ClassVar[bool]
+
+    def __init__(self, **options: Any):
+        options.setdefault("keep_in_memory", options.get("num_process", 1) == 1)
+        super().__init__(**options)
+
+    def _build_data_dir(self) -> str:
+        # evaluate makes this folder in the user's cache even when everything stays in memory.
+        return self._data_dir_root if self.keep_in_memory else super()._build_data_dir()
+
+    def _info(self) -> evaluate.MetricInfo:
+        value = datasets.Value("float64" if self.regression else "int64")
+        return evaluate.MetricInfo(
+            description=str(type(self).__doc__),
+            citation="",
+            features=datasets.Features({"predictions": value, "references": value}),
+        )
+
+
+METRICS: dict[str, type[OfflineMetric]] = {}
+
+
+def register_metric(name: str) -> Callable[[type[OfflineMetric]], type[OfflineMetric]]:
+    """Add a metric under a name: subclass `OfflineMetric`, define `_compute`, decorate, done.
+
+    `_compute` returns `{name: value}`; `evaluate` names the module itself after the class, in snake case.
+    """
+
+    def add(metric: type[OfflineMetric]) -> type[OfflineMetric]:
+        METRICS[name] = metric
+        return metric
+
+    return add
+
+
+@register_metric("accuracy")
+class Accuracy(OfflineMetric):
+    """The share of predictions that equal the reference."""
+
+    regression = False
+
+    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
+        return {"accuracy": float(sklearn.metrics.accuracy_score(references, predictions))}
+
+
+@register_metric("f1")
+class F1(OfflineMetric):
+    """F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro).
+
+    `num_labels` is the number of classes the model knows; without it, the largest label that occurs decides.
+    """
+
+    regression = False
+
+    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
+        classes = num_labels or max(*predictions, *references) + 1
+        average = "binary" if classes <= 2 else "macro"
+        score = sklearn.metrics.f1_score(references, predictions, average=average, zero_division=0.0)
+        return {"f1": float(score)}
+
+
+@register_metric("matthews_correlation")
+class MatthewsCorrelation(OfflineMetric):
+    """Matthews correlation, in [-1, 1]; 0 where all predictions or all references are one class."""
+
+    regression = False
+
+    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
+        if _constant(predictions, references, name="matthews_correlation"):
+            return {"matthews_correlation": 0.0}
+        return {"matthews_correlation": float(sklearn.metrics.matthews_corrcoef(references, predictions))}
+
+
+@register_metric("pearson")
+class Pearson(OfflineMetric):
+    """Pearson correlation, in [-1, 1]; 0, with a logged warning, where one side is constant."""
+
+    regression = True
+
+    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
+        if _constant(predictions, references, name="pearson"):
+            return {"pearson": 0.0}
+        return {"pearson": float(scipy.stats.pearsonr(predictions, references).statistic)}
+
+
+@register_metric("spearman")
+class Spearman(OfflineMetric):
+    """Spearman rank correlation, in [-1, 1]; 0, with a logged warning, where one side is constant."""
+
+    regression = True
+
+    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
+        if _constant(predictions, references, name="spearman"):
+            return {"spearman": 0.0}
+        return {"spearman": float(scipy.stats.spearmanr(predictions, references).statistic)}
+
+
+def _constant(predictions: Any, references: Any, *, name: str) -> bool:
+    for what, values in (("predictions", predictions), ("references", references)):
+        if np.ptp(values) == 0:
+            logger.warning("%s is undefined because all %s are equal: 0.0 is returned", name, what)
+            return True
+    return False
+
+
+def load_metric(name: str) -> OfflineMetric:
+    """Make a metric by its name.
+
+    Raises:
+        RecipeError: no metric has that name; the message gives the nearest one.
+    """
+    if name not in METRICS:
+        raise RecipeError([_unknown(name)])
+    return METRICS[name]()
+
+
+def default_metrics(*, regression: bool) -> tuple[str, ...]:
+    """Return the names of the metrics to compute when none are asked for; the first one is the quality."""
+    return ("pearson", "spearman") if regression else ("accuracy",)
+
+
+def check_metrics(names: Sequence[str], *, regression: bool) -> None:
+    """Check, before any work, that every metric exists and fits the model.
+
+    Args:
+        names: Names of metrics.
+        regression: Whether the model predicts a number rather than a class.
+
+    Raises:
+        RecipeError: with all the problems at once.
+    """
+    fitting = ", ".join(name for name, metric in METRICS.items() if metric.regression == regression)
+    kind, other = ("a regression", "classes") if regression else ("a classifier", "numbers")
+    problems = []
+    for name in names:
+        if name not in METRICS:
+            problems.append(_unknown(name))
+        elif METRICS[name].regression != regression:
+            problems.append(f"the metrics of {kind} must be among {fitting}, got {name!r}, which is for {other}")
+    if problems:
+        raise RecipeError(problems)
+
+
+def _unknown(name: str) -> str:
+    nearest = difflib.get_close_matches(str(name), METRICS, n=1, cutoff=0.4)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"a metric must be one of {', '.join(METRICS)}, got {name!r}{hint}"
