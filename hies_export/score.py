@@ -1,0 +1,145 @@
+"""Turn statistics into one score per head. Higher means keep."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import RecipeError
+from .values import HeadScores, HeadStatistics
+
+Criterion = Callable[..., Mapping[str, Tensor]]
+
+CRITERIA: dict[str, Criterion] = {}
+
+NORMALIZE = ("model", "layer")
+
+
+class DegenerateRangeWarning(UserWarning):
+    """All heads have the same value, so min-max normalisation has nothing to spread; they all score 0."""
+
+
+def criterion(function: Criterion) -> Criterion:
+    """Register a criterion under its function's name, with hyphens for underscores.
+
+    A criterion takes a `HeadStatistics` and, by keyword, any of `alpha`, `normalize` and `seed` it wants, and returns
+    one float64 tensor of shape (heads,) per attention module. To add one, write it below this line; the recipe, the
+    command line and the sweep find it by name.
+    """
+    CRITERIA[function.__name__.replace("_", "-")] = function
+    return function
+
+
+@criterion
+def hies(statistics: HeadStatistics, *, alpha: float, normalize: str) -> Mapping[str, Tensor]:
+    """HIES_h = alpha * HIS^_h + (1 - alpha) * (1 - AE^_h), the Head Importance-Entropy Score (its paper's Eq. 1)."""
+    importance = min_max(statistics.his, normalize=normalize, what="HIS")
+    entropy = min_max(statistics.entropy, normalize=normalize, what="entropy")
+    return {name: alpha * importance[name] + (1 - alpha) * (1 - entropy[name]) for name in importance}
+
+
+@criterion
+def his(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """HIS^_h alone (Michel et al. 2019): heads to which the loss is least sensitive go first."""
+    return min_max(statistics.his, normalize=normalize, what="HIS")
+
+
+@criterion
+def ad(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """AE^_h alone (attention diversity): heads with the lowest entropy go first, as in the paper's AD baseline."""
+    return min_max(statistics.entropy, normalize=normalize, what="entropy")
+
+
+@criterion
+def l2(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """L2 norm of the head's q/k/v/o weights: small heads go first."""
+    return min_max(statistics.weight_l2, normalize=normalize, what="weight norm")
+
+
+@criterion
+def random(statistics: HeadStatistics, *, seed: int) -> Mapping[str, Tensor]:
+    """Uniform random scores: what any criterion must beat."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.rand(values.shape[0], generator=generator, dtype=torch.float64)
+        for name, values in statistics.his.items()
+    }
+
+
+def uses_alpha(name: str) -> bool:
+    """Whether a criterion weighs two terms by alpha."""
+    return "alpha" in inspect.signature(CRITERIA[name]).parameters
+
+
+def score_heads(
+    statistics: HeadStatistics,
+    *,
+    criterion: str = "hies",
+    alpha: float = 0.9,
+    normalize: str = "model",
+    seed: int = 0,
+) -> HeadScores:
+    """Score every head by a criterion; any number of calls may reuse the same statistics.
+
+    Args:
+        statistics: From `collect_statistics`.
+        criterion: A name in `CRITERIA`.
+        alpha: Weight of HIS against entropy in `hies`, in [0, 1).
+        normalize: "model" takes minimum and maximum over all heads, "layer" within each attention module.
+        seed: Seed of `random`.
+
+    Returns:
+        Scores, and the parameters the criterion used.
+
+    Raises:
+        RecipeError: Unknown criterion or normalisation, or alpha outside [0, 1).
+    """
+    problems = []
+    if criterion not in CRITERIA:
+        problems.append(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
+    if not 0 <= alpha < 1:
+        problems.append(f"alpha must be in [0, 1), got {alpha}; for importance alone use criterion: his")
+    if normalize not in NORMALIZE:
+        problems.append(f"normalize must be model or layer, got {normalize!r}")
+    if problems:
+        raise RecipeError(problems)
+    function = CRITERIA[criterion]
+    options = {"alpha": alpha, "normalize": normalize, "seed": seed}
+    parameters: dict[str, Any] = {k: v for k, v in options.items() if k in inspect.signature(function).parameters}
+    return HeadScores(criterion=criterion, parameters=parameters, scores=function(statistics, **parameters))
+
+
+def min_max(values: Mapping[str, Tensor], *, normalize: str, what: str) -> Mapping[str, Tensor]:
+    """(s - min) / (max - min) over all heads of the model, or of each attention module.
+
+    Warns:
+        DegenerateRangeWarning: max = min; those heads score 0.
+    """
+    if normalize == "layer":
+        return {name: _spread(v, v.min(), v.max(), f"{what} in {name}") for name, v in values.items()}
+    everything = torch.cat(list(values.values()))
+    low, high = everything.min(), everything.max()
+    if high == low:
+        _warn(what)
+        return {name: torch.zeros_like(v) for name, v in values.items()}
+    return {name: (v - low) / (high - low) for name, v in values.items()}
+
+
+def _spread(values: Tensor, low: Tensor, high: Tensor, what: str) -> Tensor:
+    if high == low:
+        _warn(what)
+        return torch.zeros_like(values)
+    return (values - low) / (high - low)
+
+
+def _warn(what: str) -> None:
+    warnings.warn(
+        f"{what} is the same for every head, so it cannot tell them apart and counts as 0",
+        DegenerateRangeWarning,
+        stacklevel=4,
+    )
