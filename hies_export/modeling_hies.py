@@ -1,0 +1,48 @@
+"""A model of transformers whose attention lost heads: the stock class, rebuilt to the shapes named in config.json.
+
+This file knows no architecture and travels with every checkpoint whose config alone cannot describe its shapes.
+`config.hies_export` maps each resized Linear (dotted name under the base model) to [out_features, in_features] and
+each changed attribute of a module to its value. Apache-2.0.
+"""
+
+import os
+import shutil
+
+import torch
+import transformers
+
+
+class SlimModel:
+    """Put before a stock class: builds it, then gives the cut layers their sizes."""
+
+    def __init__(self, config, *args, **kwargs):
+        """Build the stock model of `config` and resize what `config.hies_export` names."""
+        super().__init__(config, *args, **kwargs)
+        for name, (out_features, in_features) in config.hies_export["linear"].items():
+            old = self.base_model.get_submodule(name)
+            like = {"bias": old.bias is not None, "device": old.weight.device, "dtype": old.weight.dtype}
+            owner, _, attribute = name.rpartition(".")
+            new = torch.nn.Linear(in_features, out_features, **like)
+            setattr(self.base_model.get_submodule(owner), attribute, new)
+        for name, attributes in config.hies_export["attributes"].items():
+            for attribute, value in attributes.items():
+                setattr(self.base_model.get_submodule(name), attribute, value)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Save as the stock class does, with this file beside the weights and keys that are module names."""
+        os.makedirs(save_directory, exist_ok=True)
+        target = os.path.join(save_directory, "modeling_hies.py")
+        if not os.path.exists(target) or not os.path.samefile(__file__, target):
+            shutil.copyfile(__file__, target)
+        # transformers renames older keys on loading by class, and skips classes from outside, such as this one.
+        kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def __getattr__(name):
+    """The slim class of any model class of transformers, under the same name."""
+    stock = getattr(transformers, name, None) if not name.startswith("_") else None
+    if not (isinstance(stock, type) and issubclass(stock, transformers.PreTrainedModel)):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    slim = type(name, (SlimModel, stock), {"__module__": __name__, "__doc__": stock.__doc__})
+    return globals().setdefault(name, slim)

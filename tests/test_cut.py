@@ -1,0 +1,246 @@
+"""The contract every architecture joins by one line: cut = masked, save = reload (both ways), and it still trains."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import bert, image_batch, shake, text_batch, vit
+from torch import Tensor
+from transformers import AutoModel, PreTrainedModel
+
+from hies_export.cut import check_cut, first_output, is_slim, masked_heads, max_abs, prune_heads
+from hies_export.errors import CutMismatchError, PlanError, UnsupportedModelError
+from hies_export.layout import find_attention
+from hies_export.loading import load
+from hies_export.save import save_slim
+from hies_export.score import score_heads
+from hies_export.select import select_heads
+from hies_export.values import AttentionSite, HeadScores, HeadStatistics, KeptHeads, PruningPlan
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "num_labels": 3,
+    "pad_token_id": 0,
+}
+SMALL_IMAGES = SMALL | {"image_size": 16, "patch_size": 4}
+
+
+def architecture(
+    name: str, task: str = "ForSequenceClassification", **options: object
+) -> Callable[[], PreTrainedModel]:
+    def make() -> PreTrainedModel:
+        config = getattr(transformers, f"{name}Config")(**(SMALL | options))
+        return shake(getattr(transformers, f"{name}{task}")(config))
+
+    return make
+
+
+def images(name: str, task: str = "ForImageClassification", **options: object) -> Callable[[], PreTrainedModel]:
+    return architecture(name, task, **(SMALL_IMAGES | options))
+
+
+# name -> (model, batch, whether uniform heads need no code of ours)
+ARCHITECTURES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], dict[str, Tensor]], bool]] = {
+    "bert": (bert, text_batch, False),
+    "bert base model": (architecture("Bert", "Model"), lambda: text_batch(labels=False), False),
+    "roberta": (architecture("Roberta"), text_batch, False),
+    "electra": (architecture("Electra", embedding_size=48), text_batch, False),
+    "distilbert": (architecture("DistilBert", dim=48, n_layers=3, n_heads=6, hidden_dim=64), text_batch, False),
+    "albert": (architecture("Albert", embedding_size=24), text_batch, False),
+    "vit": (vit, image_batch, True),
+    "vit base model": (images("ViT", "Model"), lambda: image_batch(labels=False), True),
+    "deit": (images("DeiT"), image_batch, True),
+    "llama": (architecture("Llama"), lambda: text_batch(padding=False), True),
+    "llama groups": (architecture("Llama", num_key_value_heads=3), lambda: text_batch(padding=False), True),
+    "qwen3": (architecture("Qwen3", num_key_value_heads=3, head_dim=12), lambda: text_batch(padding=False), True),
+}
+
+
+def random_plan(sites: tuple[AttentionSite, ...], *, uniform: bool, seed: int = 0) -> PruningPlan:
+    empty = {s.name: torch.zeros(s.heads) for s in sites}
+    statistics = HeadStatistics(his=empty, entropy=empty, weight_l2=empty, samples=1, labels="data", fingerprint="")
+    scores = score_heads(statistics, criterion="random", seed=seed)
+    return select_heads(scores, sites, heads=0.4, allocation="uniform" if uniform else "global")
+
+
+@pytest.mark.parametrize("uniform", [False, True], ids=["uneven", "uniform"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_contract(name: str, uniform: bool, tmp_path: Path) -> None:
+    make_model, make_batch, plain_when_uniform = ARCHITECTURES[name]
+    dense, batch = make_model(), make_batch()
+    labels = batch.get("labels")
+    sites = find_attention(dense, batch)
+    plan = random_plan(sites, uniform=uniform)
+    dense_output = first_output(dense, batch)
+
+    slim = prune_heads(dense, plan, sites)
+    assert max_abs(first_output(dense, batch), dense_output) == 0  # the dense model is not touched
+    assert sum(p.numel() for p in slim.parameters()) < sum(p.numel() for p in dense.parameters())
+    with masked_heads(dense, plan):
+        masked = first_output(dense, batch)
+    assert max_abs(masked, dense_output) > 1e-3  # or the comparison would prove nothing
+    assert max_abs(first_output(slim, batch), masked) < 1e-5
+    assert check_cut(dense, slim, plan, batch) < 1e-5
+    assert [(s.heads, s.key_value_heads) for s in find_attention(slim, batch)] == [
+        (len(k.query), len(k.key_value)) for k in plan.kept.values()
+    ]
+    counts = {len(k.query) for k in plan.kept.values()}
+    assert is_slim(slim) == (not plain_when_uniform or len(counts) > 1)
+    assert type(slim).__name__ == type(dense).__name__
+    assert isinstance(slim, type(dense))
+
+    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=batch) == 0
+    assert (tmp_path / "slim" / "modeling_hies.py").exists() == is_slim(slim)
+    assert PruningPlan.from_file(tmp_path / "slim" / "hies_plan.json") == plan
+    loaded = load(tmp_path / "slim")
+    assert type(loaded) is type(slim)
+    assert max_abs(first_output(loaded, batch), masked) < 1e-5
+
+    if labels is not None:
+        trained_and_saved_again(loaded, batch, tmp_path / "again")
+
+
+def trained_and_saved_again(model: PreTrainedModel, batch: dict[str, Tensor], folder: Path) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    model.train()
+    for dropout in (m for m in model.modules() if isinstance(m, torch.nn.Dropout)):
+        dropout.p = 0.0
+    losses = []
+    for _ in range(3):
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    model.eval().save_pretrained(folder)
+    expected = first_output(model, batch)
+    base_expected = first_output(model.base_model, batch)
+    again, info = type(model).from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert max_abs(first_output(again, batch), expected) == 0
+    base = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    assert max_abs(first_output(base, batch), base_expected) == 0
+
+
+@pytest.mark.parametrize("make", [bert, vit], ids=["bert", "vit"])
+def test_a_slim_model_can_be_pruned_again(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+    dense = make()
+    batch = text_batch() if dense.main_input_name == "input_ids" else image_batch()
+    sites = find_attention(dense, batch)
+    once = prune_heads(dense, random_plan(sites, uniform=False), sites)
+    sites = find_attention(once, batch)
+    plan = random_plan(sites, uniform=False, seed=1)
+    twice = prune_heads(once, plan, sites, inplace=True)
+    assert twice is once
+    save_slim(twice, tmp_path / "slim", plan=plan, batch=batch)
+    assert max_abs(first_output(load(tmp_path / "slim"), batch), first_output(twice, batch)) == 0
+
+
+def test_slim_models_can_be_copied_and_pickled() -> None:
+    dense, batch = bert(), text_batch()
+    sites = find_attention(dense, batch)
+    slim = prune_heads(dense, random_plan(sites, uniform=False), sites)
+    for other in (copy.deepcopy(slim), pickle.loads(pickle.dumps(slim))):
+        assert type(other) is type(slim)
+        assert max_abs(first_output(other, batch), first_output(slim, batch)) == 0
+
+
+def test_dtype_device_and_frozen_weights_are_kept() -> None:
+    dense, batch = bert().to(torch.bfloat16), text_batch()
+    dense.bert.encoder.layer[0].attention.self.query.weight.requires_grad_(False)
+    sites = find_attention(dense, batch)
+    plan = random_plan(sites, uniform=True)
+    slim = prune_heads(dense, plan, sites)
+    assert {p.dtype for p in slim.parameters()} == {torch.bfloat16}
+    assert [n for n, p in slim.named_parameters() if not p.requires_grad] == [
+        "bert.encoder.layer.0.attention.self.query.weight"
+    ]
+    assert check_cut(dense, slim, plan, batch) < 1e-4
+
+
+def test_a_wrong_cut_is_caught() -> None:
+    dense, batch = bert(), text_batch()
+    sites = find_attention(dense, batch)
+    plan = random_plan(sites, uniform=True)
+    slim = prune_heads(dense, plan, sites)
+    layer = slim.bert.encoder.layer[1].attention.self
+    with torch.no_grad():
+        layer.value.bias.add_(0.01)
+    with pytest.raises(CutMismatchError, match=r"must equal the masked model to 0\.0001, but differs by .*\(bert\)"):
+        check_cut(dense, slim, plan, batch)
+    with torch.no_grad():
+        layer.value.bias.fill_(float("nan"))
+    with pytest.raises(CutMismatchError, match="differs by inf"):
+        check_cut(dense, slim, plan, batch)
+
+
+def test_plans_that_do_not_fit_are_refused() -> None:
+    dense, batch = bert(), text_batch()
+    sites = find_attention(dense, batch)
+    plan = random_plan(sites, uniform=True)
+    first, *_ = plan.kept
+
+    def broken(**kept: KeptHeads) -> PruningPlan:
+        return PruningPlan(dict(plan.kept) | {first: kept["kept"]}, "random", None, 0)
+
+    other = find_attention(vit(), image_batch())
+    with pytest.raises(PlanError, match="3 are missing from it .* and 3 are not in the model"):
+        prune_heads(dense, plan, other)
+    with pytest.raises(PlanError, match="is for 8 query and 8 key/value heads"):
+        prune_heads(dense, broken(kept=KeptHeads((0,), (0,), 8, 8)), sites)
+    for heads in ((), (1, 0), (0, 0), (5, 6), (-1, 0)):
+        with pytest.raises(PlanError, match=r"ascending indices in \[0, 6\)"):
+            prune_heads(dense, broken(kept=KeptHeads(heads, heads, 6, 6)), sites)
+    with pytest.raises(PlanError, match="its 1 query heads go together"):
+        prune_heads(dense, broken(kept=KeptHeads((0, 1), (0, 2), 6, 6)), sites)
+
+
+def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
+    dense, batch = vit(), image_batch()
+    sites = find_attention(dense, batch)
+    plan = random_plan(sites, uniform=False)
+    for name in ("one", "two"):
+        save_slim(prune_heads(dense, plan, sites), tmp_path / name, plan=plan, batch=batch)
+    files = sorted(p.name for p in (tmp_path / "one").iterdir())
+    assert files == ["config.json", "hies_plan.json", "model.safetensors", "modeling_hies.py"]
+    assert all((tmp_path / "one" / f).read_bytes() == (tmp_path / "two" / f).read_bytes() for f in files)
+
+
+REFUSED = {
+    "gpt2": (architecture("GPT2", n_embd=48, n_layer=1, n_head=6), r"no separate query, key and value layers"),
+    "deberta": (architecture("DebertaV2", num_hidden_layers=1), "computes its own"),
+    "olmo2": (
+        architecture("Olmo2", "ForCausalLM", num_hidden_layers=1),
+        r"q_norm.weight of shape \(48,\) belongs to no",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
+    make_model, reason = REFUSED[name]
+    model = make_model()
+    with pytest.raises(UnsupportedModelError, match=reason) as error:
+        find_attention(model, text_batch(labels=False, padding=False))
+    assert type(model).__name__ in str(error.value)
+
+
+def test_scores_of_any_origin_can_be_selected_from() -> None:
+    dense, batch = bert(), text_batch()
+    sites = find_attention(dense, batch)
+    scores = HeadScores("mine", {}, {s.name: torch.arange(s.heads).double() for s in sites})
+    plan = select_heads(scores, sites, heads=0.5)
+    slim = prune_heads(dense, plan, sites)
+    assert [s.heads for s in find_attention(slim, batch)] == [3, 3, 3]
