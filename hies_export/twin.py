@@ -1,0 +1,42 @@
+"""A second handle on a model: its modules copied, its weights shared, or absent."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def share_weights(model: Model, *, device: str | None = None) -> Model:
+    """Copy a model's modules and config but not its weights.
+
+    What is then switched on the copy (evaluation mode, attention implementation, forward wrappers) does not
+    reach the original, at no cost in memory.
+
+    Args:
+        model: Any model; layers may have been resized by hand, the config is not consulted.
+        device: `None` for the very same tensors; `"meta"` for shapes without data.
+    """
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        if device is None:
+            return tensor
+        empty = torch.empty_like(tensor, device=device)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+
+    plain = [value for module in model.modules() for value in vars(module).values()]
+    tensors = [*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, torch.Tensor))]
+    # deepcopy takes whatever its memo already holds as the finished copy.
+    return copy.deepcopy(model, {id(tensor): stand_in(tensor) for tensor in tensors})
+
+
+def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a batch that the model's forward takes, in its own order, labels left out."""
+    accepted = [name for name in inspect.signature(model.forward).parameters if name != "labels"]
+    return {name: batch[name] for name in accepted if isinstance(batch.get(name), torch.Tensor)}

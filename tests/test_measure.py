@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import getpass
+import platform
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hies_export import measure
+from hies_export.errors import RecipeError
+from hies_export.measure import (
+    compare_latency,
+    count_flops,
+    count_parameters,
+    environment,
+    paired_ratio,
+    parameter_bytes,
+    realised_share,
+    sequence_length,
+    synthetic_batch,
+)
+from hies_export.runtimes import Runtime
+
+
+def tiny_bert(cls=BertForSequenceClassification):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 3}
+    return cls(BertConfig(**shape, vocab_size=50, max_position_embeddings=32, num_labels=3))
+
+
+def tiny_vit(**options):
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
+    return ViTForImageClassification(ViTConfig(**shape, **options))
+
+
+def cut_bert(model, kept_heads):
+    """Keep the first heads of each layer, a different number in each."""
+    for layer, heads in zip(model.base_model.encoder.layer, kept_heads, strict=True):
+        attention, width = layer.attention.self, heads * layer.attention.self.attention_head_size
+        for linear in (attention.query, attention.key, attention.value):
+            linear.weight = torch.nn.Parameter(linear.weight[:width].detach().clone())
+            linear.bias = torch.nn.Parameter(linear.bias[:width].detach().clone())
+            linear.out_features = width
+        output = layer.attention.output.dense
+        output.weight = torch.nn.Parameter(output.weight[:, :width].detach().clone())
+        output.in_features = width
+        attention.num_attention_heads, attention.all_head_size = heads, width
+    return model
+
+
+def bert_flops(heads, *, rows, tokens, hidden=32, head_dim=8, inner=48, labels=3):
+    """Multiply-adds twice: q, k, v and o; scores and context; both MLP halves; pooler and classifier."""
+    total = 0
+    for count in heads:
+        width = count * head_dim
+        total += 2 * rows * tokens * 4 * hidden * width
+        total += 2 * rows * 2 * tokens * tokens * width
+        total += 2 * rows * tokens * 2 * hidden * inner
+    return total + 2 * rows * hidden * hidden + 2 * rows * hidden * labels
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The devices that copies of the model were made for."""
+    devices, original = [], measure.share_weights
+
+    def recorded(model, *, device=None):
+        devices.append(device)
+        return original(model, device=device)
+
+    monkeypatch.setattr(measure, "share_weights", recorded)
+    return devices
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 7), (3, 32)])
+def test_flops_of_dense_and_uneven_bert_equal_the_formula(rows, tokens, copies):
+    model = tiny_bert().train()
+    batch = {
+        **synthetic_batch(model, batch=rows, sequence=tokens),
+        "labels": torch.zeros(rows, dtype=torch.long),
+    }
+    assert count_flops(model, batch) == bert_flops((4, 4, 4), rows=rows, tokens=tokens)
+    assert count_flops(cut_bert(model, (3, 1, 4)), batch) == bert_flops((3, 1, 4), rows=rows, tokens=tokens)
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert copies == ["meta", "meta"]
+
+
+def test_flops_of_vit_equal_the_formula(copies):
+    model = tiny_vit(image_size=16, patch_size=4, num_labels=3)
+    batch = synthetic_batch(model, batch=2)
+    layers = bert_flops((4, 4), rows=2, tokens=17) - 2 * 2 * 32 * (32 + 3)
+    patches = 2 * 2 * 16 * (3 * 4 * 4) * 32
+    assert count_flops(model, batch) == layers + patches + 2 * 2 * 32 * 3
+    assert copies == ["meta"]
+
+
+def test_flops_of_a_forward_that_reads_values_are_counted_for_real(copies):
+    class Picky(BertForSequenceClassification):
+        def forward(self, input_ids, **options):
+            assert int(input_ids.max()) >= 0
+            return super().forward(input_ids, **options)
+
+    model = tiny_bert(Picky)
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
+    assert count_flops(model, batch) == bert_flops((4, 4, 4), rows=2, tokens=5)
+    assert copies == ["meta", None]
+
+
+def test_parameters_count_tied_weights_once():
+    model = tiny_bert(BertForMaskedLM)
+    unique = {tensor.data_ptr(): tensor for tensor in model.state_dict().values() if tensor.is_floating_point()}
+    assert count_parameters(model) == sum(tensor.numel() for tensor in unique.values())
+    assert count_parameters(model) < sum(t.numel() for t in model.state_dict().values() if t.is_floating_point())
+    assert parameter_bytes(model) == 4 * count_parameters(model)
+    assert parameter_bytes(model.half()) == 2 * count_parameters(model)
+
+
+def test_synthetic_batches_and_what_the_attention_sees():
+    model = tiny_bert()
+    batch = synthetic_batch(model, batch=40, sequence=16)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (40, 16)
+    assert sorted(set(batch["input_ids"].flatten().tolist())) == list(range(50))
+    assert batch["attention_mask"].min() == 1
+    assert sequence_length(model, batch) == 16
+    again, other = (synthetic_batch(model, batch=40, sequence=16, seed=seed) for seed in (0, 1))
+    assert torch.equal(again["input_ids"], batch["input_ids"])
+    assert not torch.equal(other["input_ids"], batch["input_ids"])
+    for size, patch, tokens in ((16, 4, 17), ((16, 32), 8, 9)):
+        vit = tiny_vit(image_size=size, patch_size=patch, num_channels=1)
+        images = synthetic_batch(vit, batch=2, sequence=99)
+        height, width = size if isinstance(size, tuple) else (size, size)
+        assert images["pixel_values"].shape == (2, 1, height, width)
+        assert sequence_length(vit, images) == tokens
+
+
+@pytest.mark.parametrize(("sequence", "shown"), [(None, "None"), (0, "0"), (33, "33")])
+def test_impossible_shapes(sequence, shown):
+    with pytest.raises(RecipeError, match=rf"sequence must be in 1\.\.32 for Bert\w+, got {shown}"):
+        synthetic_batch(tiny_bert(), batch=1, sequence=sequence)
+    with pytest.raises(RecipeError, match="batch must be at least 1, got 0"):
+        synthetic_batch(tiny_bert(), batch=0, sequence=4)
+
+
+class Clock:
+    """Time that passes only when a fake runtime runs, plus a drift that grows with every run."""
+
+    def __init__(self, drift_ms=0.0):
+        self.now_ns, self.drift_ms, self.order = 0, drift_ms, []
+
+    def __call__(self):
+        return self.now_ns
+
+
+class Fake(Runtime):
+    provider = "fake"
+
+    def __init__(self, clock, name, times_ms, threads=2):
+        self.clock, self.label, self.times_ms, self.threads, self.runs = clock, name, times_ms, threads, 0
+
+    def prepare(self, batch):
+        return batch
+
+    def run(self, feed):
+        took_ms = self.times_ms[self.runs % len(self.times_ms)] + self.clock.drift_ms * len(self.clock.order)
+        self.runs += 1
+        self.clock.order.append(self.label)
+        self.clock.now_ns += round(took_ms * 1e6)
+
+    def fetch(self, result):
+        return {}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    ticking = Clock()
+    monkeypatch.setattr(measure, "perf_counter_ns", ticking)
+    return ticking
+
+
+def trio(clock, dense_ms, slim_ms, control_ms):
+    return [Fake(clock, n, t) for n, t in (("D", dense_ms), ("S", slim_ms), ("C", control_ms))]
+
+
+def test_latency_equals_numpy_on_scripted_times(clock):
+    rng = np.random.default_rng(3)
+    dense_ms, slim_ms, control_ms = rng.uniform(8, 12, 30), rng.uniform(6, 10, 30), rng.uniform(8, 12, 30)
+    dense, slim, control = trio(clock, dense_ms, slim_ms, control_ms)
+    steps = []
+    result = compare_latency(
+        dense, slim, control=control, batch={}, warmup=0, seed=7, progress=lambda *step: steps.append(step)
+    )
+    assert (result.dense.p50_ms, result.dense.p90_ms, result.dense.p99_ms) == pytest.approx(
+        tuple(np.percentile(dense_ms, (50, 90, 99))), abs=1e-5
+    )
+    assert result.slim.p90_ms == pytest.approx(np.percentile(slim_ms, 90), abs=1e-5)
+    assert result.ratio == pytest.approx(np.median(slim_ms / dense_ms), abs=1e-5)
+    assert result.control.ratio == pytest.approx(np.median(control_ms / dense_ms), abs=1e-5)
+    from scipy.stats import bootstrap
+
+    reference = bootstrap(
+        (slim_ms / dense_ms,),
+        np.median,
+        method="percentile",
+        n_resamples=20_000,
+        rng=np.random.default_rng(1),
+    ).confidence_interval
+    assert (result.ratio_low, result.ratio_high) == pytest.approx((reference.low, reference.high), abs=0.02)
+    assert result.ratio_low < result.ratio < result.ratio_high
+    assert (result.repeats, result.threads, result.provider) == (30, 2, "fake")
+    assert steps[0] == (1, 30)
+    assert steps[-1] == (30, 30)
+
+
+def test_runs_are_interleaved_back_and_forth_and_warm_up_is_not_timed(clock):
+    dense, slim, control = trio(clock, [999.0] * 2 + [10.0] * 6, [999.0] * 2 + [5.0] * 6, [10.0])
+    result = compare_latency(dense, slim, control=control, batch={}, repeats=6, warmup=2)
+    order = "".join(clock.order)
+    assert order[:6] == "DSCDSC"
+    rounds = [order[6 + i : 9 + i] for i in range(0, 18, 3)]
+    assert sorted(rounds) == ["CDS", "CSD", "DCS", "DSC", "SCD", "SDC"]
+    assert all(rounds[i] == rounds[i + 1][::-1] for i in (0, 2, 4))
+    assert result.dense.p99_ms == 10.0
+    assert result.ratio == result.ratio_low == result.ratio_high == 0.5
+
+
+def test_slow_drift_cancels(clock):
+    clock.drift_ms = 0.02
+    runners = trio(clock, [10.0], [10.0], [10.0])
+    result = compare_latency(runners[0], runners[1], control=runners[2], batch={}, repeats=60, warmup=0)
+    assert result.ratio == pytest.approx(1.0, abs=2e-3)
+    assert result.control.ratio == pytest.approx(1.0, abs=2e-3)
+    assert result.dense.p50_ms > 11.0
+
+
+def test_without_a_control_dense_runs_against_itself(clock):
+    dense, slim, _ = trio(clock, [4.0], [2.0], [1.0])
+    result = compare_latency(dense, slim, batch={}, repeats=5, warmup=0)
+    assert (dense.runs, slim.runs) == (10, 5)
+    assert result.control.ratio == 1.0
+
+
+def test_min_seconds_goes_on_beyond_the_repeats(clock):
+    runners = trio(clock, [100.0], [100.0], [100.0])
+    result = compare_latency(runners[0], runners[1], control=runners[2], batch={}, repeats=2, min_seconds=2.0)
+    assert result.repeats == 7
+
+
+def test_garbage_collection_is_off_while_timing_and_back_on_after_a_failure(clock):
+    import gc
+
+    seen = []
+
+    def fail(done, total):
+        seen.append(gc.isenabled())
+        raise KeyboardInterrupt
+
+    runners = trio(clock, [1.0], [1.0], [1.0])
+    with pytest.raises(KeyboardInterrupt):
+        compare_latency(runners[0], runners[1], batch={}, progress=fail)
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_impossible_timings(clock):
+    dense, slim, _ = trio(clock, [1.0], [1.0], [1.0])
+    with pytest.raises(RecipeError, match=r"3 problems(.|\n)*got 0(.|\n)*got -1(.|\n)*got -2"):
+        compare_latency(dense, slim, batch={}, repeats=0, warmup=-1, min_seconds=-2)
+    with pytest.raises(RecipeError, match="run alike, got fake with 2 threads and fake with 4 threads"):
+        compare_latency(dense, Fake(clock, "S", [1.0], threads=4), batch={})
+
+
+def test_the_interval_depends_on_the_seed_only():
+    base, other = np.random.default_rng(0).uniform(1, 2, (2, 30))
+    # A bootstrapped median only takes values of the sample, so that two seeds may well agree.
+    intervals = {paired_ratio(base, other, seed=seed) for seed in (*range(10), *range(10))}
+    assert 1 < len(intervals) <= 10
+
+
+def test_realised_share():
+    assert realised_share(0.85, 0.8) == pytest.approx(0.75)
+    assert realised_share(1.1, 0.8) == pytest.approx(-0.5)
+    assert realised_share(0.9, 1.0) is None
+
+
+def test_environment_tells_versions_and_nobodys_name():
+    facts = environment()
+    assert facts["torch"] == torch.__version__
+    assert facts["python"] == platform.python_version()
+    assert facts["cores"] >= 1
+    assert facts["threads"] == torch.get_num_threads()
+    assert set(facts) >= {"transformers", "onnxruntime", "optimum", "cpu", "gpu", "os"}
+    shown = " ".join(str(value) for value in facts.values())
+    assert platform.node() not in shown
+    assert "/" not in shown
+    assert getpass.getuser() not in shown.split()
+
+
+def test_environment_without_a_package_says_none(monkeypatch):
+    assert measure._version("no-such-package-at-all") is None

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from hies_export.errors import DataError, MissingRuntimeError, RecipeError
+from hies_export.runtimes import RUNTIMES, OnnxRuntime, Runtime, TorchRuntime, load_runtime, register_runtime
+from hies_export.twin import forward_inputs, share_weights
+
+# logits = 2 * input_ids + attention_mask - token_type_ids, so every input can be seen in the output.
+GRAPH = """<ir_version: 10, opset_import: ["" : 20]>
+g (int64[b, s] input_ids, int64[b, s] attention_mask, int64[b, s] token_type_ids) => (float[b, s] logits) {
+  twice = Add(input_ids, input_ids)
+  masked = Add(twice, attention_mask)
+  typed = Sub(masked, token_type_ids)
+  logits = Cast<to=1>(typed)
+}"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    onnx.save(onnx.parser.parse_model(GRAPH), tmp_path / "model.onnx")
+    return tmp_path
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
+    return BertForSequenceClassification(BertConfig(**shape, vocab_size=20, max_position_embeddings=8))
+
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+def test_torch_runs_in_evaluation_mode_and_leaves_the_model_in_training(model):
+    runtime = load_runtime("torch", model.train())
+    batch = {"input_ids": IDS, "labels": torch.tensor([0, 1]), "text": ["a", "b"]}
+    feed = runtime.prepare(batch)
+    assert list(feed) == ["input_ids"]
+    output = runtime.run(feed)
+    assert not output.logits.requires_grad
+    assert model.training
+    with torch.no_grad():
+        want = model.eval()(input_ids=IDS).logits.numpy()
+    # Dropout is the model's default of 0.1: training mode would show.
+    np.testing.assert_array_equal(runtime.fetch(output)["logits"], want)
+    assert (runtime.name, runtime.provider, runtime.threads) == ("torch", "cpu", torch.get_num_threads())
+
+
+def test_torch_pins_its_threads_only_while_it_runs(model):
+    before, seen = torch.get_num_threads(), []
+    runtime = load_runtime("torch", model, threads=before + 1)
+    runtime._model.register_forward_pre_hook(lambda *args: seen.append(torch.get_num_threads()))
+    runtime.run(runtime.prepare({"input_ids": IDS}))
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("name", ["", "model.onnx"])
+def test_onnxruntime_runs_a_folder_or_a_file(folder, name):
+    runtime = load_runtime("onnxruntime-cpu", folder / name, threads=1)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    feed = runtime.prepare({"input_ids": IDS, "attention_mask": mask, "token_type_ids": IDS, "labels": IDS})
+    for _ in range(2):
+        got = runtime.fetch(runtime.run(feed))
+    np.testing.assert_array_equal(got["logits"], (IDS + mask).numpy())
+    assert (runtime.provider, runtime.threads) == ("CPUExecutionProvider", 1)
+
+
+def test_onnxruntime_feeds_keep_their_own_values(folder):
+    runtime = load_runtime("onnxruntime-cpu", folder)
+    feeds = [runtime.prepare({"input_ids": ids, "token_type_ids": 0 * ids}) for ids in (IDS, IDS[:1] * 10)]
+    got = [runtime.fetch(runtime.run(feed))["logits"] for feed in (*feeds, feeds[0])]
+    np.testing.assert_array_equal(got[1], (IDS[:1] * 20 + 1).numpy())
+    np.testing.assert_array_equal(got[2], got[0])
+
+
+def test_onnxruntime_defaults_the_mask_to_ones_and_the_types_to_zeros(folder):
+    runtime = load_runtime("onnxruntime-cpu", str(folder))
+    got = runtime.fetch(runtime.run(runtime.prepare({"input_ids": IDS.to(torch.int32)})))
+    np.testing.assert_array_equal(got["logits"], (2 * IDS + 1).numpy())
+    with pytest.raises(DataError, match="input 'input_ids' must be in the batch, which has pixel_values"):
+        runtime.prepare({"pixel_values": IDS})
+
+
+def test_onnxruntime_does_not_spin_and_takes_the_threads(folder, monkeypatch):
+    import onnxruntime
+
+    seen = []
+
+    class Session(onnxruntime.InferenceSession):
+        def __init__(self, file, options, providers):
+            seen.append(options)
+            super().__init__(file, options, providers=providers)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    load_runtime("onnxruntime-cpu", folder, threads=3)
+    assert seen[0].get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert (seen[0].intra_op_num_threads, seen[0].inter_op_num_threads) == (3, 1)
+
+
+def test_another_provider_than_asked_for_is_an_error(folder):
+    class Elsewhere(OnnxRuntime):
+        name, requested, extra = "onnxruntime-cuda", "NoSuchExecutionProvider", "gpu"
+
+    with pytest.raises(MissingRuntimeError, match=r"must run on NoSuch(.|\n)*offers .*CPU.*hies-export\[gpu\]"):
+        Elsewhere(folder, threads=1)
+
+
+def test_onnxruntime_missing(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingRuntimeError, match=r'pip install "hies-export\[cpu\]"'):
+        load_runtime("onnxruntime-cpu", folder)
+
+
+def test_wrong_requests(folder, model):
+    with pytest.raises(RecipeError, match=r"one of .*torch, got 'onnx-cpu'; did you mean 'onnxruntime-cpu'\?"):
+        load_runtime("onnx-cpu", folder)
+    with pytest.raises(RecipeError, match="threads must be at least 1, got 0"):
+        load_runtime("torch", model, threads=0)
+    with pytest.raises(RecipeError, match="needs a PreTrainedModel, got PosixPath"):
+        load_runtime("torch", folder)
+    with pytest.raises(RecipeError, match="needs an ONNX file or folder, got BertFor"):
+        load_runtime("onnxruntime-cpu", model)
+    with pytest.raises(RecipeError, match=r"nothing\.onnx does not exist"):
+        load_runtime("onnxruntime-cpu", folder / "nothing.onnx")
+
+
+def test_a_runtime_joins_by_registering(monkeypatch):
+    monkeypatch.setattr("hies_export.runtimes.RUNTIMES", dict(RUNTIMES))
+
+    @register_runtime("echo")
+    class Echo(TorchRuntime):
+        def __init__(self, source, *, threads):
+            self.source, self.threads = source, threads
+
+    runtime = load_runtime("echo", "anything", threads=2)
+    assert isinstance(runtime, Runtime)
+    assert (runtime.name, runtime.source, runtime.threads) == ("echo", "anything", 2)
+
+
+def test_a_twin_shares_weights_and_nothing_else(model):
+    model.encode = model.config  # an attribute that both must not share
+    twin = share_weights(model.train())
+    assert [id(p) for p in twin.parameters()] == [id(p) for p in model.parameters()]
+    twin.eval().set_attn_implementation("eager")
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    empty = share_weights(model, device="meta")
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert [p.shape for p in empty.parameters()] == [p.shape for p in model.parameters()]
+
+
+def test_forward_inputs_in_the_order_of_the_forward(model):
+    batch = {"labels": IDS, "token_type_ids": IDS, "input_ids": IDS, "text": ["a"], "idx": IDS}
+    assert list(forward_inputs(model, batch)) == ["input_ids", "token_type_ids"]
