@@ -1,0 +1,135 @@
+"""hies_export: find the attention heads a Transformer can lose, remove them for real, ship and measure the rest.
+
+    from hies_export import PruningRecipe
+    report = PruningRecipe.from_yaml("recipe.yaml").run()
+
+or stage by stage: `find_attention`, `collect_statistics`, `score_heads`, `select_heads`, `prune_heads`,
+`save_slim`, `export_onnx`, `compare_latency`. A saved slim model comes back with `load`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .calibrate import collect_statistics
+    from .compare import bench
+    from .cut import check_cut, masked_heads, prune_heads
+    from .errors import (
+        CutMismatchError,
+        DataError,
+        ExportError,
+        HiesError,
+        MissingRuntimeError,
+        NonFiniteError,
+        OutputExistsError,
+        ParityError,
+        PlanError,
+        RecipeError,
+        ReloadMismatchError,
+        RequestError,
+        StepError,
+        UnsupportedModelError,
+    )
+    from .export import export_onnx
+    from .layout import find_attention
+    from .loading import load
+    from .measure import compare_latency, count_flops, count_parameters
+    from .pipeline import run
+    from .recipe import PruningRecipe
+    from .report import Report
+    from .save import save_slim
+    from .score import CRITERIA, criterion, score_heads
+    from .select import select_heads
+    from .values import AttentionSite, HeadScores, HeadStatistics, KeptHeads, PruningPlan
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Resolved on first use: importing this package imports neither torch nor transformers.
+_HOMES = {
+    "calibrate": ["collect_statistics"],
+    "compare": ["bench"],
+    "cut": ["check_cut", "masked_heads", "prune_heads"],
+    "errors": [
+        "CutMismatchError",
+        "DataError",
+        "ExportError",
+        "HiesError",
+        "MissingRuntimeError",
+        "NonFiniteError",
+        "OutputExistsError",
+        "ParityError",
+        "PlanError",
+        "RecipeError",
+        "ReloadMismatchError",
+        "RequestError",
+        "StepError",
+        "UnsupportedModelError",
+    ],
+    "export": ["export_onnx"],
+    "layout": ["find_attention"],
+    "loading": ["load"],
+    "measure": ["compare_latency", "count_flops", "count_parameters"],
+    "pipeline": ["run"],
+    "recipe": ["PruningRecipe"],
+    "report": ["Report"],
+    "save": ["save_slim"],
+    "score": ["CRITERIA", "criterion", "score_heads"],
+    "select": ["select_heads"],
+    "values": ["AttentionSite", "HeadScores", "HeadStatistics", "KeptHeads", "PruningPlan"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CRITERIA",
+    "AttentionSite",
+    "CutMismatchError",
+    "DataError",
+    "ExportError",
+    "HeadScores",
+    "HeadStatistics",
+    "HiesError",
+    "KeptHeads",
+    "MissingRuntimeError",
+    "NonFiniteError",
+    "OutputExistsError",
+    "ParityError",
+    "PlanError",
+    "PruningPlan",
+    "PruningRecipe",
+    "RecipeError",
+    "ReloadMismatchError",
+    "Report",
+    "RequestError",
+    "StepError",
+    "UnsupportedModelError",
+    "bench",
+    "check_cut",
+    "collect_statistics",
+    "compare_latency",
+    "count_flops",
+    "count_parameters",
+    "criterion",
+    "export_onnx",
+    "find_attention",
+    "load",
+    "masked_heads",
+    "prune_heads",
+    "run",
+    "save_slim",
+    "score_heads",
+    "select_heads",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

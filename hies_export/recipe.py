@@ -1,0 +1,300 @@
+"""The recipe: everything a run is told, checked before any work starts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from .errors import RecipeError
+
+if TYPE_CHECKING:
+    from .pipeline import Progress
+    from .report import Report
+
+Task = Literal["text-classification", "image-classification"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class DataSection(_Section):
+    """Where the rows are and which columns matter.
+
+    Attributes:
+        name: Hub data set, its configuration last ("nyu-mll/glue/sst2"); or
+        files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not) or image folder.
+        text: One or two text columns.
+        image: Image column.
+        label: Label column; without one, the model's own predictions stand in for calibration.
+        max_length: Longest sequence in tokens; the model's own limit by default.
+    """
+
+    name: str | None = None
+    files: dict[str, Path] | None = None
+    text: tuple[str, ...] = ()
+    image: str | None = None
+    label: str | None = None
+    max_length: int | None = Field(None, ge=2)
+
+    @field_validator("text", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSection:
+        if (self.name is None) == (self.files is None):
+            given = "both" if self.name is not None else "neither"
+            raise ValueError(f"exactly one of name (a Hub data set) and files must be given, got {given}")
+        if len(self.text) > 2:
+            raise ValueError(f"text must be one or two columns, got {len(self.text)}")
+        return self
+
+
+class CalibrationSection(_Section):
+    """Which rows the heads are scored on: `samples` rows of `split`, drawn with `seed`."""
+
+    split: str = "train"
+    samples: int = Field(32, ge=1)
+    batch_size: int = Field(16, ge=1)
+    seed: int = Field(0, ge=0)
+
+
+class EvaluationSection(_Section):
+    """Which rows quality is judged on: the first `samples` of `split`; all of them by default.
+
+    Attributes:
+        metrics: Names in `hies_export.metrics`; the first one is the report's. By default those usual for the task.
+        stability_tolerance: How far a regression output may move and still count as the same prediction.
+    """
+
+    split: str = "validation"
+    samples: int | None = Field(None, ge=1)
+    batch_size: int = Field(32, ge=1)
+    metrics: tuple[str, ...] = ()
+    stability_tolerance: float = Field(0.25, gt=0)
+
+
+class BudgetSection(_Section):
+    """How much goes. `heads`: the share of heads to remove, in (0, 1)."""
+
+    heads: float
+
+    @field_validator("heads")
+    @classmethod
+    def _is_a_share(cls, value: float) -> float:
+        if not 0 < value < 1:
+            raise ValueError(f"sparsity must be in (0, 1), got {value:g}; 0.3 removes 30 % of the heads")
+        return value
+
+
+class PruneSection(_Section):
+    """How heads are scored and chosen; see `score_heads` and `select_heads`."""
+
+    criterion: str = "hies"
+    alpha: float = 0.9
+    normalize: Literal["model", "layer"] = "model"
+    budget: BudgetSection
+    allocation: Literal["global", "uniform"] = "global"
+    min_heads: int = Field(1, ge=1)
+    keep_layers: tuple[int, ...] = ()
+
+    @field_validator("criterion")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        from .score import CRITERIA
+
+        if value not in CRITERIA:
+            raise ValueError(
+                f"criterion must be one of {', '.join(CRITERIA)}, got {value!r}{_nearest(value, CRITERIA)}"
+            )
+        return value
+
+    @field_validator("alpha")
+    @classmethod
+    def _is_a_weight(cls, value: float) -> float:
+        if not 0 <= value < 1:
+            raise ValueError(f"alpha must be in [0, 1), got {value:g}; for importance alone use criterion: his")
+        return value
+
+
+class ExportSection(_Section):
+    """The ONNX model: the execution provider its graph is fused for, and its dtype."""
+
+    provider: Literal["cpu"] = "cpu"
+    dtype: Literal["float32", "float16"] = "float32"
+
+
+class MeasureSection(_Section):
+    """What is timed.
+
+    Attributes:
+        runtimes: Names in `hies_export.runtimes`.
+        shapes: (batch, sequence) pairs; an image model's sequence follows from its image size, so (batch,) is enough.
+        repeats: Timed runs of each model.
+    """
+
+    runtimes: tuple[str, ...] = ("torch", "onnxruntime-cpu")
+    shapes: tuple[tuple[int, ...], ...] = ()
+    repeats: int = Field(30, ge=2)
+
+    @field_validator("shapes")
+    @classmethod
+    def _are_shapes(cls, value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        for shape in value:
+            if len(shape) not in (1, 2) or min(shape) < 1:
+                raise ValueError(f"a shape must be [batch, sequence] (or [batch] for images), got {list(shape)}")
+        return value
+
+    @field_validator("runtimes")
+    @classmethod
+    def _are_known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        from .runtimes import RUNTIMES
+
+        for name in value:
+            if name not in RUNTIMES:
+                raise ValueError(
+                    f"a runtime must be one of {', '.join(RUNTIMES)}, got {name!r}{_nearest(name, RUNTIMES)}"
+                )
+        return value
+
+
+class PruningRecipe(_Section):
+    """A whole run: model, data, how to prune, what to measure. The fields are those of the YAML recipe.
+
+    Args:
+        model: Folder or Hub id of a fine-tuned model.
+        revision: Revision of a Hub model.
+        dtype: What the model is loaded, scored and saved in: float32 (default on CPU), float16, bfloat16, or "auto"
+            for the checkpoint's own (default on GPU).
+        task: text-classification (regression is text-classification with one label) or image-classification.
+        data, calibration, evaluation, prune, export, measure: See the sections above.
+        output: Folder to write; must not exist.
+
+    Raises:
+        RecipeError: Fields are unknown, missing or impossible; all problems at once.
+
+    Example:
+        >>> PruningRecipe(model="m", task="text-classification", data={"name": "glue/sst2", "text": "sentence"},
+        ...               prune={"budget": {"heads": 1.5}})
+        Traceback (most recent call last):
+        hies_export.errors.RecipeError: prune.budget.heads: sparsity must be in (0, 1), got 1.5; ...
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
+    task: Task
+    data: DataSection
+    calibration: CalibrationSection = CalibrationSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    prune: PruneSection
+    export: ExportSection = ExportSection()
+    measure: MeasureSection = MeasureSection()
+    output: Path = Path("runs/hies")
+
+    def __init__(self, **fields: Any):
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise RecipeError(list(_sentences(error, type(self)))) from None
+
+    @model_validator(mode="after")
+    def _columns_fit_the_task(self) -> PruningRecipe:
+        if self.task == "image-classification" and (self.data.image is None or self.data.text):
+            raise ValueError("image-classification needs data.image (a column of images) and no data.text")
+        if self.task == "text-classification" and (self.data.image is not None or not self.data.text):
+            raise ValueError("text-classification needs data.text (one or two columns) and no data.image")
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> PruningRecipe:
+        """Read a recipe file; relative paths in it are relative to the file.
+
+        Args:
+            path: The YAML file.
+            overrides: Dotted field -> value, e.g. {"prune.alpha": 0.5}; their relative paths are relative to the
+                working folder.
+
+        Raises:
+            RecipeError: No such file, no valid YAML, or fields that are unknown, missing or impossible.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise RecipeError([f"a recipe must be a YAML file, but there is no file {path}"])
+        try:
+            fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise RecipeError(
+                [f"a recipe must be valid YAML, but {path} is not: {' '.join(str(error).split())}"]
+            ) from None
+        if not isinstance(fields, dict):
+            raise RecipeError([f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}"])
+        _resolve_paths(fields, path.parent)
+        for key, value in (overrides or {}).items():
+            _override(fields, key, value)
+        return cls(**fields)
+
+    def run(self, *, progress: Progress | None = None) -> Report:
+        """Run the whole line and write `output`; see `hies_export.pipeline.run`."""
+        from .pipeline import run
+
+        return run(self, progress=progress)
+
+
+def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
+    """Make what a file says relative to that file; a model that is no folder there is a Hub id."""
+    if isinstance(fields.get("model"), str) and (folder / fields["model"]).exists():
+        fields["model"] = str(folder / fields["model"])
+    if isinstance(fields.get("output"), str):
+        fields["output"] = folder / fields["output"]
+    data = fields.get("data")
+    if isinstance(data, dict) and isinstance(data.get("files"), dict):
+        data["files"] = {k: folder / v if isinstance(v, str) else v for k, v in data["files"].items()}
+
+
+def _override(fields: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, last = dotted.split(".")
+    for section in sections:
+        child = fields.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise RecipeError([f"{dotted} cannot be set: {section} is a plain value in this recipe"])
+        fields = child
+    fields[last] = value
+
+
+def _sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        given = problem["input"]
+        if problem["type"] == "extra_forbidden":
+            known = list(_section_at(recipe, problem["loc"][:-1]).model_fields)
+            nearest = _nearest(str(problem["loc"][-1]), known) or f"; the fields here are {', '.join(known)}"
+            yield f"{where} is not a field of the recipe{nearest}"
+        elif problem["type"] == "missing":
+            yield f"{where} must be given"
+        elif problem["type"] == "value_error":
+            reason = str(problem["ctx"]["error"])
+            yield f"{where}: {reason}" if where else reason
+        else:
+            message = problem["msg"].removeprefix("Input should be ")
+            yield f"{where} must be {message}, got {given!r}"
+
+
+def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        candidates = get_args(annotation) if get_origin(annotation) else (annotation,)
+        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return section
+
+
+def _nearest(word: str, known: Any) -> str:
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -1,0 +1,297 @@
+"""The report: one JSON that the terminal table, the Markdown page and the model card are rendered from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .errors import RequestError
+from .values import PruningPlan, dump_json
+
+KEPT, CUT = "■", "·"
+LATENCY_HEADER = ("median latency", "dense", "slim", "slim / dense [95 %]", "realised")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did, cost and gained. The fields but `details` are the summary that outside programs read.
+
+    Attributes:
+        model: Path or Hub id of the dense model.
+        task: Task of the recipe.
+        criterion, alpha, seed: What the heads were chosen by; alpha is None where the criterion has none.
+        heads: total, removed, kept_per_layer (query heads).
+        parameters: Number of parameters: dense, slim.
+        bytes: Size of the weights in bytes: dense and slim checkpoint, and the ONNX folder's graph and weights.
+        flops: Floating-point operations of one forward pass: dense, slim, and the shape [batch, sequence].
+        quality: metric, and its value for the dense and the slim model.
+        stability: Share of evaluated samples whose prediction equals the dense model's.
+        cut_max_abs: Largest difference between the cut and the masked model's output.
+        reload_max_abs: Largest difference between the saved and the reloaded model's output.
+        onnx_max_abs: Largest difference between the ONNX and the torch model's output.
+        seconds: Time spent in score, cut, export, measure.
+        latency: One row per runtime and shape.
+        environment: Hardware and library versions the numbers were measured with.
+        details: What the renderings show beyond the summary: plan, statistics, all metrics, data.
+    """
+
+    model: str
+    task: str
+    criterion: str
+    alpha: float | None
+    seed: int
+    heads: Mapping[str, Any]
+    parameters: Mapping[str, int]
+    bytes: Mapping[str, int]
+    flops: Mapping[str, Any]
+    quality: Mapping[str, Any]
+    stability: float
+    cut_max_abs: float
+    reload_max_abs: float
+    onnx_max_abs: float
+    seconds: Mapping[str, float]
+    latency: Sequence[Mapping[str, Any]]
+    environment: Mapping[str, Any]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but `details`, as plain values."""
+        return {k: v for k, v in asdict(self).items() if k != "details"}
+
+    def to_json(self) -> str:
+        """The whole report as JSON text."""
+        return dump_json(asdict(self))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Report:
+        """Read a report.json, or the one of a run's folder.
+
+        Raises:
+            RequestError: There is none.
+        """
+        path = Path(path)
+        file = path / "report.json" if path.is_dir() else path
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            return cls(**{f.name: values[f.name] for f in fields(cls)})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RequestError(
+                f"a report must be a report.json or a run's folder, but {path} is not ({error!r}); "
+                "give the folder a run wrote"
+            ) from error
+
+
+def head_map(plan: PruningPlan) -> dict[str, str]:
+    """Per attention module one mark per head: ■ kept, · cut."""
+    return {
+        name: "".join(KEPT if head in kept.query else CUT for head in range(kept.heads))
+        for name, kept in plan.kept.items()
+    }
+
+
+def head_map_text(lines: Mapping[str, str]) -> Text:
+    """A head map for the terminal: layers by heads."""
+    text = Text()
+    text.append("heads  ", style="bold")
+    text.append(f"{KEPT} kept  ", style="green")
+    text.append(f"{CUT} cut", style="red")
+    for index, (name, line) in enumerate(lines.items()):
+        text.append(f"\n  {index:>3}  ", style="dim")
+        for mark in line:
+            text.append(mark + " ", style="green" if mark == KEPT else "red")
+        text.append(f" {line.count(KEPT):>2} of {len(line)}  {name}", style="dim")
+    return text
+
+
+def comparison_rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """(what, dense, slim, change) of everything that has a dense and a slim value."""
+    metric, dense, slim = (report.quality[key] for key in ("metric", "dense", "slim"))
+    batch, sequence = report.flops["shape"]
+    total, removed = report.heads["total"], report.heads["removed"]
+    return [
+        ("attention heads", f"{total}", f"{total - removed}", _change(total, total - removed)),
+        _row("parameters", report.parameters, ""),
+        _row("checkpoint weights", report.bytes, "B"),
+        _row(f"FLOPs at {batch} x {sequence}", report.flops, ""),
+        (metric, f"{dense:.4f}", f"{slim:.4f}", f"{slim - dense:+.4f}"),
+        ("same prediction", "", f"{report.stability:.1%}", ""),
+    ]
+
+
+def latency_rows(report: Report) -> list[tuple[str, str, str, str, str]]:
+    """(runtime and shape, dense, slim, ratio with its interval, realised share) per measured row."""
+    return [
+        (
+            f"{row['runtime']} {row['batch']} x {row['sequence']}",
+            f"{row['dense_ms']:.2f} ms",
+            f"{row['slim_ms']:.2f} ms",
+            f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]",
+            "" if row["realised"] is None else f"{row['realised']:.0%}",
+        )
+        for row in report.latency
+    ]
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the head map and the tables on a terminal."""
+    console.print()
+    console.print(head_map_text(report.details["head_map"]))
+    console.print()
+    console.print(plain_table(("", "dense", "slim", "change"), comparison_rows(report)))
+    if report.latency:
+        console.print()
+        console.print(plain_table(LATENCY_HEADER, latency_rows(report)))
+        console.print(_latency_note(report), style="dim")
+
+
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table for the terminal: no frame, the first column left, numbers right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if index else "left", no_wrap=bool(index))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def render_markdown(report: Report) -> str:
+    """The report as a Markdown page."""
+    parts = [
+        f"# {_title(report)}",
+        f"`{report.model}` · {report.task} · {_criterion(report)} · seed {report.seed}",
+        "## What changed",
+        _markdown_table(("", "dense", "slim", "change"), comparison_rows(report)),
+        "## Heads",
+        _markdown_head_map(report),
+    ]
+    if report.latency:
+        parts += [
+            "## Latency",
+            _markdown_table(LATENCY_HEADER, latency_rows(report)),
+            _latency_note(report),
+        ]
+    parts += [
+        "## Checks",
+        _markdown_table(
+            ("largest difference of any output", ""),
+            [
+                ("cut model against masked model", f"{report.cut_max_abs:.2g}"),
+                ("reloaded checkpoint against saved model", f"{report.reload_max_abs:.2g}"),
+                ("ONNX Runtime against torch", f"{report.onnx_max_abs:.2g}"),
+            ],
+        ),
+        "## How it was measured",
+        _how(report),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def render_card(report: Report, *, folder_name: str = "slim") -> str:
+    """The slim checkpoint's README.md: what it is, what it costs and gains, how to load it."""
+    auto_class = report.details.get("auto_class", "AutoModel")
+    custom = report.details.get("custom_code", False)
+    remote = ", trust_remote_code=True" if custom else ""
+    note = (
+        "Its layers have different numbers of heads, which a plain config cannot describe; `modeling_hies.py` in this "
+        "folder (it imports only torch and transformers) rebuilds the shapes. `hies_export.load` needs no remote code."
+        if custom
+        else "It is a plain checkpoint: stock transformers loads it with no extra code."
+    )
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            f"pipeline_tag: {report.task}",
+            "tags: [hies-export, pruning, attention-heads]",
+            "---",
+            "",
+            f"# {_title(report)}",
+            "",
+            f"{report.heads['removed']} of the {report.heads['total']} attention heads of `{report.model}` were "
+            f"removed by hies_export ({_criterion(report)}), without retraining. {note}",
+            "",
+            _markdown_table(("", "dense", "slim", "change"), comparison_rows(report)),
+            "",
+            "```python",
+            f"from transformers import {auto_class}",
+            "",
+            f'model = {auto_class}.from_pretrained("{folder_name}"{remote})',
+            "```",
+            "",
+            "or `hies_export.load(...)`. Which heads went is in `hies_plan.json`:",
+            "",
+            _markdown_head_map(report),
+            "",
+            _how(report),
+            "",
+        ]
+    )
+
+
+def _title(report: Report) -> str:
+    name = str(report.model).rstrip("/").rpartition("/")[2]
+    return f"{name}, {report.heads['removed'] / report.heads['total']:.0%} of its attention heads removed"
+
+
+def _criterion(report: Report) -> str:
+    return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}")
+
+
+def _latency_note(report: Report) -> str:
+    controls = [row["control_ratio"] for row in report.latency]
+    return (
+        "Timed interleaved in one process; the ratio is the median of paired ratios with its 95 % bootstrap interval. "
+        f"The dense model against itself gave {min(controls):.3f} to {max(controls):.3f}. "
+        "Realised: the share of the FLOPs saving that became time."
+    )
+
+
+def _how(report: Report) -> str:
+    data = report.details.get("data", {})
+    env = report.environment
+    lines = []
+    if data:
+        labels = "their labels" if data["labels"] == "data" else "the model's own predictions as labels"
+        lines.append(
+            f"Heads were scored on {data['calibration_samples']} samples with {labels}; quality is over "
+            f"{data['evaluation_samples']} samples of {data['evaluation_split']}."
+        )
+    names = ("cpu", "gpu", "torch", "transformers", "onnxruntime")
+    lines.append(", ".join(f"{name} {env[name]}" for name in names if env.get(name)) + ".")
+    return " ".join(lines)
+
+
+def _markdown_head_map(report: Report) -> str:
+    lines = [
+        f"{index:>3}  {' '.join(line)}  {line.count(KEPT)}/{len(line)}"
+        for index, line in enumerate(report.details["head_map"].values())
+    ]
+    return "\n".join(["```text", f"{KEPT} kept  {CUT} cut", *lines, "```"])
+
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _row(name: str, values: Mapping[str, Any], unit: str) -> tuple[str, str, str, str]:
+    dense, slim = values["dense"], values["slim"]
+    return (name, f"{_si(dense)}{unit}", f"{_si(slim)}{unit}", _change(dense, slim))
+
+
+def _si(number: float) -> str:
+    """Three significant digits and an SI prefix."""
+    power = min(max(0, (len(str(int(number))) - 1) // 3), 4)
+    scaled = number / 1000**power
+    return f"{scaled:.{max(0, 3 - len(str(int(scaled))))}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
+
+
+def _change(dense: float, slim: float) -> str:
+    return f"{(slim - dense) / dense:+.1%}"

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hies_export.errors import RecipeError
+from hies_export.recipe import PruningRecipe
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
+
+GOOD = {
+    "model": "some/model",
+    "task": "text-classification",
+    "data": {"name": "nyu-mll/glue/sst2", "text": "sentence", "label": "label"},
+    "prune": {"budget": {"heads": 0.3}},
+}
+
+
+def changed(dotted: str, value: object) -> dict[str, object]:
+    fields = yaml.safe_load(yaml.safe_dump(GOOD))
+    *sections, last = dotted.split(".")
+    place = fields
+    for section in sections:
+        place = place.setdefault(section, {})
+    place[last] = value
+    return fields
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_is_valid(path: Path) -> None:
+    recipe = PruningRecipe.from_yaml(path)
+    assert recipe.evaluation.split
+    assert path.read_text().startswith("# ")
+
+
+def test_there_are_recipes() -> None:
+    assert {p.stem for p in RECIPES} >= {"quickstart-vit-digits", "bert-sst2", "bert-stsb", "vit-cifar100"}
+
+
+def test_defaults() -> None:
+    recipe = PruningRecipe(**GOOD)
+    assert recipe.prune.criterion == "hies"
+    assert recipe.data.text == ("sentence",)
+    assert (recipe.calibration.samples, recipe.calibration.split) == (32, "train")
+    assert recipe.measure.runtimes == ("torch", "onnxruntime-cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("prun", {}, "prun is not a field of the recipe; did you mean 'prune'"),
+        ("prune.alhpa", 0.5, "prune.alhpa is not a field of the recipe; did you mean 'alpha'"),
+        ("data.zzz", 1, "data.zzz is not a field of the recipe; the fields here are name, files, text"),
+        ("prune.budget.heads", 1.2, r"prune.budget.heads: sparsity must be in \(0, 1\), got 1.2"),
+        ("prune.budget.heads", 0, r"sparsity must be in \(0, 1\), got 0"),
+        ("prune.budget.heads", "half", "prune.budget.heads must be .* number.*, got 'half'"),
+        ("prune.budget", {}, "prune.budget.heads must be given"),
+        ("prune.alpha", 1.0, r"prune.alpha: alpha must be in \[0, 1\), got 1;"),
+        ("prune.alpha", -0.1, r"alpha must be in \[0, 1\), got -0.1"),
+        ("prune.alpha", float("nan"), "prune.alpha must be a finite number, got nan"),
+        ("prune.criterion", "hiess", "criterion must be one of hies, .*, got 'hiess'; did you mean 'hies'"),
+        ("prune.allocation", "best", "prune.allocation must be 'global' or 'uniform', got 'best'"),
+        ("prune.min_heads", 0, "prune.min_heads must be greater than or equal to 1, got 0"),
+        ("task", "summarization", "task must be 'text-classification' or 'image-classification', got 'summarization'"),
+        ("task", "image-classification", r"needs data.image \(a column of images\) and no data.text"),
+        ("data.image", "img", "text-classification needs data.text"),
+        (
+            "data.files",
+            {"train": "a"},
+            r"data: exactly one of name \(a Hub data set\) and files must be given, got both",
+        ),
+        ("data.name", None, "must be given, got neither"),
+        ("data.text", ["a", "b", "c"], "text must be one or two columns, got 3"),
+        ("calibration.samples", 0, "calibration.samples must be greater than or equal to 1, got 0"),
+        ("measure.runtimes", ["torsh"], "a runtime must be one of torch, .*, got 'torsh'; did you mean 'torch'"),
+        ("measure.shapes", [[1, 2, 3]], r"a shape must be \[batch, sequence\] .*, got \[1, 2, 3\]"),
+        ("measure.shapes", [[0, 8]], r"got \[0, 8\]"),
+    ],
+)
+def test_what_is_wrong_is_said(field: str, value: object, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as error:
+        PruningRecipe(**changed(field, value))
+    assert error.value.exit_code == 2
+
+
+def test_all_problems_at_once() -> None:
+    fields = changed("prune.alpha", 2) | {"modell": "x", "task": "chess"}
+    with pytest.raises(RecipeError, match=r"(?s)3 problems:.*- modell is not .*'model'") as error:
+        PruningRecipe(**fields)
+    assert len(error.value.problems) == 3
+
+
+def write(folder: Path, fields: object) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(fields if isinstance(fields, str) else yaml.safe_dump(fields))
+    return path
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    fields = GOOD | {"model": "local", "output": "runs/x", "data": {"files": {"train": "a.csv"}, "text": "t"}}
+    recipe = PruningRecipe.from_yaml(write(tmp_path, fields))
+    assert recipe.model == str(tmp_path / "local")
+    assert recipe.output == tmp_path / "runs" / "x"
+    assert recipe.data.files == {"train": tmp_path / "a.csv"}
+    assert PruningRecipe.from_yaml(write(tmp_path, GOOD)).model == "some/model"
+
+
+def test_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    recipe = PruningRecipe.from_yaml(path, {"prune.budget.heads": 0.5, "evaluation.samples": 7, "output": Path("here")})
+    assert (recipe.prune.budget.heads, recipe.evaluation.samples, recipe.output) == (0.5, 7, Path("here"))
+    with pytest.raises(RecipeError, match="model.x cannot be set: model is a plain value"):
+        PruningRecipe.from_yaml(path, {"model.x": 1})
+    with pytest.raises(RecipeError, match="did you mean 'alpha'"):
+        PruningRecipe.from_yaml(path, {"prune.alpa": 1})
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="there is no file"):
+        PruningRecipe.from_yaml(tmp_path / "nothing.yaml")
+    with pytest.raises(RecipeError, match="must be valid YAML"):
+        PruningRecipe.from_yaml(write(tmp_path, "a: [1"))
+    with pytest.raises(RecipeError, match="must be a mapping of fields, but .* holds list"):
+        PruningRecipe.from_yaml(write(tmp_path, "- 1"))
+    with pytest.raises(RecipeError, match="holds NoneType"):
+        PruningRecipe.from_yaml(write(tmp_path, ""))
