@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -11,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import AttentionCall, VisibleKeys, attend_with_entropy, use_attention
-from .data import batches_fingerprint, is_regression
+from .data import batches_fingerprint
 from .errors import DataError, NonFiniteError
+from .labels import is_regression
 from .values import AttentionSite, HeadStatistics
 
 Progress = Callable[[Sequence[dict[str, Tensor]]], Iterable[dict[str, Tensor]]]
@@ -54,7 +54,6 @@ def collect_statistics(
             "a regression model needs labels to be calibrated (against its own predictions its loss has no gradient), "
             "but the recipe names no label column; set data.label"
         )
-    started = time.perf_counter()
     device = next(model.parameters()).device
     his = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites}
     entropy = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites}
@@ -81,7 +80,6 @@ def collect_statistics(
         samples=samples,
         labels="data" if labelled else "predictions",
         fingerprint=batches_fingerprint(list(batches)),
-        seconds=time.perf_counter() - started,
     )
 
 

@@ -1,25 +1,24 @@
-"""The command line. Libraries log; only this module prints."""
+"""The command line: arguments, errors and exit codes, progress. Libraries log; only the command line prints."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import signal
 import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
-import yaml
 from rich.console import Console
 
-from .errors import HiesError, RecipeError
-
-if TYPE_CHECKING:
-    from .recipe import PruningRecipe
+from . import commands
+from .errors import HiesError
 
 # torch, transformers and the stages are imported by the commands that need them: --help answers at once.
 
@@ -44,25 +43,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Into a file or a pipe, tables are as wide as they need.
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     err = Console(stderr=True, highlight=False)
-    # A terminated run cleans up like an interrupted one.
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    interrupt = _Interrupt()
     try:
-        with _chatter(options.verbose, err):
+        with interrupt, _chatter(options.verbose, err):
             options.command(options, out, _Terminal(err))
         return 0
-    except HiesError as error:
-        err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
-        return error.exit_code
-    except KeyboardInterrupt:
-        err.print("interrupted; nothing half-written was left behind", style="red")
-        return 130
-    except OSError as error:
-        if options.verbose:
+    except (Exception, KeyboardInterrupt) as error:
+        # Some libraries catch an interrupt and raise something else.
+        if interrupt.happened or isinstance(error, KeyboardInterrupt):
+            err.print("interrupted; nothing half-written was left behind", style="red")
+            return 130
+        if isinstance(error, HiesError):
+            err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+            return error.exit_code
+        if options.verbose or not isinstance(error, OSError):
             raise
         err.print(f"error: {error}; nothing half-written was left behind", markup=False, style="red", soft_wrap=True)
         return 1
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+
+
+class _Interrupt:
+    """Inside the block, SIGINT and SIGTERM raise KeyboardInterrupt, and are remembered: both clean up alike."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def __enter__(self) -> None:
+        # Handlers can only be set in the main thread; elsewhere the host program decides.
+        main = threading.current_thread() is threading.main_thread()
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)]
+        self._before = {number: signal.signal(number, self._handle) for number in numbers} if main else {}
+
+    def __exit__(self, *_: object) -> None:
+        if self.happened and hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.happened = True
+        # Python drops what is raised in a finaliser, and torch's take a good share of the time: try again after it.
+        if hasattr(signal, "setitimer") and _in_finaliser(frame):
+            signal.setitimer(signal.ITIMER_REAL, 0.005)
+            return
+        raise KeyboardInterrupt
+
+
+def _in_finaliser(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -91,26 +123,26 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, function: Any, parents: list[argparse.ArgumentParser], text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, parents=[*parents, common], help=text, description=text)
+        command = subparsers.add_parser(name, parents=[*parents, common], help=text, description=text)
         command.set_defaults(command=function)
         return command
 
-    add("run", _run, [recipe, as_json], "do the whole line a recipe describes")
-    quickstart = add("quickstart", _quickstart, [as_json], "a first run that needs no network and no files")
+    add("run", commands.run_command, [recipe, as_json], "do the whole line a recipe describes")
+    quickstart = add("quickstart", commands.quickstart_command, [as_json], "a first run that needs no network")
     quickstart.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path("runs/quickstart"))
     quickstart.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
-    add("score", _score, [recipe], "score the heads and write scores.json and plan.json")
-    prune = add("prune", _prune, [recipe], "score, select, cut and save a slim checkpoint; no export, no measuring")
+    add("score", commands.score_command, [recipe], "score the heads and write scores.json and plan.json")
+    prune = add("prune", commands.prune_command, [recipe], "score, select, cut and save; no export, no measuring")
     prune.add_argument("--plan", metavar="FILE", type=Path, help="cut by this plan instead of scoring")
-    export = add("export", _export, [as_json], "export a checkpoint, slim or not, to an ONNX folder")
+    export = add("export", commands.export_command, [as_json], "export a checkpoint, slim or not, to an ONNX folder")
     export.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id")
     export.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="folder to write")
     export.add_argument("--provider", default="cpu", help="execution provider to fuse for (default: cpu)")
     export.add_argument("--dtype", default="float32", help="float32 or float16")
-    bench = add("bench", _bench, [as_json], "compare the latency of two checkpoints or ONNX folders")
+    bench = add("bench", commands.bench_command, [as_json], "compare the latency of two checkpoints or ONNX folders")
     bench.add_argument("first", metavar="A", type=Path, help="what the ratios are relative to")
     bench.add_argument("second", metavar="B", type=Path, nargs="?", help="default: A again, which measures the noise")
     bench.add_argument("--runtime", dest="runtimes", action="append", default=[], help="may be repeated")
@@ -123,10 +155,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--repeats", type=int, default=30, help="timed runs of each (default: 30)")
     inspect = add(
-        "inspect", _inspect, [as_json], "show the attention heads of a checkpoint and whether they can be cut"
+        "inspect",
+        commands.inspect_command,
+        [as_json],
+        "show the attention heads of a checkpoint and whether they can be cut",
     )
     inspect.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id")
-    report = add("report", _report, [as_json], "show the report of a finished run again")
+    report = add("report", commands.report_command, [as_json], "show the report of a finished run again")
     report.add_argument("folder", metavar="DIR", type=Path, help="a run's folder")
     return parser
 
@@ -145,235 +180,6 @@ class _Terminal:
 
         quiet = not self.console.is_terminal
         return track(items, description=f"  {name}", console=self.console, transient=True, disable=quiet)
-
-
-def _run(options: argparse.Namespace, out: Console, progress: _Terminal) -> None:
-    from .pipeline import run
-    from .report import print_report
-
-    recipe = _recipe(options)
-    report = run(recipe, overwrite=options.overwrite, progress=progress)
-    print_report(report, out)
-    out.print(
-        f"\nwritten to {recipe.output}: slim/ (checkpoint), onnx/, report.md, report.json, plan.json",
-        markup=False,
-    )
-    _print_json(options, report.summary())
-
-
-def _quickstart(options: argparse.Namespace, out: Console, progress: _Terminal) -> None:
-    from .folders import new_folder
-    from .pipeline import run
-    from .quickstart import prepare_quickstart
-    from .recipe import PruningRecipe
-    from .report import print_report
-
-    with new_folder(options.output, overwrite=options.overwrite) as folder:
-        recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=progress))
-        report = run(recipe, progress=progress)
-    print_report(report, out)
-    where = options.output
-    out.print(
-        f"\nA ViT was trained on handwritten digits, and half of its heads were removed. In {where}:\n"
-        f"  {where}/run/slim    the slim checkpoint: hies_export.load({str(where / 'run' / 'slim')!r})\n"
-        f"  {where}/run/onnx    the same for ONNX Runtime\n"
-        f"  {where}/run/report.md\n"
-        "Try next:\n"
-        f"  hies-export run {where}/recipe.yaml --set prune.budget.heads=0.25 -o {where}/quarter\n"
-        f"  hies-export inspect {where}/run/slim\n"
-        f"  hies-export bench {where}/model {where}/run/slim --runtime onnxruntime-cpu --shape 64\n"
-        "and then a recipe for your own model: see recipes/bert-sst2.yaml",
-        markup=False,
-        soft_wrap=True,
-    )
-    _print_json(options, report.summary())
-
-
-def _score(options: argparse.Namespace, out: Console, progress: _Terminal) -> None:
-    from .folders import new_folder
-    from .pipeline import choose, prepare, write_choice
-
-    recipe = _recipe(options)
-    with new_folder(recipe.output, overwrite=options.overwrite) as folder:
-        statistics, scores, plan = choose(prepare(recipe, progress=progress), recipe, progress=progress)
-        write_choice(folder, statistics, scores, plan)
-    _print_plan(plan, out)
-    out.print(f"\nwritten to {recipe.output}: scores.json, plan.json", markup=False)
-
-
-def _prune(options: argparse.Namespace, out: Console, progress: _Terminal) -> None:
-    from .cut import check_plan
-    from .folders import refuse_existing
-    from .pipeline import choose, prepare, prune
-    from .values import PruningPlan
-
-    recipe = _recipe(options)
-    refuse_existing(recipe.output, overwrite=options.overwrite)
-    given = None if options.plan is None else PruningPlan.from_file(options.plan)
-    prepared = prepare(recipe, progress=progress)
-    if given is not None:
-        check_plan(given, prepared.sites)
-    plan = given or choose(prepared, recipe, progress=progress)[2]
-    _, cut_max_abs, reload_max_abs = prune(
-        prepared, plan, recipe.output, overwrite=options.overwrite, progress=progress
-    )
-    _print_plan(plan, out)
-    out.print(
-        f"\nwritten to {recipe.output}; cut against masked {cut_max_abs:.2g}, reloaded against saved "
-        f"{reload_max_abs:.2g}",
-        markup=False,
-    )
-
-
-def _export(options: argparse.Namespace, out: Console, progress: _Terminal) -> None:
-    import torch
-
-    from .export import export_onnx
-    from .folders import refuse_existing
-    from .loading import load
-    from .measure import synthetic_batch
-
-    refuse_existing(options.output)
-    progress.stage("load")
-    model = load(options.model, dtype=torch.float32)
-    progress.stage("export")
-    exported = export_onnx(
-        model,
-        options.output,
-        batch=synthetic_batch(model, batch=2, sequence=16),
-        processor=_processor(options.model, model),
-        provider=options.provider,
-        dtype=options.dtype,
-    )
-    out.print(
-        f"written to {options.output}: {exported.bytes / 1e6:.1f} MB, differs from torch by {exported.max_abs:.2g}"
-    )
-    _print_json(
-        options,
-        {
-            "folder": str(options.output),
-            "bytes": exported.bytes,
-            "onnx_max_abs": exported.max_abs,
-            "inputs": exported.inputs,
-            "outputs": exported.outputs,
-        },
-    )
-
-
-def _processor(path: str, model: Any) -> Any:
-    from .data import load_processor
-    from .errors import DataError
-
-    task = "image-classification" if model.main_input_name == "pixel_values" else "text-classification"
-    try:
-        return load_processor(path, task=task)
-    except DataError as error:
-        logging.getLogger(__name__).warning("the folder gets no tokenizer or image processor: %s", error)
-        return None
-
-
-def _bench(options: argparse.Namespace, out: Console, progress: _Terminal) -> None:
-    from .compare import bench
-    from .measure import environment
-    from .report import plain_table
-
-    shapes = [_shape(text) for text in options.shapes]
-    second = options.second or options.first
-    rows = bench(
-        options.first,
-        second,
-        runtimes=options.runtimes,
-        shapes=shapes,
-        repeats=options.repeats,
-        track=progress.track,
-    )
-    lines = [
-        (
-            f"{row['runtime']} {row['batch']} x {row['sequence']}",
-            f"{row['dense_ms']:.2f} ms",
-            f"{row['slim_ms']:.2f} ms",
-            f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]",
-            f"{row['control_ratio']:.3f} [{row['control_low']:.3f}, {row['control_high']:.3f}]",
-        )
-        for row in rows
-    ]
-    out.print(f"A {options.first}\nB {second}\n", markup=False)
-    out.print(plain_table(("median latency", "A", "B", "B / A [95 %]", "A / A [95 %]"), lines))
-    _print_json(options, {"a": str(options.first), "b": str(second), "latency": rows, "environment": environment()})
-
-
-def _inspect(options: argparse.Namespace, out: Console, progress: _Terminal) -> None:
-    import torch
-
-    from .cut import is_slim
-    from .errors import UnsupportedModelError
-    from .layout import find_attention
-    from .loading import load
-    from .measure import count_parameters, synthetic_batch
-    from .report import plain_table
-
-    model = load(options.model, dtype=torch.float32)
-    result: dict[str, Any] = {
-        "model": str(options.model),
-        "class": type(model).__name__,
-        "slim": is_slim(model),
-        "parameters": count_parameters(model),
-    }
-    out.print(f"{result['class']}, {result['parameters'] / 1e6:.2f} M parameters" + ", slim" * result["slim"])
-    try:
-        sites = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
-    except UnsupportedModelError as error:
-        _print_json(options, result | {"can_be_cut": False, "reason": str(error)})
-        raise
-    lines = [(s.name, str(s.heads), str(s.key_value_heads), str(s.query_dim)) for s in sites]
-    out.print(plain_table(("attention module", "heads", "key/value", "head width"), lines))
-    out.print(f"{sum(s.heads for s in sites)} heads; all of them can be scored and cut")
-    modules = [{"name": s.name, "heads": s.heads, "key_value_heads": s.key_value_heads} for s in sites]
-    _print_json(options, result | {"can_be_cut": True, "attention": modules})
-
-
-def _report(options: argparse.Namespace, out: Console, progress: _Terminal) -> None:
-    from .report import Report, print_report
-
-    report = Report.from_file(options.folder)
-    print_report(report, out)
-    _print_json(options, report.summary())
-
-
-def _recipe(options: argparse.Namespace) -> PruningRecipe:
-    from .recipe import PruningRecipe
-
-    overrides = {}
-    for text in options.overrides:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise RecipeError([f"--set takes KEY=VALUE, got {text!r}"])
-        overrides[key] = yaml.safe_load(value)
-    if options.output is not None:
-        overrides["output"] = options.output
-    return PruningRecipe.from_yaml(options.recipe, overrides)
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
-        if len(shape) not in (1, 2) or min(shape) < 1:
-            raise ValueError
-        return shape
-    except ValueError:
-        raise RecipeError([f"--shape must be BATCHxSEQUENCE, or BATCH for images, got {text!r}"]) from None
-
-
-def _print_plan(plan: Any, out: Console) -> None:
-    from .report import head_map, head_map_text
-
-    out.print(head_map_text(head_map(plan)))
-
-
-def _print_json(options: argparse.Namespace, value: dict[str, Any]) -> None:
-    if options.json:
-        sys.stdout.flush()
-        print(json.dumps(value))
 
 
 @contextlib.contextmanager
@@ -409,7 +215,3 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.console.print(f"{record.levelname.lower()}: {record.getMessage()}", markup=False, style="yellow")
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt

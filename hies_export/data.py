@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,12 @@ import torch
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from .errors import DataError, RequestError
+from .labels import STRINGS, is_regression, kind_of, read_labels
 from .rows import listed, said
 
 logger = logging.getLogger(__name__)
 
 TASKS = ("text-classification", "image-classification")
-_STRINGS = ("string", "large_string")
 # These models number positions from pad_token_id + 1: that many of their position embeddings go unused.
 _POSITIONS_START_AFTER_PAD = {
     *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet"),
@@ -42,14 +41,6 @@ class Columns:
     text: tuple[str, ...] = ()
     image: str | None = None
     label: str | None = None
-
-
-# ---- checks ----------------------------------------------------------------------------------------------
-
-
-def is_regression(config: Any) -> bool:
-    """Tell whether a classifier's config makes it a regressor: one label, or that problem type."""
-    return config.num_labels == 1 or getattr(config, "problem_type", None) == "regression"
 
 
 def check_rows(rows: datasets.Dataset, *, columns: Columns, config: Any, task: str) -> None:
@@ -76,99 +67,22 @@ def check_rows(rows: datasets.Dataset, *, columns: Columns, config: Any, task: s
             raise DataError(f"the data must have the column {column!r}, but it has {listed(rows.column_names)}")
     for column in inputs:
         feature = rows.features[column]
-        if task == "text-classification" and getattr(feature, "dtype", None) not in _STRINGS:
-            raise DataError(f"the column {column!r} must hold text, but it holds {_kind(feature)}")
+        if task == "text-classification" and getattr(feature, "dtype", None) not in STRINGS:
+            raise DataError(f"the column {column!r} must hold text, but it holds {kind_of(feature)}")
         if task == "image-classification" and not _holds_images(feature):
-            raise DataError(f"the column {column!r} must hold images, but it holds {_kind(feature)}")
+            raise DataError(f"the column {column!r} must hold images, but it holds {kind_of(feature)}")
         # An Image feature is one step from its storage; asking the table avoids decoding every image here.
         for row, value in enumerate(rows.with_format("arrow")[column][:]):
             if not value.is_valid:
                 raise DataError(f"every row must have a {column!r}, but row {row} (from 0) has none")
     if columns.label:
-        _labels(rows, column=columns.label, config=config)
+        read_labels(rows, column=columns.label, config=config)
 
 
 def _holds_images(feature: Any) -> bool:
     if isinstance(feature, dict):
         return {"bytes", "path"} <= set(feature)
     return isinstance(feature, datasets.Image) or getattr(feature, "dtype", "") in ("binary", "large_binary")
-
-
-def _labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int] | list[float]:
-    """Return what the model takes as labels, one per row: class numbers, or numbers for regression."""
-    feature, values = rows.features[column], rows[column][:]
-    for row, value in enumerate(values):
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            raise DataError(
-                f"every row must have a label, but row {row} (from 0) has none in {column!r}; "
-                "remove such rows, or leave data.label out to run without labels"
-            )
-    if is_regression(config):
-        return _regression_labels(values, feature, column=column, config=config)
-    if getattr(config, "problem_type", None) == "multi_label_classification":
-        raise DataError("the model must give one class per sample; multi_label_classification is not supported")
-    dtype = getattr(feature, "dtype", "")
-    if dtype in _STRINGS:
-        return _numbers_of_names(values, column=column, config=config)
-    if not isinstance(dtype, str) or not dtype.startswith(("int", "uint", "bool")):
-        raise DataError(
-            f"the labels of a classifier must be class numbers or class names, but {column!r} holds "
-            f"{_kind(feature)} such as {values[0]!r}"
-        )
-    if -1 in values:
-        raise DataError(_hidden(f"in row {values.index(-1)} (from 0) of {column!r}"))
-    names = feature.names if isinstance(feature, datasets.ClassLabel) else []
-    known = {str(key).casefold() for key in config.label2id}
-    if names and {label.casefold() for label in names} <= known:
-        return _numbers_of_names([names[value] for value in values], column=column, config=config)
-    if names and not all(label.startswith("label_") for label in known):
-        logger.warning(
-            "the data's classes (%s) are not named as the model's (%s): they are matched by number",
-            listed(names),
-            listed(config.label2id),
-        )
-    for row, value in enumerate(values):
-        if not 0 <= value < config.num_labels:
-            raise DataError(
-                f"labels must be in [0, {config.num_labels}), the model's classes, "
-                f"but row {row} (from 0) of {column!r} has {value}"
-            )
-    return [int(value) for value in values]
-
-
-def _regression_labels(values: list[Any], feature: Any, *, column: str, config: Any) -> list[float]:
-    if config.num_labels != 1:
-        raise DataError(f"regression must have one label, but the model has {config.num_labels}")
-    if isinstance(feature, datasets.ClassLabel) or any(
-        isinstance(value, bool) or not isinstance(value, (int, float)) for value in values
-    ):
-        raise DataError(
-            f"the labels of a regression must be numbers, but {column!r} holds {_kind(feature)} such as {values[0]!r}"
-        )
-    if all(value == -1 for value in values):
-        raise DataError(_hidden(f"in every row of {column!r}"))
-    return [float(value) for value in values]
-
-
-def _hidden(where: str) -> str:
-    return (
-        f"every row must have a label, got -1 {where}: -1 stands for a hidden label, as in GLUE's test "
-        f"splits; use a split with labels, such as validation"
-    )
-
-
-def _numbers_of_names(names: Sequence[str], *, column: str, config: Any) -> list[int]:
-    numbers = {str(name).casefold(): int(number) for name, number in config.label2id.items()}
-    # The exact name wins where two names differ in case only.
-    numbers |= {str(name): int(number) for name, number in config.label2id.items()}
-    unknown = dict.fromkeys(name for name in names if name not in numbers and name.casefold() not in numbers)
-    if unknown:
-        known = listed(config.label2id)
-        raise DataError(f"the class names in {column!r} must be among the model's ({known}), got {listed(unknown)}")
-    return [numbers[name] if name in numbers else numbers[name.casefold()] for name in names]
-
-
-# ---- batches ---------------------------------------------------------------------------------------------
 
 
 def load_processor(path: str | Path, *, task: str, revision: str | None = None) -> Any:
@@ -249,7 +163,7 @@ def make_batches(
     labels: torch.Tensor | None = None
     if columns.label:
         dtype = torch.float32 if is_regression(config) else torch.int64
-        labels = torch.tensor(_labels(rows, column=columns.label, config=config), dtype=dtype)
+        labels = torch.tensor(read_labels(rows, column=columns.label, config=config), dtype=dtype)
     batches = []
     for start in range(0, len(rows), batch_size):
         stop = min(start + batch_size, len(rows))
@@ -331,7 +245,3 @@ def batches_fingerprint(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
             digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
         digest.update(b"|")
     return digest.hexdigest()
-
-
-def _kind(feature: Any) -> str:
-    return str(getattr(feature, "dtype", None) or type(feature).__name__)

@@ -1,94 +1,34 @@
 """The whole line: recipe -> calibrate -> score -> select -> cut -> save -> export -> measure -> report.
 
-This is the only place where a recipe is unpacked; every stage is a function that can be called without one.
+`prepare` and this file are the only places where a recipe is unpacked; every stage is a function that can be called
+without one.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import measure
 from .calibrate import collect_statistics
-from .compare import latency_row, model_shapes
-from .cut import auto_classes, check_cut, is_slim, prune_heads
-from .data import Columns, check_rows, is_regression, load_processor, make_batches
-from .errors import RequestError
+from .compare import latency_row
+from .cut import check_cut, is_slim, prune_heads
 from .evaluate_model import compute_metrics, predict, references, stability
-from .export import export_onnx
+from .export import OnnxExport, export_onnx
 from .folders import new_folder, refuse_existing
-from .layout import find_attention
-from .loading import find_model_class, load_config
-from .metrics import check_metrics, default_metrics
+from .prepare import AUTO_CLASSES, Prepared, budget_options, few, prepare
+from .progress import Progress, Silent
 from .recipe import PruningRecipe
 from .report import Report, head_map, render_card, render_markdown
-from .rows import load_rows
 from .runtimes import require_onnxruntime
 from .save import save_slim
 from .score import score_heads
-from .select import check_budget, select_heads
-from .values import AttentionSite, HeadScores, HeadStatistics, PruningPlan, dump_json
-
-T = TypeVar("T")
-
-AUTO_CLASSES = {
-    "text-classification": "AutoModelForSequenceClassification",
-    "image-classification": "AutoModelForImageClassification",
-}
-
-
-class Progress(Protocol):
-    """What a run tells about itself while it works."""
-
-    def stage(self, name: str) -> None:
-        """A stage begins."""
-
-    def track(self, items: Sequence[T], name: str) -> Iterable[T]:
-        """Wrap a loop, e.g. in a progress bar."""
-
-
-class Silent:
-    """Progress that says nothing."""
-
-    def stage(self, name: str) -> None:
-        """Say nothing."""
-
-    def track(self, items: Sequence[T], name: str) -> Iterable[T]:
-        """Iterate, and say nothing."""
-        return items
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A recipe's model and data, loaded and found to fit together.
-
-    Attributes:
-        model: The dense model, in evaluation mode.
-        processor: Its tokenizer or image processor.
-        sites: Its attention modules.
-        calibration: Batches to score on.
-        evaluation: Batches to judge on.
-        metrics: Names of the metrics, the report's first.
-        regression: Whether the model predicts a number.
-        shapes: (batch, sequence) pairs to measure.
-    """
-
-    model: PreTrainedModel
-    processor: Any
-    sites: tuple[AttentionSite, ...]
-    calibration: list[dict[str, Tensor]]
-    evaluation: list[dict[str, Tensor]]
-    metrics: tuple[str, ...]
-    regression: bool
-    shapes: list[tuple[int, int]]
+from .select import select_heads
+from .values import HeadScores, HeadStatistics, PruningPlan, dump_json
 
 
 def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | None = None) -> Report:
@@ -110,141 +50,77 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
     """
     progress = progress or Silent()
     refuse_existing(recipe.output, overwrite=overwrite)
-    if any(name.startswith("onnxruntime") for name in recipe.measure.runtimes):
-        require_onnxruntime()
-    prepared = prepare(recipe, progress=progress)
+    require_onnxruntime()
+    progress.stage("load")
+    prepared = prepare(recipe)
     with new_folder(recipe.output, overwrite=overwrite) as folder:
-        statistics, scores, plan = choose(prepared, recipe, progress=progress)
+        seconds = _Stopwatch()
+        with seconds("score"):
+            statistics, scores, plan = choose(prepared, recipe, progress=progress)
         write_choice(folder, statistics, scores, plan)
-        report = _finish(prepared, recipe, statistics, plan, folder, progress)
+        with seconds("cut"):
+            slim, cut_max_abs, reload_max_abs = prune(prepared, plan, folder / "slim", progress=progress)
+        quality = evaluate(prepared, slim, recipe, progress=progress)
+        with seconds("export"):
+            onnx = export(prepared, slim, recipe, folder / "onnx", progress=progress)
+        with seconds("measure"):
+            gains = measure_gains(prepared, slim, onnx, recipe, progress=progress)
+        report = Report(
+            model=recipe.model,
+            task=recipe.task,
+            criterion=plan.criterion,
+            alpha=plan.alpha,
+            seed=plan.seed,
+            heads={
+                "total": plan.heads,
+                "removed": plan.removed,
+                "kept_per_layer": [len(kept.query) for kept in plan.kept.values()],
+            },
+            parameters=gains["parameters"],
+            bytes=gains["bytes"],
+            flops=gains["flops"],
+            quality={"metric": prepared.metrics[0], **quality["metrics"][prepared.metrics[0]]},
+            stability=quality["stability"],
+            cut_max_abs=cut_max_abs,
+            reload_max_abs=reload_max_abs,
+            onnx_max_abs=onnx.max_abs,
+            seconds=seconds.spent,
+            latency=gains["latency"],
+            environment=measure.environment(),
+            details={
+                "head_map": head_map(plan),
+                "metrics": quality["metrics"],
+                "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
+                "custom_code": is_slim(slim),
+                "auto_class": AUTO_CLASSES[recipe.task],
+                "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
+                "data": {
+                    "labels": statistics.labels,
+                    "calibration_samples": statistics.samples,
+                    "evaluation_samples": sum(len(next(iter(batch.values()))) for batch in prepared.evaluation),
+                    "evaluation_split": recipe.evaluation.split,
+                    "fingerprint": statistics.fingerprint,
+                },
+            },
+        )
         (folder / "slim" / "README.md").write_text(render_card(report), encoding="utf-8")
         (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
         (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
     return report
 
 
-def prepare(recipe: PruningRecipe, *, progress: Progress | None = None) -> Prepared:
-    """Load model and data and check, before any computing, that the run can be done.
-
-    Raises:
-        RequestError: Something the recipe names is missing or does not fit; the message says what.
-    """
-    progress = progress or Silent()
-    progress.stage("load")
-    hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
-    config = load_config(recipe.model, **hub)
-    task_class(recipe.model, task=recipe.task, **hub)
-    regression = recipe.task == "text-classification" and is_regression(config)
-    metrics = recipe.evaluation.metrics or default_metrics(regression=regression)
-    check_metrics(metrics, regression=regression)
-    columns = Columns(text=recipe.data.text, image=recipe.data.image, label=recipe.data.label)
-    source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
-    calibration = recipe.calibration
-    calibration_rows = load_rows(
-        **source, split=calibration.split, samples=calibration.samples, shuffle_seed=calibration.seed
-    )
-    evaluation_rows = load_rows(**source, split=recipe.evaluation.split, samples=recipe.evaluation.samples)
-    for rows in (calibration_rows, evaluation_rows):
-        check_rows(rows, columns=columns, config=config, task=recipe.task)
-    processor = load_processor(recipe.model, task=recipe.task, revision=recipe.revision)
-    model = load_dense(recipe.model, task=recipe.task, dtype=recipe.dtype, revision=recipe.revision)
-    options = {
-        "columns": columns,
-        "config": model.config,
-        "task": recipe.task,
-        "processor": processor,
-        "max_length": recipe.data.max_length,
-    }
-    calibration_batches = make_batches(calibration_rows, batch_size=calibration.batch_size, **options)
-    evaluation_batches = make_batches(evaluation_rows, batch_size=recipe.evaluation.batch_size, **options)
-    sites = find_attention(model, few(calibration_batches[0]))
-    check_budget(sites, **budget_options(recipe))
-    return Prepared(
-        model=model,
-        processor=processor,
-        sites=sites,
-        calibration=calibration_batches,
-        evaluation=evaluation_batches,
-        metrics=tuple(metrics),
-        regression=regression,
-        shapes=model_shapes(model, recipe.measure.shapes),
-    )
-
-
-def task_class(path: str | Path, *, task: str, **hub: Any) -> type[PreTrainedModel]:
-    """The model class of a checkpoint, which must be one for the task.
-
-    Raises:
-        RequestError: It is for something else.
-    """
-    model_class = find_model_class(path, **hub)
-    if AUTO_CLASSES[task] not in auto_classes(model_class.__name__, load_config(path, **hub).model_type):
-        raise RequestError(
-            f"{task} needs a model fine-tuned for it (one that {AUTO_CLASSES[task]} loads), but {path} is a "
-            f"{model_class.__name__}; fine-tune it for the task first, or change the task"
-        )
-    return model_class
-
-
-def load_dense(
-    path: str | Path, *, task: str, dtype: str | None = None, revision: str | None = None
-) -> PreTrainedModel:
-    """Load the model to prune, on the GPU if there is one.
-
-    Args:
-        path: Folder or Hub id, dense or slim.
-        task: What the model must have been fine-tuned for.
-        dtype: Name of a torch dtype, or "auto" for the checkpoint's own; float32 on CPU and "auto" on GPU by default.
-        revision: Revision on the Hub.
-
-    Raises:
-        RequestError: The checkpoint is for another task, or lacks weights.
-    """
-    hub: dict[str, Any] = {} if revision is None else {"revision": revision}
-    model_class: Any = task_class(path, task=task, **hub)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = dtype or ("float32" if device == "cpu" else "auto")
-    model, info = model_class.from_pretrained(
-        path, dtype=name if name == "auto" else getattr(torch, name), output_loading_info=True, **hub
-    )
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise RequestError(
-            f"a checkpoint must hold all weights of its model, but {path} lacks {len(missing)}, e.g. {missing[0]}; "
-            "they would be random"
-        )
-    return model.to(device).eval()
-
-
-def budget_options(recipe: PruningRecipe) -> dict[str, Any]:
-    """What `select_heads` needs to know of a recipe."""
-    prune = recipe.prune
-    return {
-        "heads": prune.budget.heads,
-        "allocation": prune.allocation,
-        "min_heads": prune.min_heads,
-        "keep_layers": prune.keep_layers,
-    }
-
-
-def few(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The first two samples of a batch: enough to find out where the heads are."""
-    return {key: value[:2] for key, value in batch.items()}
-
-
 def choose(
-    prepared: Prepared, recipe: PruningRecipe, *, progress: Progress | None = None
+    prepared: Prepared, recipe: PruningRecipe, *, progress: Progress
 ) -> tuple[HeadStatistics, HeadScores, PruningPlan]:
     """Calibrate, score, select."""
-    progress = progress or Silent()
     progress.stage("score")
+    prune, seed = recipe.prune, recipe.calibration.seed
     statistics = collect_statistics(
         prepared.model,
         prepared.calibration,
         prepared.sites,
         progress=lambda batches: progress.track(batches, "score"),
     )
-    prune, seed = recipe.prune, recipe.calibration.seed
     scores = score_heads(statistics, criterion=prune.criterion, alpha=prune.alpha, normalize=prune.normalize, seed=seed)
     plan = select_heads(
         scores,
@@ -278,19 +154,13 @@ def write_choice(folder: Path, statistics: HeadStatistics, scores: HeadScores, p
 
 
 def prune(
-    prepared: Prepared,
-    plan: PruningPlan,
-    folder: Path,
-    *,
-    overwrite: bool = False,
-    progress: Progress | None = None,
+    prepared: Prepared, plan: PruningPlan, folder: Path, *, overwrite: bool = False, progress: Progress
 ) -> tuple[PreTrainedModel, float, float]:
     """Cut by a plan, check against the masked model, save, check the reload.
 
     Returns:
         The slim model, and the largest output differences of the cut and of the reload.
     """
-    progress = progress or Silent()
     progress.stage("cut")
     batch = prepared.calibration[0]
     slim = prune_heads(prepared.model, plan, prepared.sites)
@@ -300,118 +170,102 @@ def prune(
     return slim, cut_max_abs, reload_max_abs
 
 
-def _finish(
-    prepared: Prepared,
-    recipe: PruningRecipe,
-    statistics: HeadStatistics,
-    plan: PruningPlan,
-    folder: Path,
-    progress: Progress,
-) -> Report:
-    started = time.perf_counter()
-    slim, cut_max_abs, reload_max_abs = prune(prepared, plan, folder / "slim", progress=progress)
-    cut_seconds = time.perf_counter() - started
+def evaluate(prepared: Prepared, slim: PreTrainedModel, recipe: PruningRecipe, *, progress: Progress) -> dict[str, Any]:
+    """Judge dense and slim on the evaluation batches.
 
+    Without labels the dense model's predictions are the reference, and its own value is perfect by definition.
+
+    Returns:
+        metrics: name -> dense and slim value; stability: share of equal predictions.
+    """
     progress.stage("evaluate")
-    dense = prepared.model
-    dense_logits = predict(dense, prepared.evaluation, progress=lambda b: progress.track(b, "evaluate dense"))
-    slim_logits = predict(slim, prepared.evaluation, progress=lambda b: progress.track(b, "evaluate slim"))
-    tolerance = recipe.evaluation.stability_tolerance
-    quality = judge(dense_logits, slim_logits, prepared)
+    dense_logits, slim_logits = (
+        predict(model, prepared.evaluation, progress=lambda batches: progress.track(batches, "evaluate"))
+        for model in (prepared.model, slim)
+    )
+    if "labels" in prepared.evaluation[0]:
+        expected = references(prepared.evaluation)
+    else:
+        expected = dense_logits.flatten() if prepared.regression else dense_logits.argmax(-1)
+    dense, slim_values = (
+        compute_metrics(logits, expected, names=prepared.metrics, regression=prepared.regression)
+        for logits in (dense_logits, slim_logits)
+    )
+    return {
+        "metrics": {name: {"dense": dense[name], "slim": slim_values[name]} for name in prepared.metrics},
+        "stability": stability(
+            dense_logits,
+            slim_logits,
+            regression=prepared.regression,
+            tolerance=recipe.evaluation.stability_tolerance,
+        ),
+    }
 
+
+def export(
+    prepared: Prepared, model: PreTrainedModel, recipe: PruningRecipe, folder: Path, *, progress: Progress
+) -> OnnxExport:
+    """Write a model, dense or slim, as the recipe wants its ONNX folder."""
     progress.stage("export")
-    started = time.perf_counter()
-    export_options: dict[str, Any] = {"provider": recipe.export.provider, "dtype": recipe.export.dtype}
-    onnx = export_onnx(
-        slim,
-        folder / "onnx",
+    return export_onnx(
+        model,
+        folder,
         batch=few(prepared.calibration[0]),
         processor=prepared.processor,
-        **export_options,
+        provider=recipe.export.provider,
+        dtype=recipe.export.dtype,
     )
-    export_seconds = time.perf_counter() - started
 
-    progress.stage("measure")
-    started = time.perf_counter()
-    shapes = prepared.shapes
+
+def measure_gains(
+    prepared: Prepared, slim: PreTrainedModel, onnx: OnnxExport, recipe: PruningRecipe, *, progress: Progress
+) -> dict[str, Any]:
+    """Count parameters, bytes and FLOPs, and time both models on every runtime and shape."""
+    dense, shapes = prepared.model, prepared.shapes
     batches = {s: measure.synthetic_batch(dense, batch=s[0], sequence=s[1]) for s in shapes}
     flops = {s: (measure.count_flops(dense, b), measure.count_flops(slim, b)) for s, b in batches.items()}
-    with tempfile.TemporaryDirectory(prefix=".dense-onnx-", dir=folder) as temporary:
-        dense_onnx = Path(temporary) / "onnx"
+    latency = []
+    # Beside the slim one, so that both are read from the same disk; the dense graph is not kept.
+    with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
+        dense_folder = Path(temporary) / "onnx"
         if any(name.startswith("onnxruntime") for name in recipe.measure.runtimes):
-            export_onnx(dense, dense_onnx, batch=few(prepared.calibration[0]), **export_options)
-        latency = [
-            latency_row(
+            export(prepared, dense, recipe, dense_folder, progress=progress)
+        progress.stage("measure")
+        for name, shape in progress.track([(n, s) for n in recipe.measure.runtimes for s in shapes], "measure"):
+            row = latency_row(
                 name,
-                *((dense, slim) if name == "torch" else (dense_onnx, onnx.folder)),
+                *((dense, slim) if name == "torch" else (dense_folder, onnx.folder)),
                 batch=batches[shape],
                 sequence=shape[1],
                 flops_ratio=flops[shape][1] / flops[shape][0],
                 repeats=recipe.measure.repeats,
             )
-            for name, shape in progress.track([(n, s) for n in recipe.measure.runtimes for s in shapes], "measure")
-        ]
-    measure_seconds = time.perf_counter() - started
-    first = shapes[0]
-    return Report(
-        model=recipe.model,
-        task=recipe.task,
-        criterion=plan.criterion,
-        alpha=plan.alpha,
-        seed=plan.seed,
-        heads={
-            "total": plan.heads,
-            "removed": plan.removed,
-            "kept_per_layer": [len(kept.query) for kept in plan.kept.values()],
-        },
-        parameters={"dense": measure.count_parameters(dense), "slim": measure.count_parameters(slim)},
-        bytes={
+            latency.append(row)
+    dense_flops, slim_flops = flops[shapes[0]]
+    return {
+        "parameters": {"dense": measure.count_parameters(dense), "slim": measure.count_parameters(slim)},
+        "bytes": {
             "dense": measure.parameter_bytes(dense),
             "slim": measure.parameter_bytes(slim),
             "onnx": onnx.bytes,
         },
-        flops={"dense": flops[first][0], "slim": flops[first][1], "shape": list(first)},
-        quality={"metric": prepared.metrics[0], **quality[prepared.metrics[0]]},
-        stability=stability(dense_logits, slim_logits, regression=prepared.regression, tolerance=tolerance),
-        cut_max_abs=cut_max_abs,
-        reload_max_abs=reload_max_abs,
-        onnx_max_abs=onnx.max_abs,
-        seconds={
-            "score": statistics.seconds,
-            "cut": cut_seconds,
-            "export": export_seconds,
-            "measure": measure_seconds,
-        },
-        latency=latency,
-        environment=measure.environment(),
-        details={
-            "head_map": head_map(plan),
-            "metrics": quality,
-            "stability_tolerance": tolerance if prepared.regression else None,
-            "custom_code": is_slim(slim),
-            "auto_class": AUTO_CLASSES[recipe.task],
-            "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
-            "data": {
-                "labels": statistics.labels,
-                "calibration_samples": statistics.samples,
-                "evaluation_samples": len(dense_logits),
-                "evaluation_split": recipe.evaluation.split,
-                "fingerprint": statistics.fingerprint,
-            },
-        },
-    )
+        "flops": {"dense": dense_flops, "slim": slim_flops, "shape": list(shapes[0])},
+        "latency": latency,
+    }
 
 
-def judge(dense_logits: Tensor, slim_logits: Tensor, prepared: Prepared) -> dict[str, dict[str, float]]:
-    """Metric -> its dense and slim value, over the evaluation batches.
+class _Stopwatch:
+    """`with seconds("cut"): ...` adds to `seconds.spent["cut"]`."""
 
-    Without labels the dense model's predictions are the reference, and its own value is perfect by definition.
-    """
-    if "labels" in prepared.evaluation[0]:
-        expected = references(prepared.evaluation)
-    else:
-        expected = dense_logits.flatten() if prepared.regression else dense_logits.argmax(-1)
-    options: dict[str, Any] = {"names": prepared.metrics, "regression": prepared.regression}
-    dense = compute_metrics(dense_logits, expected, **options)
-    slim = compute_metrics(slim_logits, expected, **options)
-    return {name: {"dense": dense[name], "slim": slim[name]} for name in prepared.metrics}
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+
+    def __call__(self, name: str) -> _Stopwatch:
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.spent[self._name] = time.perf_counter() - self._started

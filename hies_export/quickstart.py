@@ -16,7 +16,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 if TYPE_CHECKING:
-    from .pipeline import Progress
+    from .progress import Progress
 
 # In the package, so that an installed one has it; recipes/ links to it.
 RECIPE = Path(__file__).with_name("quickstart-vit-digits.yaml")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from .errors import RecipeError
 
 if TYPE_CHECKING:
-    from .pipeline import Progress
+    from .progress import Progress
     from .report import Report
 
 Task = Literal["text-classification", "image-classification"]

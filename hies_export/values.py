@@ -56,7 +56,6 @@ class HeadStatistics:
         samples: How many samples were averaged.
         labels: "data", or "predictions" when the model's own predictions stood in for labels.
         fingerprint: SHA-256 of the calibration batches.
-        seconds: How long the collection took.
     """
 
     his: Mapping[str, Tensor]
@@ -65,7 +64,6 @@ class HeadStatistics:
     samples: int
     labels: str
     fingerprint: str
-    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

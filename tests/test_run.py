@@ -271,8 +271,11 @@ def test_an_interrupt_leaves_nothing(number: int, project: Path) -> None:
                 break
         time.sleep(0.2)
         os.kill(process.pid, number)
-        rest = process.stderr.read()
-        assert process.wait(timeout=60) == 130
+        try:
+            _, rest = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 130
     assert "nothing half-written" in rest
     assert sorted(p.name for p in project.iterdir()) == ["model", "recipe.yaml", "train.jsonl", "validation.jsonl"]
 

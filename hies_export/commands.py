@@ -1,0 +1,259 @@
+"""What each command does. Heavy imports are inside: the command line must answer `--help` at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.console import Console
+
+from .errors import RecipeError
+
+if TYPE_CHECKING:
+    from .progress import Progress
+    from .recipe import PruningRecipe
+
+
+def run_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """The whole line of a recipe."""
+    from .pipeline import run
+    from .report import print_report
+
+    recipe = _recipe(options)
+    report = run(recipe, overwrite=options.overwrite, progress=progress)
+    print_report(report, out)
+    out.print(
+        f"\nwritten to {recipe.output}: slim/ (checkpoint), onnx/, report.md, report.json, plan.json",
+        markup=False,
+    )
+    _print_json(options, report.summary())
+
+
+def quickstart_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Train a small model on bundled data, then the whole line."""
+    from .folders import new_folder
+    from .pipeline import run
+    from .quickstart import prepare_quickstart
+    from .recipe import PruningRecipe
+    from .report import print_report
+
+    with new_folder(options.output, overwrite=options.overwrite) as folder:
+        recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=progress))
+        report = run(recipe, progress=progress)
+    print_report(report, out)
+    where = options.output
+    out.print(
+        f"\nA ViT was trained on handwritten digits, and half of its heads were removed. In {where}:\n"
+        f"  {where}/run/slim    the slim checkpoint: hies_export.load({str(where / 'run' / 'slim')!r})\n"
+        f"  {where}/run/onnx    the same for ONNX Runtime\n"
+        f"  {where}/run/report.md\n"
+        "Try next:\n"
+        f"  hies-export run {where}/recipe.yaml --set prune.budget.heads=0.25 -o {where}/quarter\n"
+        f"  hies-export inspect {where}/run/slim\n"
+        f"  hies-export bench {where}/model {where}/run/slim --runtime onnxruntime-cpu --shape 64\n"
+        "and then a recipe for your own model: see recipes/bert-sst2.yaml",
+        markup=False,
+        soft_wrap=True,
+    )
+    _print_json(options, report.summary())
+
+
+def score_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Write scores.json and plan.json."""
+    from .folders import new_folder
+    from .pipeline import choose, write_choice
+    from .prepare import prepare
+
+    recipe = _recipe(options)
+    with new_folder(recipe.output, overwrite=options.overwrite) as folder:
+        progress.stage("load")
+        statistics, scores, plan = choose(prepare(recipe), recipe, progress=progress)
+        write_choice(folder, statistics, scores, plan)
+    _print_plan(plan, out)
+    out.print(f"\nwritten to {recipe.output}: scores.json, plan.json", markup=False)
+
+
+def prune_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Write a slim checkpoint."""
+    from .cut import check_plan
+    from .folders import refuse_existing
+    from .pipeline import choose, prune
+    from .prepare import prepare
+    from .values import PruningPlan
+
+    recipe = _recipe(options)
+    refuse_existing(recipe.output, overwrite=options.overwrite)
+    given = None if options.plan is None else PruningPlan.from_file(options.plan)
+    progress.stage("load")
+    prepared = prepare(recipe)
+    if given is not None:
+        check_plan(given, prepared.sites)
+    plan = given or choose(prepared, recipe, progress=progress)[2]
+    _, cut_max_abs, reload_max_abs = prune(
+        prepared, plan, recipe.output, overwrite=options.overwrite, progress=progress
+    )
+    _print_plan(plan, out)
+    out.print(
+        f"\nwritten to {recipe.output}; cut against masked {cut_max_abs:.2g}, reloaded against saved "
+        f"{reload_max_abs:.2g}",
+        markup=False,
+    )
+
+
+def export_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Write an ONNX folder."""
+    import torch
+
+    from .export import export_onnx
+    from .folders import refuse_existing
+    from .loading import load
+    from .measure import synthetic_batch
+
+    refuse_existing(options.output)
+    progress.stage("load")
+    model = load(options.model, dtype=torch.float32)
+    progress.stage("export")
+    exported = export_onnx(
+        model,
+        options.output,
+        batch=synthetic_batch(model, batch=2, sequence=16),
+        processor=_processor(options.model, model),
+        provider=options.provider,
+        dtype=options.dtype,
+    )
+    out.print(
+        f"written to {options.output}: {exported.bytes / 1e6:.1f} MB, differs from torch by {exported.max_abs:.2g}"
+    )
+    _print_json(
+        options,
+        {
+            "folder": str(options.output),
+            "bytes": exported.bytes,
+            "onnx_max_abs": exported.max_abs,
+            "inputs": exported.inputs,
+            "outputs": exported.outputs,
+        },
+    )
+
+
+def _processor(path: str, model: Any) -> Any:
+    from .data import load_processor
+    from .errors import DataError
+
+    task = "image-classification" if model.main_input_name == "pixel_values" else "text-classification"
+    try:
+        return load_processor(path, task=task)
+    except DataError as error:
+        logging.getLogger(__name__).warning("the folder gets no tokenizer or image processor: %s", error)
+        return None
+
+
+def bench_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Time two models side by side."""
+    from .compare import bench
+    from .measure import environment
+    from .report import plain_table
+
+    shapes = [_shape(text) for text in options.shapes]
+    second = options.second or options.first
+    rows = bench(
+        options.first,
+        second,
+        runtimes=options.runtimes,
+        shapes=shapes,
+        repeats=options.repeats,
+        track=progress.track,
+    )
+    lines = [
+        (
+            f"{row['runtime']} {row['batch']} x {row['sequence']}",
+            f"{row['dense_ms']:.2f} ms",
+            f"{row['slim_ms']:.2f} ms",
+            f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]",
+            f"{row['control_ratio']:.3f} [{row['control_low']:.3f}, {row['control_high']:.3f}]",
+        )
+        for row in rows
+    ]
+    out.print(f"A {options.first}\nB {second}\n", markup=False)
+    out.print(plain_table(("median latency", "A", "B", "B / A [95 %]", "A / A [95 %]"), lines))
+    _print_json(options, {"a": str(options.first), "b": str(second), "latency": rows, "environment": environment()})
+
+
+def inspect_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Show the heads of a checkpoint."""
+    import torch
+
+    from .cut import is_slim
+    from .errors import UnsupportedModelError
+    from .layout import find_attention
+    from .loading import load
+    from .measure import count_parameters, synthetic_batch
+    from .report import plain_table
+
+    model = load(options.model, dtype=torch.float32)
+    result: dict[str, Any] = {
+        "model": str(options.model),
+        "class": type(model).__name__,
+        "slim": is_slim(model),
+        "parameters": count_parameters(model),
+    }
+    out.print(f"{result['class']}, {result['parameters'] / 1e6:.2f} M parameters" + ", slim" * result["slim"])
+    try:
+        sites = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
+    except UnsupportedModelError as error:
+        _print_json(options, result | {"can_be_cut": False, "reason": str(error)})
+        raise
+    lines = [(s.name, str(s.heads), str(s.key_value_heads), str(s.query_dim)) for s in sites]
+    out.print(plain_table(("attention module", "heads", "key/value", "head width"), lines))
+    out.print(f"{sum(s.heads for s in sites)} heads; all of them can be scored and cut")
+    modules = [{"name": s.name, "heads": s.heads, "key_value_heads": s.key_value_heads} for s in sites]
+    _print_json(options, result | {"can_be_cut": True, "attention": modules})
+
+
+def report_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Show a finished run again."""
+    from .report import Report, print_report
+
+    report = Report.from_file(options.folder)
+    print_report(report, out)
+    _print_json(options, report.summary())
+
+
+def _recipe(options: argparse.Namespace) -> PruningRecipe:
+    from .recipe import PruningRecipe
+
+    overrides = {}
+    for text in options.overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise RecipeError([f"--set takes KEY=VALUE, got {text!r}"])
+        overrides[key] = yaml.safe_load(value)
+    if options.output is not None:
+        overrides["output"] = options.output
+    return PruningRecipe.from_yaml(options.recipe, overrides)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.lower().split("x"))
+        if len(shape) not in (1, 2) or min(shape) < 1:
+            raise ValueError
+        return shape
+    except ValueError:
+        raise RecipeError([f"--shape must be BATCHxSEQUENCE, or BATCH for images, got {text!r}"]) from None
+
+
+def _print_plan(plan: Any, out: Console) -> None:
+    from .report import head_map, head_map_text
+
+    out.print(head_map_text(head_map(plan)))
+
+
+def _print_json(options: argparse.Namespace, value: dict[str, Any]) -> None:
+    if options.json:
+        sys.stdout.flush()
+        print(json.dumps(value))

@@ -1,0 +1,158 @@
+"""Load what a recipe names, and check before any computing that the run can be done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .compare import model_shapes
+from .cut import auto_classes
+from .data import Columns, check_rows, load_processor, make_batches
+from .errors import RequestError
+from .labels import is_regression
+from .layout import find_attention
+from .loading import find_model_class, load_config
+from .metrics import check_metrics, default_metrics
+from .recipe import PruningRecipe
+from .rows import load_rows
+from .select import check_budget
+from .values import AttentionSite
+
+AUTO_CLASSES = {
+    "text-classification": "AutoModelForSequenceClassification",
+    "image-classification": "AutoModelForImageClassification",
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe's model and data, loaded and found to fit together.
+
+    Attributes:
+        model: The dense model, in evaluation mode.
+        processor: Its tokenizer or image processor.
+        sites: Its attention modules.
+        calibration: Batches to score on.
+        evaluation: Batches to judge on.
+        metrics: Names of the metrics, the report's first.
+        regression: Whether the model predicts a number.
+        shapes: (batch, sequence) pairs to measure.
+    """
+
+    model: PreTrainedModel
+    processor: Any
+    sites: tuple[AttentionSite, ...]
+    calibration: list[dict[str, Tensor]]
+    evaluation: list[dict[str, Tensor]]
+    metrics: tuple[str, ...]
+    regression: bool
+    shapes: list[tuple[int, int]]
+
+
+def prepare(recipe: PruningRecipe) -> Prepared:
+    """Load model and data; cheap checks come first, so that a wrong request fails at once.
+
+    Raises:
+        RequestError: Something the recipe names is missing or does not fit; the message says what.
+    """
+    hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
+    config = load_config(recipe.model, **hub)
+    task_class(recipe.model, task=recipe.task, **hub)
+    regression = recipe.task == "text-classification" and is_regression(config)
+    metrics = recipe.evaluation.metrics or default_metrics(regression=regression)
+    check_metrics(metrics, regression=regression)
+    columns = Columns(text=recipe.data.text, image=recipe.data.image, label=recipe.data.label)
+    source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
+    calibration = recipe.calibration
+    calibration_rows = load_rows(
+        **source, split=calibration.split, samples=calibration.samples, shuffle_seed=calibration.seed
+    )
+    evaluation_rows = load_rows(**source, split=recipe.evaluation.split, samples=recipe.evaluation.samples)
+    for rows in (calibration_rows, evaluation_rows):
+        check_rows(rows, columns=columns, config=config, task=recipe.task)
+    processor = load_processor(recipe.model, task=recipe.task, revision=recipe.revision)
+    model = load_dense(recipe.model, task=recipe.task, dtype=recipe.dtype, **hub)
+    shapes = model_shapes(model, recipe.measure.shapes)
+    options = {
+        "columns": columns,
+        "config": model.config,
+        "task": recipe.task,
+        "processor": processor,
+        "max_length": recipe.data.max_length,
+    }
+    calibration_batches = make_batches(calibration_rows, batch_size=calibration.batch_size, **options)
+    sites = find_attention(model, few(calibration_batches[0]))
+    check_budget(sites, **budget_options(recipe))
+    return Prepared(
+        model=model,
+        processor=processor,
+        sites=sites,
+        calibration=calibration_batches,
+        evaluation=make_batches(evaluation_rows, batch_size=recipe.evaluation.batch_size, **options),
+        metrics=tuple(metrics),
+        regression=regression,
+        shapes=shapes,
+    )
+
+
+def budget_options(recipe: PruningRecipe) -> dict[str, Any]:
+    """What `select_heads` needs to know of a recipe."""
+    prune = recipe.prune
+    return {
+        "heads": prune.budget.heads,
+        "allocation": prune.allocation,
+        "min_heads": prune.min_heads,
+        "keep_layers": prune.keep_layers,
+    }
+
+
+def few(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The first two samples of a batch: enough to find out where the heads are, or to trace a graph."""
+    return {key: value[:2] for key, value in batch.items()}
+
+
+def task_class(path: str | Path, *, task: str, **hub: Any) -> type[PreTrainedModel]:
+    """The model class of a checkpoint, which must be one for the task.
+
+    Raises:
+        RequestError: It is for something else.
+    """
+    model_class = find_model_class(path, **hub)
+    if AUTO_CLASSES[task] not in auto_classes(model_class.__name__, load_config(path, **hub).model_type):
+        raise RequestError(
+            f"{task} needs a model fine-tuned for it (one that {AUTO_CLASSES[task]} loads), but {path} is a "
+            f"{model_class.__name__}; fine-tune it for the task first, or change the task"
+        )
+    return model_class
+
+
+def load_dense(path: str | Path, *, task: str, dtype: str | None = None, **hub: Any) -> PreTrainedModel:
+    """Load the model to prune, on the GPU if there is one.
+
+    Args:
+        path: Folder or Hub id, dense or slim.
+        task: What the model must have been fine-tuned for.
+        dtype: Name of a torch dtype, or "auto" for the checkpoint's own; float32 on CPU and "auto" on GPU by default.
+        **hub: Where and how to look on the Hub, as in `from_pretrained`.
+
+    Raises:
+        RequestError: The checkpoint is for another task, or lacks weights.
+    """
+    model_class: Any = task_class(path, task=task, **hub)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = dtype or ("float32" if device == "cpu" else "auto")
+    model, info = model_class.from_pretrained(
+        path, dtype=name if name == "auto" else getattr(torch, name), output_loading_info=True, **hub
+    )
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise RequestError(
+            f"a checkpoint must hold all weights of its model, but {path} lacks {len(missing)}, e.g. {missing[0]}; "
+            "they would be random"
+        )
+    return model.to(device).eval()
