@@ -93,8 +93,8 @@ def prune_command(options: argparse.Namespace, out: Console, progress: Progress)
     if given is not None:
         check_plan(given, prepared.sites)
     plan = given or choose(prepared, recipe, progress=progress)[2]
-    _, cut_max_abs, reload_max_abs = prune(
-        prepared, plan, recipe.output, overwrite=options.overwrite, progress=progress
+    _, _, cut_max_abs, reload_max_abs = prune(
+        prepared, plan, recipe, recipe.output, overwrite=options.overwrite, progress=progress
     )
     _print_plan(plan, out)
     out.print(

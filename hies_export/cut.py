@@ -49,10 +49,10 @@ def prune_heads(
         kept = plan.kept[site.name]
         if len(kept.query) == site.heads:
             continue
-        query_rows = _rows(kept.query, site.query_dim)
-        key_rows = _rows(kept.key_value, site.query_dim)
-        value_rows = _rows(kept.key_value, site.value_dim)
-        output_columns = _rows(kept.query, site.value_dim)
+        query_rows = head_rows(kept.query, site.query_dim)
+        key_rows = head_rows(kept.key_value, site.query_dim)
+        value_rows = head_rows(kept.key_value, site.value_dim)
+        output_columns = head_rows(kept.query, site.value_dim)
         for name, index, axis in (
             (site.query, query_rows, 0),
             (site.key, key_rows, 0),
@@ -185,7 +185,8 @@ def is_slim(model: PreTrainedModel) -> bool:
     return getattr(model.config, "hies_export", None) is not None
 
 
-def _rows(heads: tuple[int, ...], width: int) -> Tensor:
+def head_rows(heads: tuple[int, ...], width: int) -> Tensor:
+    """Indices of the rows (or columns) of a projection that belong to some heads of a width."""
     return (torch.tensor(heads)[:, None] * width + torch.arange(width)).flatten()
 
 

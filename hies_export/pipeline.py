@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import measure
 from .calibrate import collect_statistics
 from .compare import latency_row
-from .cut import check_cut, is_slim, prune_heads
+from .compensate import LayerFit, compensate
+from .cut import check_cut, is_slim, masked_heads, prune_heads
 from .evaluate_model import compute_metrics, predict, references, stability
 from .export import OnnxExport, export_onnx
 from .folders import new_folder, refuse_existing
@@ -59,8 +62,8 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
             statistics, scores, plan = choose(prepared, recipe, progress=progress)
         write_choice(folder, statistics, scores, plan)
         with seconds("cut"):
-            slim, cut_max_abs, reload_max_abs = prune(prepared, plan, folder / "slim", progress=progress)
-        quality = evaluate(prepared, slim, recipe, progress=progress)
+            slim, fits, cut_max_abs, reload_max_abs = prune(prepared, plan, recipe, folder / "slim", progress=progress)
+        quality = evaluate(prepared, slim, plan, recipe, progress=progress)
         with seconds("export"):
             onnx = export(prepared, slim, recipe, folder / "onnx", progress=progress)
         with seconds("measure"):
@@ -90,6 +93,8 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
             details={
                 "head_map": head_map(plan),
                 "metrics": quality["metrics"],
+                "uncompensated": quality["uncompensated"],
+                "compensation": [asdict(fit) for fit in fits],
                 "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
                 "custom_code": is_slim(slim),
                 "auto_class": AUTO_CLASSES[recipe.task],
@@ -154,51 +159,80 @@ def write_choice(folder: Path, statistics: HeadStatistics, scores: HeadScores, p
 
 
 def prune(
-    prepared: Prepared, plan: PruningPlan, folder: Path, *, overwrite: bool = False, progress: Progress
-) -> tuple[PreTrainedModel, float, float]:
-    """Cut by a plan, check against the masked model, save, check the reload.
+    prepared: Prepared,
+    plan: PruningPlan,
+    recipe: PruningRecipe,
+    folder: Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress,
+) -> tuple[PreTrainedModel, list[LayerFit], float, float]:
+    """Cut by a plan, check against the masked model, compensate if the recipe says so, save, check the reload.
 
     Returns:
-        The slim model, and the largest output differences of the cut and of the reload.
+        The slim model, what compensation did, and the largest output differences of the cut and of the reload.
     """
     progress.stage("cut")
     batch = prepared.calibration[0]
     slim = prune_heads(prepared.model, plan, prepared.sites)
     cut_max_abs = check_cut(prepared.model, slim, plan, batch)
+    fits = []
+    if recipe.prune.compensation is not None:
+        progress.stage("compensate")
+        fits = compensate(
+            prepared.model,
+            slim,
+            plan,
+            prepared.sites,
+            prepared.compensation,
+            method=recipe.prune.compensation.method,
+            ridge=recipe.prune.compensation.ridge,
+            sequential=recipe.prune.compensation.sequential,
+            progress=lambda batches: progress.track(batches, "compensate"),
+        )
     progress.stage("save")
     reload_max_abs = save_slim(slim, folder, plan=plan, batch=batch, processor=prepared.processor, overwrite=overwrite)
-    return slim, cut_max_abs, reload_max_abs
+    return slim, fits, cut_max_abs, reload_max_abs
 
 
-def evaluate(prepared: Prepared, slim: PreTrainedModel, recipe: PruningRecipe, *, progress: Progress) -> dict[str, Any]:
-    """Judge dense and slim on the evaluation batches.
+def evaluate(
+    prepared: Prepared, slim: PreTrainedModel, plan: PruningPlan, recipe: PruningRecipe, *, progress: Progress
+) -> dict[str, Any]:
+    """Judge dense and slim on the evaluation batches; where there was compensation, also what it started from.
 
     Without labels the dense model's predictions are the reference, and its own value is perfect by definition.
 
     Returns:
-        metrics: name -> dense and slim value; stability: share of equal predictions.
+        metrics: name -> dense and slim value; stability: share of equal predictions; uncompensated: metrics and
+        stability of the cut alone, or None.
     """
     progress.stage("evaluate")
-    dense_logits, slim_logits = (
-        predict(model, prepared.evaluation, progress=lambda batches: progress.track(batches, "evaluate"))
-        for model in (prepared.model, slim)
-    )
+
+    def logits_of(model: PreTrainedModel) -> Tensor:
+        return predict(model, prepared.evaluation, progress=lambda batches: progress.track(batches, "evaluate"))
+
+    dense_logits, slim_logits = logits_of(prepared.model), logits_of(slim)
     if "labels" in prepared.evaluation[0]:
         expected = references(prepared.evaluation)
     else:
         expected = dense_logits.flatten() if prepared.regression else dense_logits.argmax(-1)
-    dense, slim_values = (
-        compute_metrics(logits, expected, names=prepared.metrics, regression=prepared.regression)
-        for logits in (dense_logits, slim_logits)
-    )
+
+    def judged(logits: Tensor) -> tuple[dict[str, float], float]:
+        metrics = compute_metrics(logits, expected, names=prepared.metrics, regression=prepared.regression)
+        tolerance = recipe.evaluation.stability_tolerance
+        return metrics, stability(dense_logits, logits, regression=prepared.regression, tolerance=tolerance)
+
+    uncompensated = None
+    if recipe.prune.compensation is not None:
+        # The masked model is the cut one without compensation: `check_cut` has just shown it.
+        with masked_heads(prepared.model, plan):
+            metrics, share = judged(logits_of(prepared.model))
+        uncompensated = {"metrics": metrics, "stability": share}
+    (dense, _), (slim_values, share) = judged(dense_logits), judged(slim_logits)
     return {
         "metrics": {name: {"dense": dense[name], "slim": slim_values[name]} for name in prepared.metrics},
-        "stability": stability(
-            dense_logits,
-            slim_logits,
-            regression=prepared.regression,
-            tolerance=recipe.evaluation.stability_tolerance,
-        ),
+        "stability": share,
+        "uncompensated": uncompensated,
     }
 
 
@@ -206,7 +240,7 @@ def export(
     prepared: Prepared, model: PreTrainedModel, recipe: PruningRecipe, folder: Path, *, progress: Progress
 ) -> OnnxExport:
     """Write a model, dense or slim, as the recipe wants its ONNX folder."""
-    progress.stage("export")
+    progress.stage("export" if model is not prepared.model else "export the dense model, to compare with")
     return export_onnx(
         model,
         folder,

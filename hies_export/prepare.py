@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Prepared:
         processor: Its tokenizer or image processor.
         sites: Its attention modules.
         calibration: Batches to score on.
+        compensation: Batches to refit on, without labels; empty when the recipe asks for none.
         evaluation: Batches to judge on.
         metrics: Names of the metrics, the report's first.
         regression: Whether the model predicts a number.
@@ -48,6 +49,7 @@ class Prepared:
     processor: Any
     sites: tuple[AttentionSite, ...]
     calibration: list[dict[str, Tensor]]
+    compensation: list[dict[str, Tensor]]
     evaluation: list[dict[str, Tensor]]
     metrics: tuple[str, ...]
     regression: bool
@@ -68,24 +70,36 @@ def prepare(recipe: PruningRecipe) -> Prepared:
     check_metrics(metrics, regression=regression)
     columns = Columns(text=recipe.data.text, image=recipe.data.image, label=recipe.data.label)
     source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
-    calibration = recipe.calibration
-    calibration_rows = load_rows(
-        **source, split=calibration.split, samples=calibration.samples, shuffle_seed=calibration.seed
-    )
+    calibration, compensation = recipe.calibration, recipe.prune.compensation
+    compensation_samples = 0 if compensation is None else compensation.samples
+    most = max(calibration.samples, compensation_samples)
+    # One draw: the rows to score on are the first of those to refit on.
+    drawn = load_rows(**source, split=calibration.split, samples=most, shuffle_seed=calibration.seed)
+    calibration_rows = drawn.select(range(min(calibration.samples, len(drawn))))
     evaluation_rows = load_rows(**source, split=recipe.evaluation.split, samples=recipe.evaluation.samples)
-    for rows in (calibration_rows, evaluation_rows):
+    for rows in (drawn, evaluation_rows):
         check_rows(rows, columns=columns, config=config, task=recipe.task)
     processor = load_processor(recipe.model, task=recipe.task, revision=recipe.revision)
     model = load_dense(recipe.model, task=recipe.task, dtype=recipe.dtype, **hub)
     shapes = model_shapes(model, recipe.measure.shapes)
-    options = {
-        "columns": columns,
+    options: dict[str, Any] = {
         "config": model.config,
         "task": recipe.task,
         "processor": processor,
         "max_length": recipe.data.max_length,
     }
-    calibration_batches = make_batches(calibration_rows, batch_size=calibration.batch_size, **options)
+    calibration_batches = make_batches(calibration_rows, columns=columns, batch_size=calibration.batch_size, **options)
+    unlabelled = replace(columns, label=None)
+    compensation_batches = (
+        make_batches(
+            drawn.select(range(min(compensation_samples, len(drawn)))),
+            columns=unlabelled,
+            batch_size=calibration.batch_size,
+            **options,
+        )
+        if compensation_samples
+        else []
+    )
     sites = find_attention(model, few(calibration_batches[0]))
     check_budget(sites, **budget_options(recipe))
     return Prepared(
@@ -93,7 +107,8 @@ def prepare(recipe: PruningRecipe) -> Prepared:
         processor=processor,
         sites=sites,
         calibration=calibration_batches,
-        evaluation=make_batches(evaluation_rows, batch_size=recipe.evaluation.batch_size, **options),
+        compensation=compensation_batches,
+        evaluation=make_batches(evaluation_rows, columns=columns, batch_size=recipe.evaluation.batch_size, **options),
         metrics=tuple(metrics),
         regression=regression,
         shapes=shapes,

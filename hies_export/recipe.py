@@ -94,8 +94,20 @@ class BudgetSection(_Section):
         return value
 
 
+class CompensationSection(_Section):
+    """How the output projections are refitted after the cut; see `compensate`.
+
+    `samples` rows of the calibration split are used, without their labels.
+    """
+
+    method: Literal["bias", "least_squares"] = "least_squares"
+    samples: int = Field(512, ge=5)
+    ridge: float | None = Field(None, gt=0)
+    sequential: bool = False
+
+
 class PruneSection(_Section):
-    """How heads are scored and chosen; see `score_heads` and `select_heads`."""
+    """How heads are scored, chosen and made up for; see `score_heads`, `select_heads` and `compensate`."""
 
     criterion: str = "hies"
     alpha: float = 0.9
@@ -104,6 +116,7 @@ class PruneSection(_Section):
     allocation: Literal["global", "uniform"] = "global"
     min_heads: int = Field(1, ge=1)
     keep_layers: tuple[int, ...] = ()
+    compensation: CompensationSection | None = None
 
     @field_validator("criterion")
     @classmethod

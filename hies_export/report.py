@@ -115,13 +115,22 @@ def comparison_rows(report: Report) -> list[tuple[str, str, str, str]]:
     metric, dense, slim = (report.quality[key] for key in ("metric", "dense", "slim"))
     batch, sequence = report.flops["shape"]
     total, removed = report.heads["total"], report.heads["removed"]
+    before = report.details.get("uncompensated")
     return [
         ("attention heads", f"{total}", f"{total - removed}", _change(total, total - removed)),
         _row("parameters", report.parameters, ""),
         _row("checkpoint weights", report.bytes, "B"),
         _row(f"FLOPs at {batch} x {sequence}", report.flops, ""),
         (metric, f"{dense:.4f}", f"{slim:.4f}", f"{slim - dense:+.4f}"),
-        ("same prediction", "", f"{report.stability:.1%}", ""),
+        (_agreement(report), "", f"{report.stability:.1%}", ""),
+        *(
+            [
+                (f"{metric} before compensation", "", f"{before['metrics'][metric]:.4f}", ""),
+                (f"{_agreement(report)} before compensation", "", f"{before['stability']:.1%}", ""),
+            ]
+            if before
+            else []
+        ),
     ]
 
 
@@ -214,7 +223,7 @@ def render_card(report: Report, *, folder_name: str = "slim") -> str:
             "",
             f"# {_title(report)}",
             "",
-            f"{report.heads['removed']} of the {report.heads['total']} attention heads of `{report.model}` were "
+            f"{report.heads['removed']} of the {report.heads['total']} attention heads of `{_name(report)}` were "
             f"removed by hies_export ({_criterion(report)}), without retraining. {note}",
             "",
             _markdown_table(("", "dense", "slim", "change"), comparison_rows(report)),
@@ -235,9 +244,19 @@ def render_card(report: Report, *, folder_name: str = "slim") -> str:
     )
 
 
+def _agreement(report: Report) -> str:
+    tolerance = report.details.get("stability_tolerance")
+    return "same prediction" if tolerance is None else f"same within {tolerance:g}"
+
+
+def _name(report: Report) -> str:
+    """The Hub id, or the folder's name: what a card says must not depend on where a machine keeps its models."""
+    path = Path(report.model)
+    return path.name if path.is_absolute() or path.exists() else report.model
+
+
 def _title(report: Report) -> str:
-    name = str(report.model).rstrip("/").rpartition("/")[2]
-    return f"{name}, {report.heads['removed'] / report.heads['total']:.0%} of its attention heads removed"
+    return f"{_name(report)}, {report.heads['removed'] / report.heads['total']:.0%} of its attention heads removed"
 
 
 def _criterion(report: Report) -> str:

@@ -1,0 +1,301 @@
+"""Give back, without training, what the removed heads wrote on average: refit the output projections in closed form.
+
+For an output projection y = W x + b with kept inputs x_K and removed inputs x_M, over calibration tokens with mean mu
+and centred covariance C:
+
+    bias           b' = b + W_M mu_M
+    least_squares  W'_K = W_K + W_M C_MK (C_KK + lambda I)^-1,  b' = b + W_M mu_M + (W_K - W'_K) mu_K
+
+A projection without a bias uses uncentred moments and stays without. Both follow from the moments of (x_K, y) alone,
+and so does the error on held-out tokens; no activation is stored.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .cut import head_rows
+from .errors import DataError, RecipeError, RequestError
+from .values import AttentionSite, PruningPlan
+
+METHODS = ("bias", "least_squares")
+# Relative to the mean of the diagonal of C_KK; the one with the smallest error on held-out tokens is taken.
+RIDGES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+# Every fifth sample is held out: enough to judge a fit, few enough to leave it its tokens.
+HELD_OUT_EVERY = 5
+ENOUGH_TOKENS_PER_INPUT = 4
+
+Progress = Callable[[Sequence[dict[str, Tensor]]], Iterable[dict[str, Tensor]]]
+
+
+class FewTokensWarning(UserWarning):
+    """Fewer calibration tokens than four times a projection's inputs: the fit may not carry over."""
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """What compensation did to one output projection.
+
+    Attributes:
+        name: Dotted name of the attention module.
+        method: What was kept: "least_squares", or "bias" where that was better on held-out tokens, or "none" where
+            nothing was.
+        ridge: Relative ridge, None for `bias` and `none`.
+        tokens: Calibration tokens, held-out ones included.
+        error: Mean squared error of the projection's output on held-out tokens, relative to no compensation.
+    """
+
+    name: str
+    method: str
+    ridge: float | None
+    tokens: int
+    error: float
+
+
+@dataclass
+class Moments:
+    """Sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64.
+
+    Attributes:
+        tokens: Number of tokens.
+        x: (inputs,) sum of x.
+        y: (outputs,) sum of y.
+        xx: (inputs, inputs) sum of x x^T.
+        yx: (outputs, inputs) sum of y x^T.
+        yy: Sum of |y|^2.
+    """
+
+    tokens: int
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    yx: Tensor
+    yy: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor) -> Moments:
+        """Moments of (tokens, inputs) and (tokens, outputs)."""
+        x, y = x.double(), y.double()
+        return cls(len(x), x.sum(0), y.sum(0), x.T @ x, y.T @ x, y.pow(2).sum())
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def fit(self, weight: Tensor, *, ridge: float, centred: bool) -> tuple[Tensor, Tensor | None]:
+        """The weight nearest to `weight` (outputs, inputs), in the sense of the ridge, that maps x to y.
+
+        Returns:
+            Weight (outputs, inputs), and bias (outputs,) or None when not `centred`.
+        """
+        mean_x, xx, yx = self.x / self.tokens, self.xx / self.tokens, self.yx / self.tokens
+        if centred:
+            xx = xx - torch.outer(mean_x, mean_x)
+            yx = yx - torch.outer(self.y / self.tokens, mean_x)
+        damped = xx + ridge * xx.diagonal().mean() * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
+        fitted = weight + torch.linalg.solve(damped, (yx - weight @ xx).T).T
+        return fitted, self.fit_bias(fitted) if centred else None
+
+    def fit_bias(self, weight: Tensor) -> Tensor:
+        """The best bias (outputs,) for a weight (outputs, inputs)."""
+        return (self.y - weight @ self.x) / self.tokens
+
+    def error(self, weight: Tensor, bias: Tensor | None) -> float:
+        """Mean over tokens of |weight x + bias - y|^2."""
+        total = ((weight @ self.xx) * weight).sum() - 2 * (weight * self.yx).sum() + self.yy
+        if bias is not None:
+            total = total + 2 * bias @ (weight @ self.x - self.y) + self.tokens * bias @ bias
+        return total.clamp(min=0).item() / self.tokens
+
+
+def compensate(
+    dense: PreTrainedModel,
+    slim: PreTrainedModel,
+    plan: PruningPlan,
+    sites: Sequence[AttentionSite],
+    batches: Sequence[dict[str, Tensor]],
+    *,
+    method: str = "least_squares",
+    ridge: float | None = None,
+    sequential: bool = False,
+    progress: Progress | None = None,
+) -> list[LayerFit]:
+    """Refit the output projections of `slim`, in place, so that they give what the dense ones gave.
+
+    Labels are not used. One pass over the batches serves all layers; `sequential` takes one pass of both models for
+    each layer, with inputs from the layers already cut and refitted, and targets from the dense model.
+
+    Args:
+        dense: The model before the cut; not changed.
+        slim: The model after it, from `prune_heads`.
+        plan: The plan that was applied.
+        sites: From `find_attention` on the dense model.
+        batches: Inputs; padding is left out by their `attention_mask`.
+        method: "bias" or "least_squares".
+        ridge: Relative to the mean of the diagonal of C_KK; by default chosen on held-out samples.
+        sequential: See above.
+        progress: Wraps the batches, once per pass.
+
+    Returns:
+        What was done to each layer that lost heads. A fit is never worse than `bias` on held-out tokens: where it would
+        be, the bias (or nothing) is kept.
+
+    Raises:
+        RecipeError: Unknown method, or a ridge that is not positive.
+        RequestError: `bias` for projections that have none.
+        DataError: Fewer than five samples.
+
+    Warns:
+        FewTokensWarning: Fewer tokens than four times the inputs of a projection.
+    """
+    cut = [site for site in sites if len(plan.kept[site.name].query) < site.heads]
+    _check(dense, cut, batches, method, ridge)
+    fits = []
+    for group in [[site] for site in cut] if sequential else [cut]:
+        fitting, held_out = _collect(dense, slim if sequential else None, plan, group, batches, progress)
+        for site in group:
+            layer = slim.get_submodule(site.output)
+            assert isinstance(layer, nn.Linear)  # as find_attention saw it
+            fits.append(_refit(layer, site.name, fitting[site.name], held_out[site.name], method, ridge))
+    return fits
+
+
+def _check(
+    dense: PreTrainedModel,
+    cut: Sequence[AttentionSite],
+    batches: Sequence[Mapping[str, Tensor]],
+    method: str,
+    ridge: float | None,
+) -> None:
+    problems = []
+    if method not in METHODS:
+        problems.append(f"compensation.method must be one of {', '.join(METHODS)}, got {method!r}")
+    if ridge is not None and not ridge > 0:
+        problems.append(f"compensation.ridge must be above 0, got {ridge}")
+    if problems:
+        raise RecipeError(problems)
+    samples = sum(len(next(iter(batch.values()))) for batch in batches)
+    if samples < HELD_OUT_EVERY:
+        raise DataError(
+            f"compensation needs at least {HELD_OUT_EVERY} samples, one of them to hold out, got {samples}; "
+            "raise compensation.samples"
+        )
+    without = [s.output for s in cut if getattr(dense.get_submodule(s.output), "bias", None) is None]
+    if method == "bias" and without:
+        raise RequestError(
+            f"compensation.method bias needs output projections with a bias, but {without[0]} has none; "
+            "use least_squares"
+        )
+
+
+def _collect(
+    dense: PreTrainedModel,
+    slim: PreTrainedModel | None,
+    plan: PruningPlan,
+    sites: Sequence[AttentionSite],
+    batches: Sequence[dict[str, Tensor]],
+    progress: Progress | None,
+) -> tuple[dict[str, Moments], dict[str, Moments]]:
+    """Moments of kept inputs and dense outputs of each projection: of the fitting and of the held-out samples."""
+    sums: tuple[dict[str, Moments], dict[str, Moments]] = ({}, {})
+    seen = 0
+    with _watching(dense, sites) as (inputs, targets), _watching(slim, sites) as (slim_inputs, _), torch.no_grad():
+        for batch in progress(batches) if progress else batches:
+            on_device = {k: v.to(dense.device) for k, v in batch.items() if k != "labels"}
+            for records in (inputs, targets, slim_inputs):
+                records.clear()
+            dense(**on_device)
+            if slim is not None:
+                slim(**on_device)
+            size = len(next(iter(batch.values())))
+            held = (torch.arange(seen, seen + size) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1).to(dense.device)
+            seen += size
+            for site in sites:
+                columns = head_rows(plan.kept[site.name].query, site.value_dim).to(dense.device)
+                kept = slim_inputs[site.name] if slim is not None else [x[..., columns] for x in inputs[site.name]]
+                for x, y in zip(kept, targets[site.name], strict=True):
+                    real = _real_tokens(on_device, y)
+                    for part, rows in zip(sums, (~held, held), strict=True):
+                        chosen = real & rows[:, None]
+                        moments = Moments.of(x[chosen], y[chosen])
+                        part[site.name] = part[site.name] + moments if site.name in part else moments
+    return sums
+
+
+@contextmanager
+def _watching(
+    model: PreTrainedModel | None, sites: Sequence[AttentionSite]
+) -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]]:
+    """Record, in evaluation mode, inputs and outputs of the output projections; a shared layer is called many times."""
+    inputs: dict[str, list[Tensor]] = {}
+    outputs: dict[str, list[Tensor]] = {}
+    if model is None:
+        yield inputs, outputs
+        return
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            inputs.setdefault(name, []).append(args[0])
+            outputs.setdefault(name, []).append(output)
+
+        return hook
+
+    training = model.training
+    model.eval()
+    handles: list[Any] = [model.get_submodule(s.output).register_forward_hook(record(s.name)) for s in sites]
+    try:
+        yield inputs, outputs
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+
+
+def _real_tokens(batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
+    """(batch, tokens), True where a token is not padding; images have none."""
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.shape == y.shape[:2]:
+        return mask.bool()
+    return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device)
+
+
+def _refit(
+    layer: nn.Linear, name: str, fitting: Moments, held_out: Moments, method: str, ridge: float | None
+) -> LayerFit:
+    weight = layer.weight.detach().double()
+    bias = None if layer.bias is None else layer.bias.detach().double()
+    centred = bias is not None
+    everything = fitting + held_out
+    if method == "least_squares" and everything.tokens < ENOUGH_TOKENS_PER_INPUT * len(everything.x):
+        warnings.warn(
+            f"{everything.tokens} calibration tokens are few for the {len(everything.x)} inputs of {name}; "
+            f"{ENOUGH_TOKENS_PER_INPUT} times as many are advised: raise compensation.samples",
+            FewTokensWarning,
+            stacklevel=3,
+        )
+    untouched = held_out.error(weight, bias)
+    # (error on held-out tokens, method, ridge); what is tried is judged before the held-out tokens join the fit.
+    tried: list[tuple[float, str, float | None]] = []
+    if centred:
+        tried.append((held_out.error(weight, fitting.fit_bias(weight)), "bias", None))
+    if method == "least_squares":
+        tried.append((untouched, "none", None))
+        for candidate in RIDGES if ridge is None else (ridge,):
+            error = held_out.error(*fitting.fit(weight, ridge=candidate, centred=centred))
+            tried.append((error, "least_squares", candidate))
+    error, chosen, chosen_ridge = min(tried, key=lambda item: item[0])
+    with torch.no_grad():
+        if chosen_ridge is not None:
+            weight, _ = everything.fit(weight, ridge=chosen_ridge, centred=centred)
+            layer.weight.copy_(weight)
+        if centred and chosen != "none":
+            layer.bias.copy_(everything.fit_bias(weight))
+    share = error / untouched if untouched > 0 else 1.0
+    return LayerFit(name=name, method=chosen, ridge=chosen_ridge, tokens=everything.tokens, error=share)
