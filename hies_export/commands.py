@@ -71,9 +71,9 @@ def score_command(options: argparse.Namespace, out: Console, progress: Progress)
     recipe = _recipe(options)
     with new_folder(recipe.output, overwrite=options.overwrite) as folder:
         progress.stage("load")
-        statistics, scores, plan = choose(prepare(recipe), recipe, progress=progress)
-        write_choice(folder, statistics, scores, plan)
-    _print_plan(plan, out)
+        choice = choose(prepare(recipe), recipe, progress=progress)
+        write_choice(folder, choice)
+    _print_plan(choice.plan, out)
     out.print(f"\nwritten to {recipe.output}: scores.json, plan.json", markup=False)
 
 
@@ -92,7 +92,7 @@ def prune_command(options: argparse.Namespace, out: Console, progress: Progress)
     prepared = prepare(recipe)
     if given is not None:
         check_plan(given, prepared.sites)
-    plan = given or choose(prepared, recipe, progress=progress)[2]
+    plan = given or choose(prepared, recipe, progress=progress).plan
     _, _, cut_max_abs, reload_max_abs = prune(
         prepared, plan, recipe, recipe.output, overwrite=options.overwrite, progress=progress
     )

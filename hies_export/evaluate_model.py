@@ -95,6 +95,25 @@ def compute_metrics(
     return results
 
 
+def standard_error(
+    logits: torch.Tensor, references: torch.Tensor, *, name: str, regression: bool, resamples: int = 100, seed: int = 0
+) -> float:
+    """Bootstrap standard error of a metric: its standard deviation over resampled sets of as many samples.
+
+    Args:
+        logits: (samples, labels).
+        references: (samples,).
+        name: Name of the metric.
+        regression: As in `compute_metrics`.
+        resamples: How many sets are drawn.
+        seed: Seed of the draws.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randint(0, len(logits), (resamples, len(logits)), generator=generator)
+    values = [compute_metrics(logits[d], references[d], names=[name], regression=regression)[name] for d in draws]
+    return torch.tensor(values, dtype=torch.float64).std().item()
+
+
 def stability(
     dense_logits: torch.Tensor, other_logits: torch.Tensor, *, regression: bool, tolerance: float = 0.25
 ) -> float:

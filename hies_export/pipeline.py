@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import measure
+from .alpha import ALPHAS, Judgement, choose_alpha
 from .calibrate import collect_statistics
 from .compare import latency_row
 from .compensate import LayerFit, compensate
 from .cut import check_cut, is_slim, masked_heads, prune_heads
-from .evaluate_model import compute_metrics, predict, references, stability
+from .evaluate_model import compute_metrics, predict, references, stability, standard_error
 from .export import OnnxExport, export_onnx
 from .folders import new_folder, refuse_existing
 from .prepare import AUTO_CLASSES, Prepared, budget_options, few, prepare
@@ -32,6 +34,23 @@ from .save import save_slim
 from .score import score_heads
 from .select import select_heads
 from .values import HeadScores, HeadStatistics, PruningPlan, dump_json
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was found out about the heads, and which of them stay.
+
+    Attributes:
+        statistics: From calibration.
+        scores: By the recipe's criterion.
+        plan: The heads that stay.
+        alpha_curve: What every alpha came to under `alpha: auto`, see `AlphaChoice`; else empty.
+    """
+
+    statistics: HeadStatistics
+    scores: HeadScores
+    plan: PruningPlan
+    alpha_curve: tuple[Mapping[str, Any], ...]
 
 
 def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | None = None) -> Report:
@@ -59,8 +78,9 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
     with new_folder(recipe.output, overwrite=overwrite) as folder:
         seconds = _Stopwatch()
         with seconds("score"):
-            statistics, scores, plan = choose(prepared, recipe, progress=progress)
-        write_choice(folder, statistics, scores, plan)
+            choice = choose(prepared, recipe, progress=progress)
+        statistics, plan = choice.statistics, choice.plan
+        write_choice(folder, choice)
         with seconds("cut"):
             slim, fits, cut_max_abs, reload_max_abs = prune(prepared, plan, recipe, folder / "slim", progress=progress)
         quality = evaluate(prepared, slim, plan, recipe, progress=progress)
@@ -95,6 +115,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "metrics": quality["metrics"],
                 "uncompensated": quality["uncompensated"],
                 "compensation": [asdict(fit) for fit in fits],
+                "alpha_curve": choice.alpha_curve,
                 "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
                 "custom_code": is_slim(slim),
                 "auto_class": AUTO_CLASSES[recipe.task],
@@ -114,10 +135,8 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
     return report
 
 
-def choose(
-    prepared: Prepared, recipe: PruningRecipe, *, progress: Progress
-) -> tuple[HeadStatistics, HeadScores, PruningPlan]:
-    """Calibrate, score, select."""
+def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> Choice:
+    """Calibrate, score, select; with `alpha: auto`, at the alpha that does best on the held-out rows."""
     progress.stage("score")
     prune, seed = recipe.prune, recipe.calibration.seed
     statistics = collect_statistics(
@@ -126,23 +145,40 @@ def choose(
         prepared.sites,
         progress=lambda batches: progress.track(batches, "score"),
     )
-    scores = score_heads(statistics, criterion=prune.criterion, alpha=prune.alpha, normalize=prune.normalize, seed=seed)
-    plan = select_heads(
-        scores,
-        prepared.sites,
-        **budget_options(recipe),
-        seed=seed,
-        calibration={
-            "samples": statistics.samples,
-            "labels": statistics.labels,
-            "fingerprint": statistics.fingerprint,
-        },
-    )
-    return statistics, scores, plan
+    calibration = {
+        "samples": statistics.samples,
+        "labels": statistics.labels,
+        "fingerprint": statistics.fingerprint,
+    }
+
+    def plan_at(alpha: float) -> tuple[HeadScores, PruningPlan]:
+        options: dict[str, Any] = {"criterion": prune.criterion, "normalize": prune.normalize, "seed": seed}
+        scores = score_heads(statistics, alpha=alpha, **options)
+        plan = select_heads(scores, prepared.sites, **budget_options(recipe), seed=seed, calibration=calibration)
+        return scores, plan
+
+    if not prepared.held_out:
+        return Choice(statistics, *plan_at(0.0 if prune.alpha == "auto" else prune.alpha), ())
+    progress.stage("choose alpha")
+    dense_logits = predict(prepared.model, prepared.held_out)
+
+    def judge_masked(plan: PruningPlan) -> Judgement:
+        with masked_heads(prepared.model, plan):
+            logits = predict(prepared.model, prepared.held_out)
+        metrics, share = judge(prepared, prepared.held_out, dense_logits, logits, recipe)
+        if "labels" not in prepared.held_out[0]:
+            return Judgement(None, 0.0, share)
+        options: dict[str, Any] = {"name": prepared.metrics[0], "regression": prepared.regression}
+        error = standard_error(logits, references(prepared.held_out), **options)
+        return Judgement(metrics[prepared.metrics[0]], error, share)
+
+    chosen = choose_alpha(plan_at, judge_masked, alphas=tuple(progress.track(ALPHAS, "choose alpha")))
+    return Choice(statistics, chosen.scores, chosen.plan, chosen.curve)
 
 
-def write_choice(folder: Path, statistics: HeadStatistics, scores: HeadScores, plan: PruningPlan) -> None:
+def write_choice(folder: Path, choice: Choice) -> None:
     """Write scores.json (statistics and scores per head) and plan.json."""
+    statistics, scores, plan = choice.statistics, choice.scores, choice.plan
     written = {
         "criterion": scores.criterion,
         "parameters": scores.parameters,
@@ -153,6 +189,7 @@ def write_choice(folder: Path, statistics: HeadStatistics, scores: HeadScores, p
         "samples": statistics.samples,
         "labels": statistics.labels,
         "fingerprint": statistics.fingerprint,
+        "alpha_curve": choice.alpha_curve,
     }
     (folder / "scores.json").write_text(dump_json(written), encoding="utf-8")
     (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
@@ -200,8 +237,6 @@ def evaluate(
 ) -> dict[str, Any]:
     """Judge dense and slim on the evaluation batches; where there was compensation, also what it started from.
 
-    Without labels the dense model's predictions are the reference, and its own value is perfect by definition.
-
     Returns:
         metrics: name -> dense and slim value; stability: share of equal predictions; uncompensated: metrics and
         stability of the cut alone, or None.
@@ -212,15 +247,9 @@ def evaluate(
         return predict(model, prepared.evaluation, progress=lambda batches: progress.track(batches, "evaluate"))
 
     dense_logits, slim_logits = logits_of(prepared.model), logits_of(slim)
-    if "labels" in prepared.evaluation[0]:
-        expected = references(prepared.evaluation)
-    else:
-        expected = dense_logits.flatten() if prepared.regression else dense_logits.argmax(-1)
 
     def judged(logits: Tensor) -> tuple[dict[str, float], float]:
-        metrics = compute_metrics(logits, expected, names=prepared.metrics, regression=prepared.regression)
-        tolerance = recipe.evaluation.stability_tolerance
-        return metrics, stability(dense_logits, logits, regression=prepared.regression, tolerance=tolerance)
+        return judge(prepared, prepared.evaluation, dense_logits, logits, recipe)
 
     uncompensated = None
     if recipe.prune.compensation is not None:
@@ -234,6 +263,26 @@ def evaluate(
         "stability": share,
         "uncompensated": uncompensated,
     }
+
+
+def judge(
+    prepared: Prepared,
+    batches: list[dict[str, Tensor]],
+    dense_logits: Tensor,
+    logits: Tensor,
+    recipe: PruningRecipe,
+) -> tuple[dict[str, float], float]:
+    """Metrics of some logits, and their stability.
+
+    Without labels the dense model's predictions are the reference, and its own value is perfect by definition.
+    """
+    if "labels" in batches[0]:
+        expected = references(batches)
+    else:
+        expected = dense_logits.flatten() if prepared.regression else dense_logits.argmax(-1)
+    metrics = compute_metrics(logits, expected, names=prepared.metrics, regression=prepared.regression)
+    tolerance = recipe.evaluation.stability_tolerance
+    return metrics, stability(dense_logits, logits, regression=prepared.regression, tolerance=tolerance)
 
 
 def export(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,8 +21,12 @@ from .loading import find_model_class, load_config
 from .metrics import check_metrics, default_metrics
 from .recipe import PruningRecipe
 from .rows import load_rows
+from .score import uses_alpha
 from .select import check_budget
 from .values import AttentionSite
+
+# How many rows alpha: auto is judged on.
+HELD_OUT_SAMPLES = 256
 
 AUTO_CLASSES = {
     "text-classification": "AutoModelForSequenceClassification",
@@ -38,6 +43,7 @@ class Prepared:
         processor: Its tokenizer or image processor.
         sites: Its attention modules.
         calibration: Batches to score on.
+        held_out: Batches to choose alpha on, which heads are not scored on; empty unless alpha is auto.
         compensation: Batches to refit on, without labels; empty when the recipe asks for none.
         evaluation: Batches to judge on.
         metrics: Names of the metrics, the report's first.
@@ -49,6 +55,7 @@ class Prepared:
     processor: Any
     sites: tuple[AttentionSite, ...]
     calibration: list[dict[str, Tensor]]
+    held_out: list[dict[str, Tensor]]
     compensation: list[dict[str, Tensor]]
     evaluation: list[dict[str, Tensor]]
     metrics: tuple[str, ...]
@@ -71,11 +78,20 @@ def prepare(recipe: PruningRecipe) -> Prepared:
     columns = Columns(text=recipe.data.text, image=recipe.data.image, label=recipe.data.label)
     source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
     calibration, compensation = recipe.calibration, recipe.prune.compensation
+    held_out_samples = HELD_OUT_SAMPLES if recipe.prune.alpha == "auto" and uses_alpha(recipe.prune.criterion) else 0
     compensation_samples = 0 if compensation is None else compensation.samples
-    most = max(calibration.samples, compensation_samples)
-    # One draw: the rows to score on are the first of those to refit on.
+    # One draw: first the rows to score on, then those to choose alpha on; refitting starts from the first again.
+    most = max(calibration.samples + held_out_samples, compensation_samples)
     drawn = load_rows(**source, split=calibration.split, samples=most, shuffle_seed=calibration.seed)
-    calibration_rows = drawn.select(range(min(calibration.samples, len(drawn))))
+    if held_out_samples and len(drawn) <= calibration.samples:
+        raise RequestError(
+            f"alpha: auto needs rows beyond the {calibration.samples} calibration samples, but the split "
+            f"{calibration.split!r} has {len(drawn)}; lower calibration.samples or set alpha"
+        )
+
+    def part(start: int, count: int) -> datasets.Dataset:
+        return drawn.select(list(range(start, min(start + count, len(drawn)))))
+
     evaluation_rows = load_rows(**source, split=recipe.evaluation.split, samples=recipe.evaluation.samples)
     for rows in (drawn, evaluation_rows):
         check_rows(rows, columns=columns, config=config, task=recipe.task)
@@ -88,18 +104,12 @@ def prepare(recipe: PruningRecipe) -> Prepared:
         "processor": processor,
         "max_length": recipe.data.max_length,
     }
-    calibration_batches = make_batches(calibration_rows, columns=columns, batch_size=calibration.batch_size, **options)
-    unlabelled = replace(columns, label=None)
-    compensation_batches = (
-        make_batches(
-            drawn.select(range(min(compensation_samples, len(drawn)))),
-            columns=unlabelled,
-            batch_size=calibration.batch_size,
-            **options,
-        )
-        if compensation_samples
-        else []
-    )
+
+    def batches(rows: datasets.Dataset, columns: Columns, batch_size: int) -> list[dict[str, Tensor]]:
+        return make_batches(rows, columns=columns, batch_size=batch_size, **options) if len(rows) else []
+
+    size = calibration.batch_size
+    calibration_batches = batches(part(0, calibration.samples), columns, size)
     sites = find_attention(model, few(calibration_batches[0]))
     check_budget(sites, **budget_options(recipe))
     return Prepared(
@@ -107,8 +117,9 @@ def prepare(recipe: PruningRecipe) -> Prepared:
         processor=processor,
         sites=sites,
         calibration=calibration_batches,
-        compensation=compensation_batches,
-        evaluation=make_batches(evaluation_rows, columns=columns, batch_size=recipe.evaluation.batch_size, **options),
+        held_out=batches(part(calibration.samples, held_out_samples), columns, size),
+        compensation=batches(part(0, compensation_samples), replace(columns, label=None), size),
+        evaluation=batches(evaluation_rows, columns, recipe.evaluation.batch_size),
         metrics=tuple(metrics),
         regression=regression,
         shapes=shapes,

@@ -110,7 +110,7 @@ class PruneSection(_Section):
     """How heads are scored, chosen and made up for; see `score_heads`, `select_heads` and `compensate`."""
 
     criterion: str = "hies"
-    alpha: float = 0.9
+    alpha: float | Literal["auto"] = 0.9
     normalize: Literal["model", "layer"] = "model"
     budget: BudgetSection
     allocation: Literal["global", "uniform"] = "global"
@@ -129,9 +129,13 @@ class PruneSection(_Section):
             )
         return value
 
-    @field_validator("alpha")
+    @field_validator("alpha", mode="before")
     @classmethod
-    def _is_a_weight(cls, value: float) -> float:
+    def _is_a_weight(cls, value: Any) -> Any:
+        if value == "auto":
+            return value
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ValueError(f"alpha must be a number in [0, 1) or auto, got {value!r}")
         if not 0 <= value < 1:
             raise ValueError(f"alpha must be in [0, 1), got {value:g}; for importance alone use criterion: his")
         return value

@@ -151,6 +151,36 @@ def test_a_slim_checkpoint_can_be_run_exported_inspected_and_benched(
     assert (row["runtime"], row["realised"]) == ("torch", None)
 
 
+def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(project / "train.jsonl", 60)
+    torch_only = ("--set", "measure.runtimes=[torch]")
+    options = ("--set", "prune.alpha=auto", "--set", "prune.compensation={samples: 60}", *torch_only)
+    assert hies("run", project / "recipe.yaml", *options, "--json") == 0
+    report = Report.from_file(project / "out")
+    curve = report.details["alpha_curve"]
+    assert report.alpha in [point["alpha"] for point in curve]
+    assert json.loads((project / "out" / "plan.json").read_text())["alpha"] == report.alpha
+    assert json.loads((project / "out" / "scores.json").read_text())["alpha_curve"] == curve
+    # The same alpha given as a number, without compensation, is what it started from.
+    fixed = ("--set", f"prune.alpha={report.alpha}", "-o", project / "fixed", *torch_only)
+    assert hies("run", project / "recipe.yaml", *fixed) == 0
+    alone = Report.from_file(project / "fixed")
+    assert alone.heads == report.heads
+    assert report.details["uncompensated"]["metrics"]["accuracy"] == alone.quality["slim"]
+    assert report.details["uncompensated"]["stability"] == alone.stability
+    assert {fit["method"] for fit in report.details["compensation"]} <= {"least_squares", "bias", "none"}
+    assert len(report.details["compensation"]) == sum(kept < 6 for kept in report.heads["kept_per_layer"])
+    assert report.cut_max_abs < 1e-4
+    assert report.onnx_max_abs < 1e-3
+    assert "accuracy before compensation" in capsys.readouterr().out
+
+
+def test_alpha_auto_needs_rows_of_its_own(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--set", "prune.alpha=auto", "--set", "calibration.samples=12")
+    assert hies("run", project / "recipe.yaml", *options) == 2
+    assert "needs rows beyond the 12 calibration samples, but the split 'train' has 12" in capsys.readouterr().err
+
+
 def test_without_labels_the_models_predictions_stand_in(project: Path) -> None:
     assert hies("run", project / "recipe.yaml", "--set", "data.label=null", "--set", "measure.runtimes=[torch]") == 0
     report = Report.from_file(project / "out")
