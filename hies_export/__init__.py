@@ -4,7 +4,7 @@
     report = PruningRecipe.from_yaml("recipe.yaml").run()
 
 or stage by stage: `find_attention`, `collect_statistics`, `score_heads`, `select_heads`, `prune_heads`,
-`save_slim`, `export_onnx`, `compare_latency`. A saved slim model comes back with `load`.
+`compensate_heads`, `save_slim`, `export_onnx`, `compare_latency`. A saved slim model comes back with `load`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .calibrate import collect_statistics
     from .compare import bench
+    from .compensate import compensate_heads
     from .cut import check_cut, masked_heads, prune_heads
     from .errors import (
         CutMismatchError,
@@ -50,6 +51,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "calibrate": ["collect_statistics"],
     "compare": ["bench"],
+    "compensate": ["compensate_heads"],
     "cut": ["check_cut", "masked_heads", "prune_heads"],
     "errors": [
         "CutMismatchError",
@@ -108,6 +110,7 @@ __all__ = [
     "check_cut",
     "collect_statistics",
     "compare_latency",
+    "compensate_heads",
     "count_flops",
     "count_parameters",
     "criterion",

@@ -115,7 +115,7 @@ class Moments:
         return total.clamp(min=0).item() / self.tokens
 
 
-def compensate(
+def compensate_heads(
     dense: PreTrainedModel,
     slim: PreTrainedModel,
     plan: PruningPlan,

@@ -20,7 +20,7 @@ from . import measure
 from .alpha import ALPHAS, Judgement, choose_alpha
 from .calibrate import collect_statistics
 from .compare import latency_row
-from .compensate import LayerFit, compensate
+from .compensate import LayerFit, compensate_heads
 from .cut import check_cut, is_slim, masked_heads, prune_heads
 from .evaluate_model import compute_metrics, predict, references, stability, standard_error
 from .export import OnnxExport, export_onnx
@@ -216,7 +216,7 @@ def prune(
     fits = []
     if recipe.prune.compensation is not None:
         progress.stage("compensate")
-        fits = compensate(
+        fits = compensate_heads(
             prepared.model,
             slim,
             plan,

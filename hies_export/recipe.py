@@ -95,7 +95,7 @@ class BudgetSection(_Section):
 
 
 class CompensationSection(_Section):
-    """How the output projections are refitted after the cut; see `compensate`.
+    """How the output projections are refitted after the cut; see `compensate_heads`.
 
     `samples` rows of the calibration split are used, without their labels.
     """
@@ -107,7 +107,7 @@ class CompensationSection(_Section):
 
 
 class PruneSection(_Section):
-    """How heads are scored, chosen and made up for; see `score_heads`, `select_heads` and `compensate`."""
+    """How heads are scored, chosen and made up for; see `score_heads`, `select_heads` and `compensate_heads`."""
 
     criterion: str = "hies"
     alpha: float | Literal["auto"] = 0.9

@@ -11,7 +11,7 @@ from test_cut import random_plan
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
 
-from hies_export.compensate import FewTokensWarning, Moments, compensate
+from hies_export.compensate import FewTokensWarning, Moments, compensate_heads
 from hies_export.cut import max_abs, prune_heads
 from hies_export.errors import DataError, RecipeError, RequestError
 from hies_export.layout import find_attention
@@ -84,7 +84,7 @@ def test_least_squares_is_the_formula(make: Callable[[], PreTrainedModel]) -> No
     else:
         batches = [text_batch(8, length, padding=make is bert) for length in (30, 24, 40, 18, 35, 22, 31, 40)]
     slim, plan, sites = prepared(dense, batches[0])
-    fits = compensate(dense, slim, plan, sites, batches, ridge=0.05)
+    fits = compensate_heads(dense, slim, plan, sites, batches, ridge=0.05)
     cut = [s for s in sites if len(plan.kept[s.name].query) < s.heads]
     assert [fit.name for fit in fits] == [s.name for s in cut]
     for site, fit in zip(cut, fits, strict=True):
@@ -160,7 +160,7 @@ def test_nothing_removed_changes_nothing() -> None:
     sites = find_attention(dense, batch)
     everything = {s.name: KeptHeads(tuple(range(6)), tuple(range(6)), 6, 6) for s in sites}
     slim = copy.deepcopy(dense)
-    assert compensate(dense, slim, PruningPlan(everything, "none", None, 0), sites, [batch]) == []
+    assert compensate_heads(dense, slim, PruningPlan(everything, "none", None, 0), sites, [batch]) == []
     assert all(torch.equal(a, b) for a, b in zip(dense.parameters(), slim.parameters(), strict=True))
 
 
@@ -175,7 +175,7 @@ def test_it_brings_the_slim_model_nearer_to_the_dense_one(method: str) -> None:
     _, wanted = collected(dense, first, fresh)
     before = ((collected(slim, first, fresh)[1] - wanted) ** 2).mean()
     state = {k: v.clone() for k, v in dense.state_dict().items()}
-    fits = compensate(dense, slim, plan, sites, batches, method=method)
+    fits = compensate_heads(dense, slim, plan, sites, batches, method=method)
     after = ((collected(slim, first, fresh)[1] - wanted) ** 2).mean()
     assert after < before
     assert after / before == pytest.approx(fits[0].error, abs=0.15)
@@ -196,8 +196,8 @@ def test_sequential_takes_inputs_from_the_layers_already_refitted() -> None:
     batches = [text_batch(8, 40, labels=False) for _ in range(10)]
     slim, plan, sites = prepared(dense, batches[0])
     one_shot = copy.deepcopy(slim)
-    compensate(dense, one_shot, plan, sites, batches, ridge=0.01)
-    compensate(dense, slim, plan, sites, batches, ridge=0.01, sequential=True)
+    compensate_heads(dense, one_shot, plan, sites, batches, ridge=0.01)
+    compensate_heads(dense, slim, plan, sites, batches, ridge=0.01, sequential=True)
     first, last = sites[0].output, sites[-1].output
     torch.testing.assert_close(slim.get_submodule(first).weight, one_shot.get_submodule(first).weight)
     assert max_abs(slim.get_submodule(last).weight, one_shot.get_submodule(last).weight) > 1e-4
@@ -219,7 +219,7 @@ def test_a_fit_that_does_not_carry_over_is_not_kept() -> None:
     slim, plan, sites = prepared(dense, batches[0])
     weights = [slim.get_submodule(s.output).weight.clone() for s in sites]
     with pytest.warns(FewTokensWarning, match="15 calibration tokens are few for the"):
-        fits = compensate(dense, slim, plan, sites, batches, ridge=1e-9)
+        fits = compensate_heads(dense, slim, plan, sites, batches, ridge=1e-9)
     kept = [fit.method for fit in fits]
     assert set(kept) - {"least_squares"}
     assert all(fit.error <= 1 for fit in fits)
@@ -232,11 +232,11 @@ def test_bad_requests() -> None:
     dense, batch = bert(), text_batch(8)
     slim, plan, sites = prepared(dense, batch)
     with pytest.raises(RecipeError) as error:
-        compensate(dense, slim, plan, sites, [batch], method="magic", ridge=0.0)
+        compensate_heads(dense, slim, plan, sites, [batch], method="magic", ridge=0.0)
     assert len(error.value.problems) == 2
     with pytest.raises(DataError, match="at least 5 samples, one of them to hold out, got 4"):
-        compensate(dense, slim, plan, sites, [text_batch(4)])
+        compensate_heads(dense, slim, plan, sites, [text_batch(4)])
     dense, batch = llama(), text_batch(8, padding=False)
     slim, plan, sites = prepared(dense, batch)
     with pytest.raises(RequestError, match="o_proj has none; use least_squares"):
-        compensate(dense, slim, plan, sites, [batch], method="bias")
+        compensate_heads(dense, slim, plan, sites, [batch], method="bias")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -330,7 +333,12 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
 
 def test_public_names_are_complete() -> None:
     assert set(hies_export.__all__) == set(hies_export._HOME_OF)
+    for module in pkgutil.iter_modules(hies_export.__path__):
+        if module.name != "__main__":
+            importlib.import_module(f"hies_export.{module.name}")
     for name in hies_export.__all__:
-        assert getattr(hies_export, name).__doc__ or name == "CRITERIA"
+        value = getattr(hies_export, name)
+        assert value.__doc__ or name == "CRITERIA"
+        assert not isinstance(value, ModuleType)  # a module of the same name would hide it
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hies_export.nothing  # noqa: B018
