@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from . import commands
+from . import __version__, commands
 from .errors import HiesError
 
 # torch, transformers and the stages are imported by the commands that need them: --help answers at once.
@@ -123,6 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"hies-export {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, function: Any, parents: list[argparse.ArgumentParser], text: str) -> argparse.ArgumentParser:
@@ -140,6 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     export = add("export", commands.export_command, [as_json], "export a checkpoint, slim or not, to an ONNX folder")
     export.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id")
     export.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="folder to write")
+    export.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
     export.add_argument("--provider", default="cpu", help="execution provider to fuse for (default: cpu)")
     export.add_argument("--dtype", default="float32", help="float32 or float16")
     bench = add("bench", commands.bench_command, [as_json], "compare the latency of two checkpoints or ONNX folders")

@@ -113,7 +113,7 @@ def export_command(options: argparse.Namespace, out: Console, progress: Progress
     from .loading import load
     from .measure import synthetic_batch
 
-    refuse_existing(options.output)
+    refuse_existing(options.output, overwrite=options.overwrite)
     progress.stage("load")
     model = load(options.model, dtype=torch.float32)
     progress.stage("export")
@@ -124,6 +124,7 @@ def export_command(options: argparse.Namespace, out: Console, progress: Progress
         processor=_processor(options.model, model),
         provider=options.provider,
         dtype=options.dtype,
+        overwrite=options.overwrite,
     )
     out.print(
         f"written to {options.output}: {exported.bytes / 1e6:.1f} MB, differs from torch by {exported.max_abs:.2g}"

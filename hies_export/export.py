@@ -67,6 +67,7 @@ def export_onnx(
     processor: Any = None,
     provider: Literal["cpu", "cuda"] = "cpu",
     dtype: str = "float32",
+    overwrite: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> OnnxExport:
     """Write an encoder as `folder/model.onnx` under Optimum's names, and compare it with torch.
@@ -76,13 +77,14 @@ def export_onnx(
 
     Args:
         model: A text or image encoder, with or without a classification head; layers may differ in heads.
-        folder: Where to write; must not exist.
+        folder: Where to write; must not exist, unless `overwrite`.
         batch: A sample of shape (batch, sequence) for text or (batch, channels, height, width) for images;
             labels are ignored.
         processor: Tokenizer or image processor, saved beside the graph.
         provider: What to fuse the graph for, `cpu` or `cuda`.
         dtype: Weights and floating inputs and outputs, `float32` or `float16`. Compared with float32 torch
             within 1e-3, or 2e-2 times max(1, largest output) for float16.
+        overwrite: Replace an existing folder.
         progress: Called with (steps done, steps in all).
 
     Raises:
@@ -95,7 +97,8 @@ def export_onnx(
         ParityError: The graph computes something else than torch.
     """
     target = Path(folder)
-    _check_request(model, target, provider, dtype)
+    _check_request(model, provider, dtype)
+    refuse_existing(target, overwrite=overwrite)
     require_onnxruntime("cpu" if provider == "cpu" else "gpu")
     given = forward_inputs(model, batch)
     if model.main_input_name not in given:
@@ -106,7 +109,7 @@ def export_onnx(
     reference = _float32_copy(model)
     traced = _traceable_copy(reference, provider, DTYPES[dtype])
     sample = trace_sample(model, given)
-    with new_folder(target) as staging:
+    with new_folder(target, overwrite=overwrite) as staging:
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
             program = trace_onnx(traced, sample, provider)
         report(1, 3)
@@ -131,7 +134,7 @@ def export_onnx(
     )
 
 
-def _check_request(model: PreTrainedModel, target: Path, provider: str, dtype: str) -> None:
+def _check_request(model: PreTrainedModel, provider: str, dtype: str) -> None:
     """Refuse what cannot be done before any work."""
     problems = []
     if provider not in PROVIDERS:
@@ -140,7 +143,6 @@ def _check_request(model: PreTrainedModel, target: Path, provider: str, dtype: s
         problems.append(f"export.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if problems:
         raise RecipeError(problems)
-    refuse_existing(target)
     if model.can_generate():
         raise UnsupportedModelError(
             f"export_onnx needs an encoder, and {type(model).__name__} generates text: "

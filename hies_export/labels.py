@@ -92,7 +92,8 @@ def _numbers_of_names(names: Sequence[str], *, column: str, config: Any) -> list
     unknown = dict.fromkeys(name for name in names if name not in numbers and name.casefold() not in numbers)
     if unknown:
         known = listed(config.label2id)
-        raise DataError(f"the class names in {column!r} must be among the model's ({known}), got {listed(unknown)}")
+        given = ", ".join(repr(name) for name in list(unknown)[:3]) + (", ..." if len(unknown) > 3 else "")
+        raise DataError(f"the class names in {column!r} must be among the model's ({known}), got {given}")
     return [numbers[name] if name in numbers else numbers[name.casefold()] for name in names]
 
 

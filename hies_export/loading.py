@@ -68,8 +68,12 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
         file = cached_file(str(path), "config.json", **hub)
         return json.loads(Path(str(file)).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        what = "folder with a config.json or a Hub id"
-        raise RequestError(f"a model must be a {what}, but {path} is not: {_first_line(error)}") from error
+        # What the Hub's client says of an absolute path is about repository names.
+        local = Path(path).is_absolute() or Path(path).exists()
+        reason = "there is no config.json" if local else _first_line(error)
+        raise RequestError(
+            f"a model must be a folder with a config.json or a Hub id, but {path} is not: {reason}"
+        ) from error
 
 
 def load_config(path: str | Path, **hub: Any) -> Any:

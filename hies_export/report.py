@@ -260,7 +260,8 @@ def _title(report: Report) -> str:
 
 
 def _criterion(report: Report) -> str:
-    return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}")
+    refitted = ", output projections refitted in closed form" if report.details.get("compensation") else ""
+    return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}") + refitted
 
 
 def _latency_note(report: Report) -> str:

@@ -115,7 +115,7 @@ def test_check_of_rows_without_content():
         ([0.5, float("nan")], 1, r"must have a label, but row 1 \(from 0\) has none"),
         (["a", "b"], 1, "regression must be numbers, but 'label' holds string such as 'a'"),
         ([True, False], 1, "regression must be numbers, but 'label' holds bool"),
-        (["yes", "no"], 2, r"in 'label' must be among the model's \(LABEL_0, LABEL_1\), got yes, no"),
+        (["yes", "no"], 2, r"in 'label' must be among the model's \(LABEL_0, LABEL_1\), got 'yes', 'no'"),
     ],
 )
 def test_check_of_labels(labels, num_labels, match):
