@@ -8,7 +8,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,8 @@ import torch
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ViTConfig,
@@ -71,6 +73,36 @@ def vit(**options: object) -> ViTForImageClassification:
         "num_labels": 3,
     }
     return shake(ViTForImageClassification(ViTConfig(**(config | options))))
+
+
+def llama(**options: object) -> PreTrainedModel:
+    """Two query heads share a key/value head; the projections have no bias."""
+    config = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "pad_token_id": 0,
+        "num_labels": 3,
+    }
+    return shake(LlamaForSequenceClassification(LlamaConfig(**(config | options))))
+
+
+def cut_bert(model: PreTrainedModel, kept_heads: Sequence[int]) -> PreTrainedModel:
+    """Keep the first heads of each layer, a different number in each: by hand, without the package's own cut."""
+    for layer, heads in zip(model.base_model.encoder.layer, kept_heads, strict=True):
+        attention, width = layer.attention.self, heads * layer.attention.self.attention_head_size
+        for linear in (attention.query, attention.key, attention.value):
+            linear.weight = torch.nn.Parameter(linear.weight[:width].detach().clone())
+            linear.bias = torch.nn.Parameter(linear.bias[:width].detach().clone())
+            linear.out_features = width
+        output = layer.attention.output.dense
+        output.weight = torch.nn.Parameter(output.weight[:, :width].detach().clone())
+        output.in_features = width
+        attention.num_attention_heads, attention.all_head_size = heads, width
+    return model
 
 
 def text_batch(

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from conftest import bert, image_batch, text_batch, vit
+from conftest import bert, image_batch, llama, text_batch, vit
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hies_export.calibrate import collect_statistics
 from hies_export.errors import DataError, NonFiniteError
@@ -96,17 +96,7 @@ def test_batching_does_not_matter() -> None:
 
 
 def test_grouped_queries_are_scored_per_query_head() -> None:
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        pad_token_id=0,
-        num_labels=3,
-    )
-    model = LlamaForSequenceClassification(config).eval()
+    model = llama()
     batch = text_batch(3, 6, padding=False)
     sites = find_attention(model, batch)
     assert [(s.heads, s.key_value_heads) for s in sites] == [(4, 2)] * 2

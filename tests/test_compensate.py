@@ -6,30 +6,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from conftest import bert, image_batch, shake, text_batch, vit
+from conftest import bert, image_batch, llama, text_batch, vit
 from test_cut import random_plan
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hies_export.compensate import FewTokensWarning, Moments, compensate_heads
 from hies_export.cut import max_abs, prune_heads
 from hies_export.errors import DataError, RecipeError, RequestError
 from hies_export.layout import find_attention
 from hies_export.values import AttentionSite, KeptHeads, PruningPlan
-
-
-def llama() -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        pad_token_id=0,
-        num_labels=3,
-    )
-    return shake(LlamaForSequenceClassification(config))
 
 
 def prepared(

@@ -6,6 +6,7 @@ import platform
 import numpy as np
 import pytest
 import torch
+from conftest import cut_bert
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -39,21 +40,6 @@ def tiny_bert(cls=BertForSequenceClassification):
 def tiny_vit(**options):
     shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
     return ViTForImageClassification(ViTConfig(**shape, **options))
-
-
-def cut_bert(model, kept_heads):
-    """Keep the first heads of each layer, a different number in each."""
-    for layer, heads in zip(model.base_model.encoder.layer, kept_heads, strict=True):
-        attention, width = layer.attention.self, heads * layer.attention.self.attention_head_size
-        for linear in (attention.query, attention.key, attention.value):
-            linear.weight = torch.nn.Parameter(linear.weight[:width].detach().clone())
-            linear.bias = torch.nn.Parameter(linear.bias[:width].detach().clone())
-            linear.out_features = width
-        output = layer.attention.output.dense
-        output.weight = torch.nn.Parameter(output.weight[:, :width].detach().clone())
-        output.in_features = width
-        attention.num_attention_heads, attention.all_head_size = heads, width
-    return model
 
 
 def bert_flops(heads, *, rows, tokens, hidden=32, head_dim=8, inner=48, labels=3):
