@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .calibrate import collect_statistics
     from .compare import bench
     from .compensate import compensate_heads
+    from .compensated import collect_effects, score_compensated
     from .cut import check_cut, masked_heads, prune_heads
     from .errors import (
         CutMismatchError,
@@ -52,6 +53,7 @@ _HOMES = {
     "calibrate": ["collect_statistics"],
     "compare": ["bench"],
     "compensate": ["compensate_heads"],
+    "compensated": ["collect_effects", "score_compensated"],
     "cut": ["check_cut", "masked_heads", "prune_heads"],
     "errors": [
         "CutMismatchError",
@@ -108,6 +110,7 @@ __all__ = [
     "UnsupportedModelError",
     "bench",
     "check_cut",
+    "collect_effects",
     "collect_statistics",
     "compare_latency",
     "compensate_heads",
@@ -121,6 +124,7 @@ __all__ = [
     "prune_heads",
     "run",
     "save_slim",
+    "score_compensated",
     "score_heads",
     "select_heads",
 ]

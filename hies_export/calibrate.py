@@ -59,7 +59,7 @@ def collect_statistics(
     entropy = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites}
     samples, samples_with_rows = 0, {site.name: 0 for site in sites}
     collector = _Collector(model, sites)
-    with _frozen(model), use_attention(model, collector):
+    with frozen(model), use_attention(model, collector):
         for index, batch in enumerate(progress(batches) if progress else batches):
             inputs = {key: value.to(device) for key, value in batch.items()}
             if not labelled:
@@ -148,7 +148,8 @@ class _Collector:
 
 
 @contextmanager
-def _frozen(model: PreTrainedModel) -> Iterator[None]:
+def frozen(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block the model is in evaluation mode and no weight takes a gradient; then all is as it was."""
     training = model.training
     # A model without a problem_type guesses it from the first labels it sees, and keeps it.
     problem_type = getattr(model.config, "problem_type", None)

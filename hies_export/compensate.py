@@ -221,7 +221,7 @@ def _collect(
                 columns = head_rows(plan.kept[site.name].query, site.value_dim).to(dense.device)
                 kept = slim_inputs[site.name] if slim is not None else [x[..., columns] for x in inputs[site.name]]
                 for x, y in zip(kept, targets[site.name], strict=True):
-                    real = _real_tokens(on_device, y)
+                    real = real_tokens(on_device, y)
                     for part, rows in zip(sums, (~held, held), strict=True):
                         chosen = real & rows[:, None]
                         moments = Moments.of(x[chosen], y[chosen])
@@ -258,7 +258,7 @@ def _watching(
             handle.remove()
 
 
-def _real_tokens(batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
+def real_tokens(batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
     """(batch, tokens), True where a token is not padding; images have none."""
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == y.shape[:2]:

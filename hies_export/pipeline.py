@@ -21,6 +21,7 @@ from .alpha import ALPHAS, Judgement, choose_alpha
 from .calibrate import collect_statistics
 from .compare import latency_row
 from .compensate import LayerFit, compensate_heads
+from .compensated import collect_effects, score_compensated
 from .cut import check_cut, is_slim, masked_heads, prune_heads
 from .evaluate_model import compute_metrics, predict, references, stability, standard_error
 from .export import OnnxExport, export_onnx
@@ -31,7 +32,7 @@ from .recipe import PruningRecipe
 from .report import Report, head_map, render_card, render_markdown
 from .runtimes import require_onnxruntime
 from .save import save_slim
-from .score import score_heads
+from .score import COMPENSATED, score_heads
 from .select import select_heads
 from .values import HeadScores, HeadStatistics, PruningPlan, dump_json
 
@@ -121,7 +122,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "auto_class": AUTO_CLASSES[recipe.task],
                 "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
                 "data": {
-                    "labels": statistics.labels,
+                    "labels": plan.calibration["labels"],
                     "calibration_samples": statistics.samples,
                     "evaluation_samples": sum(len(next(iter(batch.values()))) for batch in prepared.evaluation),
                     "evaluation_split": recipe.evaluation.split,
@@ -147,15 +148,29 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
     )
     calibration = {
         "samples": statistics.samples,
-        "labels": statistics.labels,
+        "labels": "predictions" if prune.criterion == COMPENSATED else statistics.labels,
         "fingerprint": statistics.fingerprint,
     }
+
+    def plan_by(scores: HeadScores) -> PruningPlan:
+        return select_heads(scores, prepared.sites, **budget_options(recipe), seed=seed, calibration=calibration)
+
+    if prune.criterion == COMPENSATED:
+        effects = collect_effects(
+            prepared.model,
+            prepared.calibration,
+            prepared.sites,
+            progress=lambda batches: progress.track(batches, "effects"),
+        )
+        scores = score_compensated(
+            effects, prepared.sites, progress=lambda sites: progress.track(sites, "greedy removal")
+        )
+        return Choice(statistics, scores, plan_by(scores), ())
 
     def plan_at(alpha: float) -> tuple[HeadScores, PruningPlan]:
         options: dict[str, Any] = {"criterion": prune.criterion, "normalize": prune.normalize, "seed": seed}
         scores = score_heads(statistics, alpha=alpha, **options)
-        plan = select_heads(scores, prepared.sites, **budget_options(recipe), seed=seed, calibration=calibration)
-        return scores, plan
+        return scores, plan_by(scores)
 
     if not prepared.held_out:
         return Choice(statistics, *plan_at(0.0 if prune.alpha == "auto" else prune.alpha), ())

@@ -107,7 +107,11 @@ class CompensationSection(_Section):
 
 
 class PruneSection(_Section):
-    """How heads are scored, chosen and made up for; see `score_heads`, `select_heads` and `compensate_heads`."""
+    """How heads are scored, chosen and made up for; see `score_heads`, `select_heads` and `compensate_heads`.
+
+    `criterion: hies-compensated` (see `score_compensated`) presumes `compensation`, uses neither alpha nor labels, and
+    wants `calibration.samples: 256`.
+    """
 
     criterion: str = "hies"
     alpha: float | Literal["auto"] = 0.9
@@ -121,12 +125,11 @@ class PruneSection(_Section):
     @field_validator("criterion")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        from .score import CRITERIA
+        from .score import criterion_names
 
-        if value not in CRITERIA:
-            raise ValueError(
-                f"criterion must be one of {', '.join(CRITERIA)}, got {value!r}{_nearest(value, CRITERIA)}"
-            )
+        known = criterion_names()
+        if value not in known:
+            raise ValueError(f"criterion must be one of {', '.join(known)}, got {value!r}{_nearest(value, known)}")
         return value
 
     @field_validator("alpha", mode="before")

@@ -17,6 +17,9 @@ Criterion = Callable[..., Mapping[str, Tensor]]
 
 CRITERIA: dict[str, Criterion] = {}
 
+# Ours, greedy: it needs more of the model than averages per head, so it has stages of its own in `compensated`.
+COMPENSATED = "hies-compensated"
+
 NORMALIZE = ("model", "layer")
 
 
@@ -71,9 +74,14 @@ def random(statistics: HeadStatistics, *, seed: int) -> Mapping[str, Tensor]:
     }
 
 
+def criterion_names() -> tuple[str, ...]:
+    """Every criterion a recipe may name."""
+    return (*CRITERIA, COMPENSATED)
+
+
 def uses_alpha(name: str) -> bool:
     """Whether a criterion weighs two terms by alpha."""
-    return "alpha" in inspect.signature(CRITERIA[name]).parameters
+    return name in CRITERIA and "alpha" in inspect.signature(CRITERIA[name]).parameters
 
 
 def score_heads(
@@ -101,7 +109,8 @@ def score_heads(
     """
     problems = []
     if criterion not in CRITERIA:
-        problems.append(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
+        remedy = f"; {COMPENSATED} is scored by score_compensated" if criterion == COMPENSATED else ""
+        problems.append(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}{remedy}")
     if not 0 <= alpha < 1:
         problems.append(f"alpha must be in [0, 1), got {alpha}; for importance alone use criterion: his")
     if normalize not in NORMALIZE:

@@ -71,7 +71,7 @@ class HeadScores:
     """One score per head; higher means keep.
 
     Attributes:
-        criterion: Name in `hies_export.score.CRITERIA`.
+        criterion: Name in `hies_export.score.CRITERIA`, or "hies-compensated".
         parameters: What the criterion was computed with, e.g. alpha.
         scores: Per attention module, float64 tensor of shape (heads,).
     """
