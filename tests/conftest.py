@@ -141,7 +141,7 @@ def model_and_batch(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, di
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Real models and data of the workplace; a clone elsewhere has none."""
+    """Real models and data beside the checkout; a clone elsewhere has none."""
     if not (SHARED / "models").is_dir():
         pytest.skip("no ../shared: real models and data are not here")
     return SHARED

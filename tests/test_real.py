@@ -1,4 +1,4 @@
-"""The real thing: models and data of the workplace, and the quickstart."""
+"""The real thing: fine-tuned models on real data, and the quickstart."""
 
 from __future__ import annotations
 

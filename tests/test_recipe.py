@@ -65,6 +65,7 @@ def test_defaults() -> None:
         ("prune.compensation", {"sample": 5}, "prune.compensation.sample is not a field .* did you mean 'samples'"),
         ("prune.compensation", {"ridge": 0}, "prune.compensation.ridge must be greater than 0, got 0"),
         ("prune.criterion", "hiess", "criterion must be one of hies, .*, got 'hiess'; did you mean 'hies'"),
+        ("prune.criterion", "compensated", "criterion must be one of hies, .*, hies-compensated, got 'compensated'"),
         ("prune.allocation", "best", "prune.allocation must be 'global' or 'uniform', got 'best'"),
         ("prune.min_heads", 0, "prune.min_heads must be greater than or equal to 1, got 0"),
         ("task", "summarization", "task must be 'text-classification' or 'image-classification', got 'summarization'"),
