@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from hies_export import count_flops, export_onnx, find_attention, load, prune_heads, score_heads, select_heads
-from hies_export.compare import latency_row
+from hies_export import export_onnx, find_attention, load, prune_heads, score_heads, select_heads
+from hies_export.compare import count_both_flops, time_on
 from hies_export.measure import environment, synthetic_batch
 from hies_export.values import HeadStatistics
 
@@ -68,20 +68,14 @@ def main() -> None:
         console.print(
             "runtime          shape     dense ms  slim ms  slim/dense [95 %]     A/A [95 %]            realised"
         )
+        batches = {s: synthetic_batch(dense, batch=s[0], sequence=s[1]) for s in options.shapes}
+        flops = count_both_flops(dense, slim, batches)
         for runtime in options.runtimes:
-            for batch, sequence in options.shapes:
-                inputs = synthetic_batch(dense, batch=batch, sequence=sequence)
-                row = latency_row(
-                    runtime,
-                    *sources[runtime],
-                    batch=inputs,
-                    sequence=sequence,
-                    flops_ratio=count_flops(slim, inputs) / count_flops(dense, inputs),
-                    repeats=options.repeats,
-                )
+            for row in time_on(runtime, *sources[runtime], batches=batches, flops=flops, repeats=options.repeats):
                 rows.append(row)
+                shape = f"{row['batch']}x{row['sequence']}"
                 console.print(
-                    f"{runtime:16} {f'{batch}x{sequence}':8} {row['dense_ms']:9.2f} {row['slim_ms']:8.2f}"
+                    f"{runtime:16} {shape:8} {row['dense_ms']:9.2f} {row['slim_ms']:8.2f}"
                     f"  {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
                     f"  {row['control_ratio']:.3f} [{row['control_low']:.3f}, {row['control_high']:.3f}]"
                     f"  {row['realised']:.2f} of {1 - row['flops_ratio']:.3f}",

@@ -233,16 +233,12 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
     key, value = _repeat_groups(call)
     output, logsumexp = _output_and_logsumexp(call, key, value, bias)
     with torch.no_grad():
-        query = call.query.detach()
         if logsumexp is None or has_bias:
-            row_entropy = _chunked_entropy(query, key.detach(), bias, call.scaling, call.is_causal)
+            row_entropy = _chunked_entropy(call.query, key, bias, call.scaling, call.is_causal)
         else:
-            no_grad_call = AttentionCall(
-                call.module, query, key.detach(), key.detach(), call.mask, call.scaling, call.is_causal
-            )
-            mean_key, _ = _output_and_logsumexp(no_grad_call, key.detach(), key.detach(), bias)
-            expected = torch.linalg.vecdot(query.float(), mean_key.float()).mul_(call.scaling)
-            row_entropy = logsumexp.detach().float() - expected  # (batch, heads, query)
+            mean_key, _ = _output_and_logsumexp(call, key, key, bias)
+            expected = torch.linalg.vecdot(call.query.float(), mean_key.float()).mul_(call.scaling)
+            row_entropy = logsumexp.float() - expected  # (batch, heads, query)
         log_keys = log_keys.expand(row_entropy.shape[0], -1, row_entropy.shape[2])
         counted = log_keys > 0
         normalised = torch.where(counted, row_entropy / log_keys.where(counted, 1.0), 0.0)

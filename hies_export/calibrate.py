@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .attention import AttentionCall, VisibleKeys, attend_with_entropy, use_attention
+from .attention import AttentionCall, VisibleKeys, attend, attend_with_entropy, use_attention
 from .data import batches_fingerprint
 from .errors import DataError, NonFiniteError
 from .labels import is_regression
+from .modes import frozen
 from .values import AttentionSite, HeadStatistics
 
 Progress = Callable[[Sequence[dict[str, Tensor]]], Iterable[dict[str, Tensor]]]
@@ -108,10 +109,10 @@ class _Collector:
             self._reset()
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        output, entropy, rows = attend_with_entropy(call, self._visible)
         name = self._names.get(call.module)
         if self._idle or name is None:
-            return output
+            return attend(call, self._visible)
+        output, entropy, rows = attend_with_entropy(call, self._visible)
         if name not in self._gates:
             shape = (output.shape[0], output.shape[1], 1, 1)
             self._gates[name] = torch.ones(shape, dtype=output.dtype, device=output.device, requires_grad=True)
@@ -145,25 +146,6 @@ class _Collector:
         calls = self._entropy[name]
         entropy = torch.stack([e for e, _ in calls]).mean(0)
         return entropy, int((calls[0][1] > 0).sum())
-
-
-@contextmanager
-def frozen(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block the model is in evaluation mode and no weight takes a gradient; then all is as it was."""
-    training = model.training
-    # A model without a problem_type guesses it from the first labels it sees, and keeps it.
-    problem_type = getattr(model.config, "problem_type", None)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    model.eval()
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-        model.train(training)
-        model.config.problem_type = problem_type
 
 
 def _weight_l2(model: PreTrainedModel, site: AttentionSite) -> Tensor:

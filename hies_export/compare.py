@@ -18,62 +18,73 @@ from .export import export_onnx
 from .loading import find_model_class, load, load_config
 from .runtimes import ONNX_FILE, load_runtime
 
+Shape = tuple[int, int]  # (batch, sequence)
 
-def latency_row(
+
+def time_on(
     runtime: str,
     dense: PreTrainedModel | Path,
     slim: PreTrainedModel | Path,
     *,
-    batch: Mapping[str, Tensor],
-    sequence: int,
-    flops_ratio: float,
+    batches: Mapping[Shape, Mapping[str, Tensor]],
+    flops: Mapping[Shape, tuple[int, int]],
     repeats: int,
-) -> dict[str, Any]:
-    """Time two models on one runtime and shape, interleaved, with the first one against itself as control.
+    track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Time two models on one runtime, interleaved, with the first one against itself as control.
 
     Args:
         runtime: A name in `hies_export.runtimes`.
-        dense: What the ratio is relative to: a model for `torch`, an ONNX folder for ONNX Runtime.
+        dense: What the ratios are relative to: a model for `torch`, an ONNX folder for ONNX Runtime.
         slim: What is compared with it.
-        batch: What both run.
-        sequence: Tokens per row of that batch, for the row.
-        flops_ratio: FLOPs of slim / FLOPs of dense, for the realised share of the saving.
+        batches: What both run, by (batch, sequence).
+        flops: Of both, from `count_both_flops`, for the realised share of the saving.
         repeats: Timed runs of each.
+        track: Wraps the loop over shapes, e.g. in a progress bar.
 
     Returns:
-        A row of report.json's `latency`: the median times in ms, the paired ratio slim / dense with its 95 % bootstrap
-        interval, and the control's.
+        A row of report.json's `latency` per shape: the median times in ms, the paired ratio slim / dense with its 95 %
+        bootstrap interval, and the control's.
     """
-    control = load_runtime(runtime, dense)
-    found = measure.compare_latency(
-        load_runtime(runtime, dense),
-        load_runtime(runtime, slim),
-        batch=batch,
-        repeats=repeats,
-        control=control,
-    )
-    return {
-        "runtime": runtime,
-        "provider": found.provider,
-        "batch": next(iter(batch.values())).shape[0],
-        "sequence": sequence,
-        "dense_ms": found.dense.p50_ms,
-        "slim_ms": found.slim.p50_ms,
-        "ratio": found.ratio,
-        "ratio_low": found.ratio_low,
-        "ratio_high": found.ratio_high,
-        "realised": measure.realised_share(found.ratio, flops_ratio),
-        "flops_ratio": flops_ratio,
-        "dense_p90_ms": found.dense.p90_ms,
-        "dense_p99_ms": found.dense.p99_ms,
-        "slim_p90_ms": found.slim.p90_ms,
-        "slim_p99_ms": found.slim.p99_ms,
-        "control_ratio": found.control.ratio,
-        "control_low": found.control.low,
-        "control_high": found.control.high,
-        "repeats": found.repeats,
-        "threads": found.threads,
-    }
+    runners = [load_runtime(runtime, source) for source in (dense, slim, dense)]
+    rows, shapes = [], list(batches)
+    for shape in track(shapes, f"measure {runtime}") if track else shapes:
+        found = measure.compare_latency(
+            runners[0], runners[1], control=runners[2], batch=batches[shape], repeats=repeats
+        )
+        flops_ratio = flops[shape][1] / flops[shape][0]
+        rows.append(
+            {
+                "runtime": runtime,
+                "provider": found.provider,
+                "batch": shape[0],
+                "sequence": shape[1],
+                "dense_ms": found.dense.p50_ms,
+                "slim_ms": found.slim.p50_ms,
+                "ratio": found.ratio,
+                "ratio_low": found.ratio_low,
+                "ratio_high": found.ratio_high,
+                "realised": measure.realised_share(found.ratio, flops_ratio),
+                "flops_ratio": flops_ratio,
+                "dense_p90_ms": found.dense.p90_ms,
+                "dense_p99_ms": found.dense.p99_ms,
+                "slim_p90_ms": found.slim.p90_ms,
+                "slim_p99_ms": found.slim.p99_ms,
+                "control_ratio": found.control.ratio,
+                "control_low": found.control.low,
+                "control_high": found.control.high,
+                "repeats": found.repeats,
+                "threads": found.threads,
+            }
+        )
+    return rows
+
+
+def count_both_flops(
+    dense: PreTrainedModel, slim: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Tensor]]
+) -> dict[Shape, tuple[int, int]]:
+    """FLOPs of one forward pass of the two models, by (batch, sequence)."""
+    return {s: (measure.count_flops(dense, b), measure.count_flops(slim, b)) for s, b in batches.items()}
 
 
 def bench(
@@ -115,35 +126,26 @@ def bench(
         shape: measure.synthetic_batch(skeletons[0], batch=shape[0], sequence=shape[1])
         for shape in model_shapes(skeletons[0], shapes)
     }
+    flops = count_both_flops(skeletons[0], skeletons[1], batches)
     rows = []
-    with contextlib.ExitStack() as stack:
-        for runtime in runtimes:
-            if runtime == "torch":
-                sources: list[Any] = [load(folder, dtype=torch.float32).eval() for folder in folders]
-            else:
-                sources = []
-                for folder, is_onnx in zip(folders, exported, strict=True):
-                    if is_onnx:
-                        sources.append(folder)
-                        continue
-                    temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hies-bench-")))
-                    model = load(folder, dtype=torch.float32)
-                    sample = measure.synthetic_batch(model, batch=2, sequence=16)
-                    sources.append(export_onnx(model, temporary / "onnx", batch=sample).folder)
-            items = list(batches.items())
-            for (_, sequence), batch in track(items, f"bench {runtime}") if track else items:
-                dense_flops, slim_flops = (measure.count_flops(model, batch) for model in skeletons)
-                rows.append(
-                    latency_row(
-                        runtime,
-                        *sources,
-                        batch=batch,
-                        sequence=sequence,
-                        flops_ratio=slim_flops / dense_flops,
-                        repeats=repeats,
-                    )
-                )
+    for runtime in runtimes:
+        with contextlib.ExitStack() as stack:
+            sources: list[Any] = []
+            for folder, is_onnx in zip(folders, exported, strict=True):
+                if runtime == "torch":
+                    sources.append(load(folder, dtype=torch.float32).eval())
+                elif is_onnx:
+                    sources.append(folder)
+                else:
+                    temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hies-bench-"))
+                    sources.append(_export(folder, Path(temporary) / "onnx"))
+            rows += time_on(runtime, *sources, batches=batches, flops=flops, repeats=repeats, track=track)
     return rows
+
+
+def _export(checkpoint: Path, folder: Path) -> Path:
+    model = load(checkpoint, dtype=torch.float32)
+    return export_onnx(model, folder, batch=measure.synthetic_batch(model, batch=2, sequence=16)).folder
 
 
 def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

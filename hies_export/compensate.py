@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from .cut import head_rows
 from .errors import DataError, RecipeError, RequestError
+from .modes import evaluating
 from .values import AttentionSite, PruningPlan
 
 METHODS = ("bias", "least_squares")
@@ -247,13 +248,11 @@ def _watching(
 
         return hook
 
-    training = model.training
-    model.eval()
     handles: list[Any] = [model.get_submodule(s.output).register_forward_hook(record(s.name)) for s in sites]
     try:
-        yield inputs, outputs
+        with evaluating(model):
+            yield inputs, outputs
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
 

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .calibrate import frozen
 from .compensate import real_tokens
 from .errors import DataError, NonFiniteError, RecipeError
 from .labels import is_regression
+from .modes import frozen
 from .score import COMPENSATED
 from .values import AttentionSite, HeadScores
 

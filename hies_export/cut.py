@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto
 from . import modeling_hies
 from .attention import AttentionCall, VisibleKeys, attend, use_attention
 from .errors import CutMismatchError, PlanError
+from .modes import evaluating
 from .values import AttentionSite, KeptHeads, PruningPlan
 
 TOLERANCE = 1e-4
@@ -157,13 +158,8 @@ def check_cut(dense: PreTrainedModel, slim: PreTrainedModel, plan: PruningPlan, 
 def first_output(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """The model's first output (logits, or the last hidden state), in evaluation mode, without labels; on CPU."""
     device = next(model.parameters()).device
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            outputs = model(**{k: v.to(device) for k, v in batch.items() if k != "labels"})
-    finally:
-        model.train(training)
+    with evaluating(model), torch.inference_mode():
+        outputs = model(**{k: v.to(device) for k, v in batch.items() if k != "labels"})
     return outputs[0].float().cpu()
 
 

@@ -20,7 +20,8 @@ A message says what must hold, what was given, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class HiesError(Exception):
@@ -93,3 +94,15 @@ class ExportError(StepError):
 
 class ParityError(StepError):
     """The exported graph's output differs from torch's."""
+
+
+def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The end of a sentence that names the known word nearest to `word`; empty where none is near.
+
+    Args:
+        word: What was given.
+        known: What there is.
+        cutoff: How alike the two must be, in [0, 1], as in `difflib.get_close_matches`.
+    """
+    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -9,6 +9,7 @@ import torch
 
 from .errors import DataError, NonFiniteError
 from .metrics import check_metrics, load_metric
+from .modes import evaluating
 
 Batch = Mapping[str, torch.Tensor]
 Progress = Callable[[Sequence[Any]], Iterable[Any]]
@@ -34,23 +35,17 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress | None =
     if not batches:
         raise DataError("predict needs at least one batch, got none")
     device = next(model.parameters()).device
-    training = [module for module in model.modules() if module.training]
     logits = []
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for index, batch in enumerate(progress(batches) if progress else batches):
-                inputs = {key: value.to(device) for key, value in batch.items() if key != "labels"}
-                output = model(**inputs).logits  # (batch, labels)
-                if not torch.isfinite(output).all():
-                    raise NonFiniteError(
-                        f"logits must be finite, but batch {index} (from 0) of {len(batches)} has NaN or "
-                        f"infinity; try dtype float32"
-                    )
-                logits.append(output.float().cpu())
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(model), torch.inference_mode():
+        for index, batch in enumerate(progress(batches) if progress else batches):
+            inputs = {key: value.to(device) for key, value in batch.items() if key != "labels"}
+            output = model(**inputs).logits  # (batch, labels)
+            if not torch.isfinite(output).all():
+                raise NonFiniteError(
+                    f"logits must be finite, but batch {index} (from 0) of {len(batches)} has NaN or "
+                    f"infinity; try dtype float32"
+                )
+            logits.append(output.float().cpu())
     # Outside inference mode, so that the result may take part in a backward pass.
     return torch.cat(logits)
 

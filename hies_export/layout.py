@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from .attention import AttentionCall, VisibleKeys, attend, use_attention
 from .errors import UnsupportedModelError
+from .modes import evaluating
 from .values import AttentionSite
 
 # (query, key, value), as the models of transformers name them inside the attention module.
@@ -101,13 +102,10 @@ def _observe(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[nn.Mod
         for name, module in model.named_modules()
         if next(module.parameters(recurse=False), None) is not None
     ]
-    training = model.training
-    model.eval()
     try:
-        with use_attention(model, observe), torch.no_grad():
+        with evaluating(model), use_attention(model, observe), torch.no_grad():
             model(**{k: v for k, v in batch.items() if k != "labels"})
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     return seen

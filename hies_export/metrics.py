@@ -6,7 +6,6 @@ predictions are kept in memory, so concurrent runs and a read-only home director
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ import numpy as np
 import scipy.stats
 import sklearn.metrics
 
-from .errors import RecipeError
+from .errors import RecipeError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +171,5 @@ def check_metrics(names: Sequence[str], *, regression: bool) -> None:
 
 
 def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(str(name), METRICS, n=1, cutoff=0.4)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    hint = did_you_mean(str(name), METRICS, cutoff=0.4)
     return f"a metric must be one of {', '.join(METRICS)}, got {name!r}{hint}"

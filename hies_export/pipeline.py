@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from . import measure
 from .alpha import ALPHAS, Judgement, choose_alpha
 from .calibrate import collect_statistics
-from .compare import latency_row
+from .compare import count_both_flops, time_on
 from .compensate import LayerFit, compensate_heads
 from .compensated import collect_effects, score_compensated
 from .cut import check_cut, is_slim, masked_heads, prune_heads
@@ -321,7 +321,7 @@ def measure_gains(
     """Count parameters, bytes and FLOPs, and time both models on every runtime and shape."""
     dense, shapes = prepared.model, prepared.shapes
     batches = {s: measure.synthetic_batch(dense, batch=s[0], sequence=s[1]) for s in shapes}
-    flops = {s: (measure.count_flops(dense, b), measure.count_flops(slim, b)) for s, b in batches.items()}
+    flops = count_both_flops(dense, slim, batches)
     latency = []
     # Beside the slim one, so that both are read from the same disk; the dense graph is not kept.
     with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
@@ -329,16 +329,16 @@ def measure_gains(
         if any(name.startswith("onnxruntime") for name in recipe.measure.runtimes):
             export(prepared, dense, recipe, dense_folder, progress=progress)
         progress.stage("measure")
-        for name, shape in progress.track([(n, s) for n in recipe.measure.runtimes for s in shapes], "measure"):
-            row = latency_row(
+        for name in recipe.measure.runtimes:
+            sources = (dense, slim) if name == "torch" else (dense_folder, onnx.folder)
+            latency += time_on(
                 name,
-                *((dense, slim) if name == "torch" else (dense_folder, onnx.folder)),
-                batch=batches[shape],
-                sequence=shape[1],
-                flops_ratio=flops[shape][1] / flops[shape][0],
+                *sources,
+                batches=batches,
+                flops=flops,
                 repeats=recipe.measure.repeats,
+                track=progress.track,
             )
-            latency.append(row)
     dense_flops, slim_flops = flops[shapes[0]]
     return {
         "parameters": {"dense": measure.count_parameters(dense), "slim": measure.count_parameters(slim)},

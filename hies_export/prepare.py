@@ -71,7 +71,7 @@ def prepare(recipe: PruningRecipe) -> Prepared:
     """
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
     config = load_config(recipe.model, **hub)
-    task_class(recipe.model, task=recipe.task, **hub)
+    model_class = task_class(recipe.model, config, task=recipe.task, **hub)
     regression = recipe.task == "text-classification" and is_regression(config)
     metrics = recipe.evaluation.metrics or default_metrics(regression=regression)
     check_metrics(metrics, regression=regression)
@@ -96,7 +96,7 @@ def prepare(recipe: PruningRecipe) -> Prepared:
     for rows in (drawn, evaluation_rows):
         check_rows(rows, columns=columns, config=config, task=recipe.task)
     processor = load_processor(recipe.model, task=recipe.task, revision=recipe.revision)
-    model = load_dense(recipe.model, task=recipe.task, dtype=recipe.dtype, **hub)
+    model = load_dense(recipe.model, model_class, dtype=recipe.dtype, **hub)
     shapes = model_shapes(model, recipe.measure.shapes)
     options: dict[str, Any] = {
         "config": model.config,
@@ -142,14 +142,14 @@ def few(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value[:2] for key, value in batch.items()}
 
 
-def task_class(path: str | Path, *, task: str, **hub: Any) -> type[PreTrainedModel]:
+def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:
     """The model class of a checkpoint, which must be one for the task.
 
     Raises:
         RequestError: It is for something else.
     """
     model_class = find_model_class(path, **hub)
-    if AUTO_CLASSES[task] not in auto_classes(model_class.__name__, load_config(path, **hub).model_type):
+    if AUTO_CLASSES[task] not in auto_classes(model_class.__name__, config.model_type):
         raise RequestError(
             f"{task} needs a model fine-tuned for it (one that {AUTO_CLASSES[task]} loads), but {path} is a "
             f"{model_class.__name__}; fine-tune it for the task first, or change the task"
@@ -157,19 +157,18 @@ def task_class(path: str | Path, *, task: str, **hub: Any) -> type[PreTrainedMod
     return model_class
 
 
-def load_dense(path: str | Path, *, task: str, dtype: str | None = None, **hub: Any) -> PreTrainedModel:
+def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, **hub: Any) -> PreTrainedModel:
     """Load the model to prune, on the GPU if there is one.
 
     Args:
         path: Folder or Hub id, dense or slim.
-        task: What the model must have been fine-tuned for.
+        model_class: From `task_class`.
         dtype: Name of a torch dtype, or "auto" for the checkpoint's own; float32 on CPU and "auto" on GPU by default.
         **hub: Where and how to look on the Hub, as in `from_pretrained`.
 
     Raises:
-        RequestError: The checkpoint is for another task, or lacks weights.
+        RequestError: The checkpoint lacks weights.
     """
-    model_class: Any = task_class(path, task=task, **hub)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = dtype or ("float32" if device == "cpu" else "auto")
     model, info = model_class.from_pretrained(

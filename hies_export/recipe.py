@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from .errors import RecipeError
+from .errors import RecipeError, did_you_mean
 
 if TYPE_CHECKING:
     from .progress import Progress
@@ -129,7 +128,7 @@ class PruneSection(_Section):
 
         known = criterion_names()
         if value not in known:
-            raise ValueError(f"criterion must be one of {', '.join(known)}, got {value!r}{_nearest(value, known)}")
+            raise ValueError(f"criterion must be one of {', '.join(known)}, got {value!r}{did_you_mean(value, known)}")
         return value
 
     @field_validator("alpha", mode="before")
@@ -180,7 +179,7 @@ class MeasureSection(_Section):
         for name in value:
             if name not in RUNTIMES:
                 raise ValueError(
-                    f"a runtime must be one of {', '.join(RUNTIMES)}, got {name!r}{_nearest(name, RUNTIMES)}"
+                    f"a runtime must be one of {', '.join(RUNTIMES)}, got {name!r}{did_you_mean(name, RUNTIMES)}"
                 )
         return value
 
@@ -295,7 +294,7 @@ def _sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]
         given = problem["input"]
         if problem["type"] == "extra_forbidden":
             known = list(_section_at(recipe, problem["loc"][:-1]).model_fields)
-            nearest = _nearest(str(problem["loc"][-1]), known) or f"; the fields here are {', '.join(known)}"
+            nearest = did_you_mean(str(problem["loc"][-1]), known) or f"; the fields here are {', '.join(known)}"
             yield f"{where} is not a field of the recipe{nearest}"
         elif problem["type"] == "missing":
             yield f"{where} must be given"
@@ -313,8 +312,3 @@ def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> ty
         candidates = get_args(annotation) if get_origin(annotation) else (annotation,)
         section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
     return section
-
-
-def _nearest(word: str, known: Any) -> str:
-    matches = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from .errors import DataError, MissingRuntimeError, RecipeError
+from .errors import DataError, MissingRuntimeError, RecipeError, did_you_mean
 from .twin import forward_inputs, share_weights
 
 ONNX_FILE = "model.onnx"
@@ -91,8 +90,7 @@ def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: in
         MissingRuntimeError: The runtime, or the provider it was asked for, is not installed.
     """
     if name not in RUNTIMES:
-        near = difflib.get_close_matches(name, RUNTIMES, n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, RUNTIMES, cutoff=0.3)
         raise RecipeError([f"runtime must be one of {', '.join(sorted(RUNTIMES))}, got {name!r}{hint}"])
     if threads is not None and threads < 1:
         raise RecipeError([f"threads must be at least 1, got {threads}"])

@@ -26,7 +26,6 @@ def save_slim(
     plan: PruningPlan,
     batch: Mapping[str, Tensor],
     processor: Any = None,
-    card: str | None = None,
     overwrite: bool = False,
 ) -> float:
     """Save a slim model, load it again in every way users will, and compare.
@@ -37,7 +36,6 @@ def save_slim(
         plan: Saved as `hies_plan.json`.
         batch: Inputs on which the loaded models are compared.
         processor: Tokenizer or image processor to save along.
-        card: Text of README.md.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -52,8 +50,6 @@ def save_slim(
         if processor is not None:
             processor.save_pretrained(temporary)
         (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
-        if card is not None:
-            (temporary / "README.md").write_text(card, encoding="utf-8")
         return check_reload(model, temporary, batch)
 
 
