@@ -7,7 +7,7 @@ length of a `with` block; `attend` and `normalised_entropy` are what such functi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -149,11 +150,12 @@ def _not_on_the_interface(model: PreTrainedModel) -> str:
 class VisibleKeys:
     """Which keys each query row sees, worked out once per mask: the layers of a model share their masks.
 
-    One object serves one forward pass.
+    What was worked out for a mask goes when the mask goes, so one object may serve any number of forward passes.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None, Tensor, bool]] = {}
+        self._by_mask: MutableMapping[Tensor, dict[Any, tuple[Tensor | None, Tensor, bool]]] = WeakIdKeyDictionary()
+        self._without_mask: dict[Any, tuple[Tensor | None, Tensor, bool]] = {}
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor | None, Tensor, bool]:
         """Returns for a call.
@@ -165,13 +167,11 @@ class VisibleKeys:
             has_bias: Whether visible keys carry a bias of their own besides the query-key product.
         """
         query_length, key_length = call.query.shape[2], call.key.shape[2]
-        key = (id(call.mask), call.is_causal, query_length, key_length, call.query.dtype)
-        if key not in self._seen:
-            bias, log_keys, has_bias = self._analyse(call, query_length, key_length)
-            # The mask is kept with its result: a freed mask's id could come back as another's.
-            self._seen[key] = (call.mask, bias, log_keys, has_bias)
-        _, bias, log_keys, has_bias = self._seen[key]
-        return bias, log_keys, has_bias
+        seen = self._without_mask if call.mask is None else self._by_mask.setdefault(call.mask, {})
+        key = (call.is_causal, query_length, key_length, call.query.dtype, call.query.device)
+        if key not in seen:
+            seen[key] = self._analyse(call, query_length, key_length)
+        return seen[key]
 
     @staticmethod
     def _analyse(call: AttentionCall, query_length: int, key_length: int) -> tuple[Tensor | None, Tensor, bool]:

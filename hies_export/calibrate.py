@@ -90,11 +90,11 @@ class _Collector:
     def __init__(self, model: PreTrainedModel, sites: Sequence[AttentionSite]):
         self._model = model
         self._names: dict[nn.Module, str] = {model.get_submodule(site.name): site.name for site in sites}
+        self._visible = VisibleKeys()
         self._idle = False
         self._reset()
 
     def _reset(self) -> None:
-        self._visible = VisibleKeys()
         self._gates: dict[str, Tensor] = {}
         self._entropy: dict[str, list[tuple[Tensor, Tensor]]] = {}
 

@@ -16,7 +16,7 @@ from . import measure
 from .errors import RequestError
 from .export import export_onnx
 from .loading import find_model_class, load, load_config
-from .runtimes import ONNX_FILE, load_runtime
+from .runtimes import ONNX_FILE, check_runtime, load_runtime
 
 Shape = tuple[int, int]  # (batch, sequence)
 
@@ -112,6 +112,8 @@ def bench(
     Raises:
         RequestError: A folder is neither, the two take different inputs, or a runtime cannot run what it was given.
     """
+    for runtime in runtimes:
+        check_runtime(runtime)
     folders = (Path(first), Path(second))
     skeletons = [_skeleton(folder) for folder in folders]
     if skeletons[0].main_input_name != skeletons[1].main_input_name:

@@ -113,13 +113,10 @@ def masked_heads(model: PreTrainedModel, plan: PruningPlan) -> Iterator[None]:
         mask = torch.zeros(1, kept.heads, 1, 1)
         mask[:, list(kept.query)] = 1
         masks[model.get_submodule(name)] = mask
-    visible: list[Any] = [None, VisibleKeys()]
+    visible = VisibleKeys()
 
     def function(call: AttentionCall) -> Tensor:
-        if visible[0] is not call.mask:
-            # A new mask means a new forward pass: what was worked out for the last one must not pile up.
-            visible[:] = [call.mask, VisibleKeys()]
-        output = attend(call, visible[1])
+        output = attend(call, visible)
         mask = masks.get(call.module)
         return output if mask is None else output * mask.to(output)
 

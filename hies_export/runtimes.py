@@ -76,6 +76,17 @@ class Runtime(ABC):
         """Copy what `run` returned to host arrays by output name; outside the timed call."""
 
 
+def check_runtime(name: str) -> None:
+    """Refuse, before anything is loaded, a runtime that is not registered.
+
+    Raises:
+        RecipeError: The name is not registered; the message names the nearest one.
+    """
+    if name not in RUNTIMES:
+        hint = did_you_mean(name, RUNTIMES, cutoff=0.3)
+        raise RecipeError([f"runtime must be one of {', '.join(sorted(RUNTIMES))}, got {name!r}{hint}"])
+
+
 def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: int | None = None) -> Runtime:
     """Load a model into a runtime.
 
@@ -89,9 +100,7 @@ def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: in
         RecipeError: The name is not registered, the source is not what this runtime reads, or threads < 1.
         MissingRuntimeError: The runtime, or the provider it was asked for, is not installed.
     """
-    if name not in RUNTIMES:
-        hint = did_you_mean(name, RUNTIMES, cutoff=0.3)
-        raise RecipeError([f"runtime must be one of {', '.join(sorted(RUNTIMES))}, got {name!r}{hint}"])
+    check_runtime(name)
     if threads is not None and threads < 1:
         raise RecipeError([f"threads must be at least 1, got {threads}"])
     factory: Callable[..., Runtime] = RUNTIMES[name]

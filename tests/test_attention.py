@@ -113,6 +113,17 @@ def test_chunks_are_stitched_together(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(whole, torch.cat(parts, -1))
 
 
+def test_what_was_worked_out_for_a_mask_goes_with_it() -> None:
+    visible = VisibleKeys()
+    for _ in range(3):
+        call = make_call(padding_mask())
+        first, again = visible(call), visible(call)
+        assert first[0] is again[0]
+        assert len(visible._by_mask) == 1
+        del call, first, again
+        assert len(visible._by_mask) == 0
+
+
 def test_uniform_attention_has_entropy_one_and_a_single_key_has_no_row() -> None:
     call = make_call()
     flat = AttentionCall(call.module, call.query * 0, call.key, call.value, None, 1.0, False)
