@@ -13,6 +13,7 @@ from .attention import AttentionCall, VisibleKeys, attend, attend_with_entropy, 
 from .data import batches_fingerprint
 from .errors import DataError, NonFiniteError
 from .labels import is_regression
+from .linear import weight_of
 from .modes import frozen
 from .values import AttentionSite, HeadStatistics
 
@@ -150,12 +151,12 @@ class _Collector:
 
 def _weight_l2(model: PreTrainedModel, site: AttentionSite) -> Tensor:
     """L2 norm over a head's q, k and v rows and o columns; a shared key/value head counts for each of its queries."""
-
-    def squares(name: str, heads: int, axis: int) -> Tensor:
-        weight = model.get_parameter(f"{name}.weight").detach().double().cpu()
-        per_row = weight.pow(2).sum(1 - axis)
-        return per_row.view(heads, -1).sum(1)
-
-    query = squares(site.query, site.heads, 0) + squares(site.output, site.heads, 1)
-    key_value = squares(site.key, site.key_value_heads, 0) + squares(site.value, site.key_value_heads, 0)
+    output = weight_of(model.get_submodule(site.output)).detach().double().cpu()
+    query = output.pow(2).sum(0).view(site.heads, -1).sum(1)
+    key_value = torch.zeros(site.key_value_heads, dtype=torch.float64)
+    for projection in site.projections:
+        rows = weight_of(model.get_submodule(projection.name)).detach().double().cpu().pow(2).sum(1)
+        for total, per_head in ((query, projection.query), (key_value, projection.key_value)):
+            for head, features in enumerate(per_head):
+                total[head] += rows[list(features)].sum()
     return (query + key_value.repeat_interleave(site.group_size)).sqrt()

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from .cut import head_rows
 from .errors import DataError, RecipeError, RequestError
+from .linear import weight_of
 from .modes import evaluating
 from .values import AttentionSite, PruningPlan
 
@@ -163,7 +164,6 @@ def compensate_heads(
         fitting, held_out = _collect(dense, slim if sequential else None, plan, group, batches, progress)
         for site in group:
             layer = slim.get_submodule(site.output)
-            assert isinstance(layer, nn.Linear)  # as find_attention saw it
             fits.append(_refit(layer, site.name, fitting[site.name], held_out[site.name], method, ridge))
     return fits
 
@@ -266,10 +266,10 @@ def real_tokens(batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
 
 
 def _refit(
-    layer: nn.Linear, name: str, fitting: Moments, held_out: Moments, method: str, ridge: float | None
+    layer: nn.Module, name: str, fitting: Moments, held_out: Moments, method: str, ridge: float | None
 ) -> LayerFit:
-    weight = layer.weight.detach().double()
-    bias = None if layer.bias is None else layer.bias.detach().double()
+    weight = weight_of(layer).detach().double()
+    bias = layer.bias.detach().double() if isinstance(layer.bias, Tensor) else None
     centred = bias is not None
     everything = fitting + held_out
     if method == "least_squares" and everything.tokens < ENOUGH_TOKENS_PER_INPUT * len(everything.x):
@@ -293,8 +293,8 @@ def _refit(
     with torch.no_grad():
         if chosen_ridge is not None:
             weight, _ = everything.fit(weight, ridge=chosen_ridge, centred=centred)
-            layer.weight.copy_(weight)
+            weight_of(layer).copy_(weight)
         if centred and chosen != "none":
-            layer.bias.copy_(everything.fit_bias(weight))
+            layer.bias.copy_(everything.fit_bias(weight))  # type: ignore[operator]
     share = error / untouched if untouched > 0 else 1.0
     return LayerFit(name=name, method=chosen, ridge=chosen_ridge, tokens=everything.tokens, error=share)

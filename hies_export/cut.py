@@ -15,8 +15,9 @@ from transformers.models.auto import modeling_auto
 from . import modeling_hies
 from .attention import AttentionCall, VisibleKeys, attend, use_attention
 from .errors import CutMismatchError, PlanError
+from .linear import features_of, select_features
 from .modes import evaluating
-from .values import AttentionSite, KeptHeads, PruningPlan
+from .values import AttentionSite, KeptHeads, Projection, PruningPlan
 
 TOLERANCE = 1e-4
 
@@ -26,9 +27,10 @@ def prune_heads(
 ) -> PreTrainedModel:
     """Cut the heads a plan does not keep out of the weights.
 
-    q/k/v lose rows, o loses columns, head-count attributes follow. Where the config alone can describe the result
-    (uniform ViT, LLaMA, ...), the config is updated and the model stays of its stock class; otherwise its class becomes
-    the slim twin of the stock class (`modeling_hies`), which `save_pretrained` writes next to the weights.
+    The layers in front of the attention lose rows, the one behind it columns, head-count attributes follow. Where the
+    config alone can describe the result (uniform ViT, LLaMA, ...), the config is updated and the model stays of its
+    stock class; otherwise its class becomes the slim twin of the stock class (`modeling_hies`), which `save_pretrained`
+    writes next to the weights.
 
     Args:
         model: The dense model.
@@ -50,26 +52,56 @@ def prune_heads(
         kept = plan.kept[site.name]
         if len(kept.query) == site.heads:
             continue
-        query_rows = head_rows(kept.query, site.query_dim)
-        key_rows = head_rows(kept.key_value, site.query_dim)
-        value_rows = head_rows(kept.key_value, site.value_dim)
-        output_columns = head_rows(kept.query, site.value_dim)
-        for name, index, axis in (
-            (site.query, query_rows, 0),
-            (site.key, key_rows, 0),
-            (site.value, value_rows, 0),
-            (site.output, output_columns, 1),
-        ):
-            layer = _sliced(slim.get_submodule(name), index, axis)
+        for name, axis, index in feature_cuts(slim, site, kept):
+            layer = select_features(slim.get_submodule(name), index, axis)
             owner, _, attribute = name.rpartition(".")
             setattr(slim.get_submodule(owner), attribute, layer)
-            resized[name] = [layer.out_features, layer.in_features]
-        changed = _update_attributes(slim.get_submodule(site.name), site, kept)
+            resized[name] = list(features_of(layer))
+        changed = set_attributes(slim.get_submodule(site.name), site, kept)
         if changed:
             attributes[site.name] = changed
     if not _config_can_say_it(slim, plan, sites):
         _make_slim_class(slim, resized, attributes)
     return slim
+
+
+def feature_cuts(model: nn.Module, site: AttentionSite, kept: KeptHeads) -> list[tuple[str, int, Tensor]]:
+    """What a plan leaves of the linear layers of an attention module.
+
+    Returns:
+        (name of the layer, 0 for output or 1 for input features, indices of those that stay) per layer that is cut.
+    """
+    cuts = []
+    for projection in site.projections:
+        features = features_of(model.get_submodule(projection.name))[0]
+        index = kept_features(projection, kept, features)
+        if len(index) < features:
+            cuts.append((projection.name, 0, index))
+    return [*cuts, (site.output, 1, head_rows(kept.query, site.value_dim))]
+
+
+def kept_features(projection: Projection, kept: KeptHeads, features: int) -> Tensor:
+    """Indices, ascending, of the output features of a layer that belong to no head that goes."""
+    stay = torch.ones(features, dtype=torch.bool)
+    for per_head, heads in ((projection.query, kept.query), (projection.key_value, kept.key_value)):
+        gone = [f for head, own in enumerate(per_head) if head not in heads for f in own]
+        stay[gone] = False
+    return stay.nonzero().flatten()
+
+
+def set_attributes(module: nn.Module, site: AttentionSite, kept: KeptHeads) -> dict[str, Any]:
+    """Make the attributes of an attention module that count heads follow.
+
+    Returns:
+        The new values of those that changed.
+    """
+    changed = {}
+    for name, what in site.attributes.items():
+        value = site.head_count(what, heads=len(kept.query), key_value_heads=len(kept.key_value))
+        if modeling_hies.get_attribute(module, name) != value:
+            modeling_hies.set_attribute(module, name, value)
+            changed[name] = value
+    return changed
 
 
 def check_plan(plan: PruningPlan, sites: tuple[AttentionSite, ...]) -> None:
@@ -98,10 +130,17 @@ def check_plan(plan: PruningPlan, sites: tuple[AttentionSite, ...]) -> None:
                     f"kept heads must be ascending indices in [0, {count}), at least one, got {list(indices)} for "
                     f"{site.name}"
                 )
-        if list(kept.query) != [g * site.group_size + j for g in kept.key_value for j in range(site.group_size)]:
+        per_group = [[q for q in kept.query if q // site.group_size == g] for g in range(site.key_value_heads)]
+        if tuple(g for g, heads in enumerate(per_group) if heads) != kept.key_value:
             raise PlanError(
-                f"a key/value head and its {site.group_size} query heads go together, but in {site.name} the plan "
-                f"keeps query heads {list(kept.query)} with key/value heads {list(kept.key_value)}"
+                f"a key/value head goes when, and only when, its {site.group_size} query heads go, but in {site.name} "
+                f"the plan keeps query heads {list(kept.query)} with key/value heads {list(kept.key_value)}"
+            )
+        if len({len(heads) for heads in per_group if heads}) > 1:
+            raise PlanError(
+                f"every key/value head that stays must keep as many query heads as the others, but in {site.name} the "
+                f"plan keeps query heads {list(kept.query)}, {[len(h) for h in per_group]} per key/value head; cut "
+                "whole groups (unit: group) or the same number in every group (unit: query)"
             )
 
 
@@ -183,60 +222,56 @@ def head_rows(heads: tuple[int, ...], width: int) -> Tensor:
     return (torch.tensor(heads)[:, None] * width + torch.arange(width)).flatten()
 
 
-def _sliced(layer: nn.Module, index: Tensor, axis: int) -> nn.Linear:
-    assert isinstance(layer, nn.Linear)  # find_attention lets nothing else through
-    index = index.to(layer.weight.device)
-    weight = layer.weight.detach().index_select(axis, index)
-    bias = layer.bias
-    new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
-    new.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-    if bias is not None:
-        rows = bias.detach().index_select(0, index) if axis == 0 else bias.detach().clone()
-        new.bias = nn.Parameter(rows, requires_grad=bias.requires_grad)
-    return new.train(layer.training)
-
-
-def _update_attributes(module: nn.Module, site: AttentionSite, kept: KeptHeads) -> dict[str, Any]:
-    heads, key_value_heads = len(kept.query), len(kept.key_value)
-    new_values = {
-        "num_heads": (site.heads, heads),
-        "num_attention_heads": (site.heads, heads),
-        "n_heads": (site.heads, heads),
-        "num_key_value_heads": (site.key_value_heads, key_value_heads),
-        "num_key_value_groups": (site.group_size, heads // key_value_heads),
-        "all_head_size": (site.heads * site.query_dim, heads * site.query_dim),
-    }
-    changed = {}
-    for attribute, (old, new) in new_values.items():
-        if old != new and getattr(module, attribute, None) == old:
-            setattr(module, attribute, new)
-            changed[attribute] = new
-    return changed
-
-
 def _config_can_say_it(model: PreTrainedModel, plan: PruningPlan, sites: tuple[AttentionSite, ...]) -> bool:
-    """Try the uniform config on meta tensors; keep it if the stock class then has the slim model's shapes."""
-    counts = {(len(k.query), len(k.key_value)) for k in plan.kept.values()}
-    widths = {(s.query_dim, s.value_dim) for s in sites}
-    if is_slim(model) or len(counts) != 1 or len(widths) != 1:
+    """Try the uniform config on meta tensors; keep it if the stock class then has the slim model's shapes.
+
+    Every (sub-)config speaks for the modules that hold it, so that the towers of a model may differ.
+    """
+    if is_slim(model):
         return False
-    heads, key_value_heads = counts.pop()
-    settings = {"num_attention_heads": heads, "head_dim": widths.pop()[0]}
-    if hasattr(model.config, "num_key_value_heads"):
-        settings["num_key_value_heads"] = key_value_heads
+    configs = {id(config): config for config in _configs(model.config)}
+    owned: dict[int, list[AttentionSite]] = {}
+    for site in sites:
+        config = getattr(model.get_submodule(site.name), "config", model.config)
+        owned.setdefault(id(config) if id(config) in configs else id(model.config), []).append(site)
+    settings: dict[int, dict[str, int]] = {}
+    for key, group in owned.items():
+        counts = {(len(plan.kept[s.name].query), len(plan.kept[s.name].key_value)) for s in group}
+        widths = {(s.query_dim, s.value_dim) for s in group}
+        if len(counts) != 1 or len(widths) != 1:
+            return False
+        heads, key_value_heads = counts.pop()
+        if heads == group[0].heads:
+            continue
+        settings[key] = {"num_attention_heads": heads, "head_dim": widths.pop()[0]}
+        if hasattr(configs[key], "num_key_value_heads"):
+            settings[key]["num_key_value_heads"] = key_value_heads
     candidate = copy.deepcopy(model.config)
     try:
-        for key, value in settings.items():
-            setattr(candidate, key, value)
+        for config, twin in zip(_configs(model.config), _configs(candidate), strict=True):
+            for name, value in settings.get(id(config), {}).items():
+                setattr(twin, name, value)
         with torch.device("meta"):
             stock = type(model)(candidate)
     except (ValueError, AttributeError, TypeError, RuntimeError):
         return False
-    if {k: v.shape for k, v in stock.state_dict().items()} != {k: v.shape for k, v in model.state_dict().items()}:
+    if _shapes(stock) != _shapes(model):
         return False
-    for key, value in settings.items():
-        setattr(model.config, key, value)
+    for key, values in settings.items():
+        for name, value in values.items():
+            setattr(configs[key], name, value)
     return True
+
+
+def _configs(config: Any) -> list[Any]:
+    """A config and those it is composed of."""
+    children = [getattr(config, key, None) for key in config.sub_configs]
+    return [config, *(c for child in children if child is not None for c in _configs(child))]
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    # Buffers as well: what is worked out from the number of heads, such as rotary frequencies, must be the same.
+    return {n: t.shape for n, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
 
 
 def _make_slim_class(

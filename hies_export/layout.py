@@ -1,59 +1,44 @@
-"""Find the attention modules of a model and the four projections of each.
+"""Find the attention modules of a model, and which features of which linear layers belong to which head.
 
-Nothing here knows an architecture. One forward pass tells which modules call the attention function and with what
-shapes; the q/k/v projections are looked up among the module's own layers by the names in `PROJECTION_NAMES`, and the
-output projection is the linear layer that is seen to read the attention's output. Whatever does not fit is refused
-by name: a wrong cut is worse than none.
+Nothing here knows an architecture. A forward pass of the model without its weights (`Probe`) tells which modules call
+the attention function, with what shapes, and how features of the linear layers in front of it end up in heads: separate
+or fused projections, rotations, norms of single heads and gates are all the same to it. Then the cut is rehearsed: with
+a head fewer everywhere, the model's own code must hand the attention function exactly the heads that are left.
+Whatever does not fit is refused by name: a wrong cut is worse than none.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import AttentionCall, VisibleKeys, attend, use_attention
+from .cut import head_rows, kept_features, set_attributes
 from .errors import UnsupportedModelError
-from .modes import evaluating
-from .values import AttentionSite
-
-# (query, key, value), as the models of transformers name them inside the attention module.
-PROJECTION_NAMES = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("q_lin", "k_lin", "v_lin"),
-    ("query_proj", "key_proj", "value_proj"),
-    ("to_q", "to_k", "to_v"),
-    ("wq", "wk", "wv"),
-    ("q", "k", "v"),
-)
+from .linear import is_linear
+from .probe import Probe, head_of_columns, head_of_features
+from .values import AttentionSite, KeptHeads, Projection
 
 SUPPORTED = (
-    "models whose attention goes through transformers' attention interface and has separate nn.Linear layers for "
-    "query, key and value, and one that reads the attention output, such as BERT, RoBERTa, DistilBERT, ViT and DeiT"
+    "models whose attention goes through transformers' attention interface, between linear layers (nn.Linear or "
+    "Conv1D, separate or fused) with features of single heads, such as BERT, ViT, LLaMA, GPT-2, Phi-3 and LLaVA"
 )
 
-
-@dataclass
-class _Seen:
-    heads: int
-    key_value_heads: int
-    query_dim: int
-    value_dim: int
-    output: Tensor
-    ran_before: set[str]
-    readers: list[str]
+# Features of every head, by what they feed: for these roles the features of a head must all be its own. Keys may
+# share some among the heads (the rotary part of multi-head latent attention).
+_WHOLE = ("query", "value")
 
 
 def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[AttentionSite, ...]:
-    """Run one batch through the model and say where its heads are.
+    """Say where the heads of a model are.
 
     Args:
-        model: The model; left as it was found.
+        model: The model; not changed, and its weights neither read nor needed: it may be on the meta device.
         batch: Inputs of the model; two short samples are enough.
 
     Returns:
@@ -62,115 +47,306 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
     Raises:
         UnsupportedModelError: Some attention module cannot be cut; the message says which and why.
     """
-    seen = _observe(model, batch)
-    if not seen:
+    label = f"{type(model).__name__} ({model.config.model_type})"
+    probe = Probe(model)
+    observer = _Observer(probe)
+    for parameter in probe.small_parameters():
+        parameter.requires_grad_(True)
+    with use_attention(probe.model, observer.attention):
+        probe.run(batch, before=observer.before, after=observer.after)
+    for parameter in probe.small_parameters():
+        parameter.requires_grad_(False)
+    found = list(observer.found.values())
+    if not found:
         raise UnsupportedModelError(
-            f"{_label(model)} never called the attention function, so it has no attention that can be scored; "
+            f"{label} never called the attention function, so it has no attention that can be scored; "
             f"supported are {SUPPORTED}"
         )
-    names = {id(module): name for name, module in model.named_modules()}
-    return tuple(_site(model, names[id(module)], module, found) for module, found in seen.items())
+    return _rehearsed(probe, batch, found, [_site(f, label) for f in found], label)
 
 
-def _observe(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[nn.Module, _Seen]:
-    seen: dict[nn.Module, _Seen] = {}
-    ran: set[str] = set()
-    visible = VisibleKeys()
+@dataclass
+class _Found:
+    """What was seen of one attention module.
 
-    def observe(call: AttentionCall) -> Tensor:
-        output = attend(call, visible)
-        if call.module not in seen:
-            seen[call.module] = _Seen(
-                heads=call.query.shape[1],
-                key_value_heads=call.key.shape[1],
-                query_dim=call.query.shape[3],
-                value_dim=call.value.shape[3],
-                output=output.transpose(1, 2).flatten(2),  # (batch, query, heads * value_dim)
-                ran_before=set(ran),
-                readers=[],
+    Attributes:
+        heads_of: "query", "key" or "value" -> linear layer -> the head of each feature, and whether it is used.
+        per_head: Parameters outside of linear layers whose elements each belong to one head.
+        leaves: Layers that ran in front of it -> their features.
+        output: (batch, tokens, heads * value_dim), a leaf.
+        readers: Linear layers whose input depends on the output directly.
+        columns: "" (the output) and gates -> the head each feature goes to in the reader's input.
+    """
+
+    name: str
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    head_bias: bool
+    heads_of: dict[str, dict[str, tuple[Tensor, Tensor]]]
+    per_head: list[str]
+    leaves: dict[str, Tensor]
+    output: Tensor
+    readers: list[str] = field(default_factory=list)
+    read: Tensor | None = None
+    columns: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class _Observer:
+    """Watches one run of a probe."""
+
+    def __init__(self, probe: Probe):
+        self._names = {id(module): name for name, module in probe.model.named_modules()}
+        self._visible = VisibleKeys()
+        self._recent: dict[str, Tensor] = {}  # layers that ran since the last attention
+        self._waiting: list[_Found] = []  # their output has not been read, or others may read it still
+        self.found: dict[nn.Module, _Found] = {}
+
+    def attention(self, call: AttentionCall) -> Tensor:
+        output = attend(call, self._visible)
+        output = output.detach().transpose(1, 2).flatten(2).requires_grad_()  # (batch, tokens, heads * value_dim)
+        if call.module not in self.found:
+            roles = {"query": call.query, "key": call.key, "value": call.value}
+            parameters = _own_parameters(call.module)
+            site = _Found(
+                name=self._names[id(call.module)],
+                module=call.module,
+                query=call.query.detach(),
+                key=call.key.detach(),
+                value=call.value.detach(),
+                head_bias=call.mask is not None and call.mask.dim() == 4 and call.mask.shape[1] > 1,
+                heads_of={role: head_of_features(tensor, self._recent) for role, tensor in roles.items()},
+                per_head=[
+                    name
+                    for tensor in roles.values()
+                    for name, (heads, _) in head_of_features(tensor, parameters).items()
+                    if tensor.shape[1] > 1 and set(heads.tolist()) == set(range(tensor.shape[1]))
+                ],
+                leaves=self._recent,
+                output=output,
             )
+            self.found[call.module] = site
+            self._waiting = [w for w in self._waiting if not w.readers] + [site]
+        self._recent = {}
+        return output.unflatten(-1, (call.query.shape[1], -1)).transpose(1, 2)
+
+    def before(self, name: str, x: Tensor) -> None:
+        for site in self._waiting:
+            if not x.requires_grad or name in site.readers:
+                continue
+            if torch.autograd.grad(x.sum(), site.output, retain_graph=True, allow_unused=True)[0] is None:
+                continue
+            site.readers.append(name)
+            site.read = x.detach()
+            if x.shape[-1] == site.output.shape[-1]:
+                width = site.value.shape[3]
+                site.columns = head_of_columns(x, width, {"": site.output, **site.leaves, **self._recent})
+
+    def after(self, name: str, features: Tensor) -> None:
+        self._recent[name] = features
+
+
+def _own_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters of an attention module that are not those of a linear layer."""
+    linears = {name for name, child in module.named_modules() if is_linear(child)}
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and n.rpartition(".")[0] not in linears}
+
+
+def _site(found: _Found, label: str) -> AttentionSite:
+    """What was seen, as a site; refused where heads do not have features of their own."""
+
+    def refuse(reason: str) -> UnsupportedModelError:
+        where = f"{found.name or 'the model'} ({type(found.module).__name__})"
+        return UnsupportedModelError(f"{label} cannot be cut: {reason} in {where}; supported are {SUPPORTED}")
+
+    heads, key_value_heads = found.query.shape[1], found.key.shape[1]
+    if heads % key_value_heads or found.value.shape[1] != key_value_heads:
+        raise refuse(f"{heads} query, {key_value_heads} key and {found.value.shape[1]} value heads do not match")
+    if found.head_bias:
+        raise refuse("every head has an attention bias of its own")
+    rows: dict[str, dict[str, list[set[int]]]] = {}
+    for role, count, dim in (
+        ("query", heads, found.query.shape[3]),
+        ("key", key_value_heads, found.key.shape[3]),
+        ("value", key_value_heads, found.value.shape[3]),
+    ):
+        if not found.heads_of[role]:
+            raise refuse(f"no linear layer in front of it gives the {role}")
+        own = [0] * count
+        for layer, (head_of, used) in found.heads_of[role].items():
+            kind = "query" if role == "query" else "key_value"
+            per_head = rows.setdefault(layer, {}).setdefault(kind, [set() for _ in range(count)])
+            for head in range(count):
+                features = ((head_of == head) & used).nonzero().flatten().tolist()
+                per_head[head].update(features)
+                own[head] += len(features)
+        if count > 1 and (len(set(own)) > 1 or not own[0] or (role in _WHOLE and own[0] != dim)):
+            layers = " and ".join(sorted(found.heads_of[role]))
+            raise refuse(f"the {role} heads do not have features of their own in {layers} (they are mixed or shared)")
+    if found.per_head:
+        raise refuse(f"the parameter {found.per_head[0]} has a value for every head")
+    if len(found.readers) != 1:
+        what = "no linear layer reads the attention output"
+        raise refuse(what if not found.readers else f"{' and '.join(found.readers)} all read the attention output")
+    order = torch.arange(heads * found.value.shape[3]) // found.value.shape[3]
+    if not found.columns or not torch.equal(found.columns[""][0], order):
+        raise refuse(f"the heads do not reach {found.readers[0]} side by side, each on its own,")
+    for layer, (head_of, used) in found.columns.items():
+        if not layer or (head_of[used] == -1).all():
+            continue  # a gate that all heads share stays as it is
+        if (head_of[used] == -1).any():
+            raise refuse(f"features of {layer} gate several heads")
+        per_head = rows.setdefault(layer, {}).setdefault("query", [set() for _ in range(heads)])
+        for head in range(heads):
+            per_head[head].update((head_of == head).nonzero().flatten().tolist())
+    projections = tuple(
+        Projection(layer, **{kind: tuple(tuple(sorted(h)) for h in per_head) for kind, per_head in kinds.items()})
+        for layer, kinds in rows.items()
+        if any(features for per_head in kinds.values() for features in per_head)
+    )
+    return AttentionSite(
+        name=found.name,
+        heads=heads,
+        key_value_heads=key_value_heads,
+        query_dim=found.query.shape[3],
+        value_dim=found.value.shape[3],
+        projections=projections,
+        output=found.readers[0],
+    )
+
+
+# What an attribute counts, by its name; whatever is called otherwise is only touched where a rehearsal asks for it.
+_NAMES = {
+    "heads": ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "heads"),
+    "key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+    "group_size": ("num_key_value_groups", "n_rep"),
+    "query_width": ("all_head_size",),
+}
+_WIDTHS = ("query_width", "key_width", "value_width", "output_width")
+
+
+def _attributes(site: AttentionSite, owner: Mapping[str, Any], names: Iterable[str], *, widths: bool) -> dict[str, str]:
+    """Which of an owner's attributes count heads: by name and value, and with `widths` by the value alone."""
+    found = {}
+    for name in names:
+        value = owner.get(name)
+        if type(value) is not int:
+            continue
+        kinds = [kind for kind, known in _NAMES.items() if name in known] + (list(_WIDTHS) if widths else [])
+        for kind in kinds:
+            dense = site.head_count(kind, heads=site.heads, key_value_heads=site.key_value_heads)
+            if value == dense:
+                found[name] = kind
+                break
+    return found
+
+
+def _rehearsed(
+    probe: Probe, batch: Mapping[str, Tensor], found: Sequence[_Found], sites: Sequence[AttentionSite], label: str
+) -> tuple[AttentionSite, ...]:
+    """Find the attributes that must follow the number of heads, by trying: the least that makes every cut come out."""
+    reads = {f.name: set(probe.config_reads.get(f.module, ())) for f in found}
+    widths: set[type] = set()  # classes of modules that need their widths changed too
+    while True:
+        described = []
+        for f, site in zip(found, sites, strict=True):
+            wide = type(f.module) in widths
+            own = _attributes(site, vars(f.module), vars(f.module), widths=wide)
+            config = {name: getattr(f.module.config, name, None) for name in reads[f.name]}
+            own |= {f"config.{n}": k for n, k in _attributes(site, config, config, widths=wide).items()}
+            described.append(replace(site, attributes=own))
+        wrong, reason = None, ""
+        for keep in (_without_first_group, _without_first_query):
+            if wrong is None:
+                wrong, reason = _rehearse(probe, batch, found, described, keep)
+        if wrong is None:
+            return tuple(described)
+        if type(wrong.module) in widths:
+            raise UnsupportedModelError(
+                f"{label} cannot be cut: with fewer heads the code of {type(wrong.module).__name__} ({wrong.name}) "
+                f"does not do what it did ({reason}); supported are {SUPPORTED}"
+            )
+        widths.add(type(wrong.module))
+
+
+def _without_first_group(site: AttentionSite) -> KeptHeads:
+    if site.key_value_heads == 1:
+        return _without_first_query(site)
+    return KeptHeads(
+        tuple(range(site.group_size, site.heads)),
+        tuple(range(1, site.key_value_heads)),
+        site.heads,
+        site.key_value_heads,
+    )
+
+
+def _without_first_query(site: AttentionSite) -> KeptHeads:
+    """Every group loses its first query head, where it has several."""
+    first = site.group_size > 1
+    query = tuple(h for h in range(site.heads) if not first or h % site.group_size)
+    return KeptHeads(query, tuple(range(site.key_value_heads)), site.heads, site.key_value_heads)
+
+
+def _rehearse(
+    probe: Probe,
+    batch: Mapping[str, Tensor],
+    found: Sequence[_Found],
+    sites: Sequence[AttentionSite],
+    keep: Callable[[AttentionSite], KeptHeads],
+) -> tuple[_Found | None, str]:
+    """Run the probe with fewer features, and compare what its attention gets and gives with the heads kept.
+
+    Returns:
+        The first module for which they differ, and how; None where all agree.
+    """
+    kept = {f.module: keep(site) for f, site in zip(found, sites, strict=True)}
+    pending = {f.module: f for f in found}
+    wrong: list[tuple[_Found, str]] = []
+    visible = VisibleKeys()
+    readers: dict[str, list[_Found]] = {}
+
+    def attention(call: AttentionCall) -> Tensor:
+        output = attend(call, visible)
+        site = pending.get(call.module)
+        if site is not None:
+            heads = kept[call.module]
+            for role, tensor, dense, index in (
+                ("query", call.query, site.query, heads.query),
+                ("key", call.key, site.key, heads.key_value),
+                ("value", call.value, site.value, heads.key_value),
+            ):
+                if not _same(tensor, dense[:, list(index)]):
+                    wrong.append((site, f"it makes another {role} of its features"))
+            readers.setdefault(site.readers[0], []).append(site)
         return output
 
-    def watch(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        ran.add(name)
-        for found in seen.values():
-            if isinstance(module, nn.Linear) and inputs and torch.equal(found.output, inputs[0]):
-                found.readers.append(name)
+    def before(name: str, x: Tensor) -> None:
+        for site in readers.pop(name, []):
+            columns = head_rows(kept[site.module].query, site.value.shape[3])
+            if site.read is None or not _same(x, site.read[..., columns]):
+                wrong.append((site, "it joins the heads in another way"))
+            pending.pop(site.module, None)
 
-    handles = [
-        module.register_forward_pre_hook(functools.partial(watch, name))
-        for name, module in model.named_modules()
-        if next(module.parameters(recurse=False), None) is not None
-    ]
+    probe.kept = {}
     try:
-        with evaluating(model), use_attention(model, observe), torch.no_grad():
-            model(**{k: v for k, v in batch.items() if k != "labels"})
+        for f, site in zip(found, sites, strict=True):
+            set_attributes(f.module, site, kept[f.module])
+            for projection in site.projections:
+                features = probe.features(projection.name)
+                probe.kept[projection.name] = kept_features(projection, kept[f.module], features)
+        with use_attention(probe.model, attention):
+            probe.run(batch, before=before)
+    except Exception as error:  # whatever the model's own code raises on shapes it does not expect
+        if not wrong:
+            wrong.append((next(iter(pending.values())), " ".join(str(error).split())[:200]))
     finally:
-        for handle in handles:
-            handle.remove()
-    return seen
+        probe.kept = {}
+        for f, site in zip(found, sites, strict=True):
+            heads, groups = tuple(range(site.heads)), tuple(range(site.key_value_heads))
+            set_attributes(f.module, site, KeptHeads(heads, groups, site.heads, site.key_value_heads))
+    return wrong[0] if wrong else (None, "")
 
 
-def _site(model: PreTrainedModel, name: str, module: nn.Module, found: _Seen) -> AttentionSite:
-    def refuse(reason: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{_label(model)} cannot be cut: {reason} in {name or 'the model'} ({type(module).__name__}); "
-            f"supported are {SUPPORTED}"
-        )
-
-    children = dict(module.named_children())
-    projections = next((names for names in PROJECTION_NAMES if all(n in children for n in names)), None)
-    if projections is None:
-        have = ", ".join(children) or "none"
-        raise refuse(f"no separate query, key and value layers (its layers are: {have})")
-    widths = (
-        found.heads * found.query_dim,
-        found.key_value_heads * found.query_dim,
-        found.key_value_heads * found.value_dim,
-    )
-    for projection, width in zip(projections, widths, strict=True):
-        layer = children[projection]
-        if type(layer) is not nn.Linear:
-            raise refuse(f"{projection} is a {type(layer).__name__}, not an nn.Linear,")
-        if layer.out_features != width:
-            raise refuse(f"{projection} has {layer.out_features} outputs where its heads need {width}")
-    readers = sorted(set(found.readers))
-    if len(readers) != 1:
-        reason = (
-            "no nn.Linear reads the attention output" if not readers else f"{readers} all read the attention output"
-        )
-        raise refuse(reason)
-    output = model.get_submodule(readers[0])
-    if type(output) is not nn.Linear:
-        raise refuse(f"{readers[0]} is a {type(output).__name__}, not an nn.Linear,")
-    prefix = f"{name}." if name else ""
-    known = {prefix + p for p in projections} | {readers[0]}
-    for parameter_name, parameter in module.named_parameters():
-        owner = (prefix + parameter_name).rpartition(".")[0]
-        # What runs after the attention function sees no head: the output projection is the first to read it.
-        sees_heads = owner == name or owner in found.ran_before
-        if sees_heads and owner not in known and not _fits_one_head(parameter, found):
-            raise refuse(
-                f"{parameter_name} of shape {tuple(parameter.shape)} belongs to no projection and may depend on the "
-                "heads,"
-            )
-    return AttentionSite(
-        name=name,
-        heads=found.heads,
-        key_value_heads=found.key_value_heads,
-        query_dim=found.query_dim,
-        value_dim=found.value_dim,
-        query=prefix + projections[0],
-        key=prefix + projections[1],
-        value=prefix + projections[2],
-        output=readers[0],
-    )
-
-
-def _fits_one_head(parameter: Tensor, found: _Seen) -> bool:
-    # A norm over one head's width (as in Qwen3) is the same for every head and stays as it is.
-    return parameter.dim() == 1 and parameter.shape[0] in {1, found.query_dim, found.value_dim}
-
-
-def _label(model: PreTrainedModel) -> str:
-    return f"{type(model).__name__} ({model.config.model_type})"
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5)

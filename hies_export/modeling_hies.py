@@ -1,8 +1,9 @@
 """A model of transformers whose attention lost heads: the stock class, rebuilt to the shapes named in config.json.
 
 This file knows no architecture and travels with every checkpoint whose config alone cannot describe its shapes.
-`config.hies_export` maps each resized Linear (dotted name under the base model) to [out_features, in_features] and
-each changed attribute of a module to its value. Apache-2.0.
+`config.hies_export` maps each resized Linear or Conv1D (dotted name under the base model) to [out_features,
+in_features] and each changed attribute of a module to its value; "config.NAME" is what that module alone reads from its
+config. Apache-2.0.
 """
 
 import os
@@ -10,6 +11,34 @@ import shutil
 
 import torch
 import transformers
+
+
+class LayerConfig:
+    """The config of a model as one layer sees it: a few values of its own, everything else the model's."""
+
+    def __init__(self, config, **own):
+        """Put `own` before `config`."""
+        self.__dict__.update(own, _config=config)
+
+    def __getattr__(self, name):
+        if name.startswith("__") or "_config" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+def get_attribute(module, name):
+    """The value of an attribute of a module, or of its config for "config.NAME"."""
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def set_attribute(module, name, value):
+    """Set an attribute of a module; what it reads from its config is set for this module alone."""
+    if name.startswith("config."):
+        module.config = LayerConfig(module.config, **{name.removeprefix("config."): value})
+    else:
+        setattr(module, name, value)
 
 
 class SlimModel:
@@ -20,13 +49,15 @@ class SlimModel:
         super().__init__(config, *args, **kwargs)
         for name, (out_features, in_features) in config.hies_export["linear"].items():
             old = self.base_model.get_submodule(name)
-            like = {"bias": old.bias is not None, "device": old.weight.device, "dtype": old.weight.dtype}
+            if isinstance(old, torch.nn.Linear):
+                new = torch.nn.Linear(in_features, out_features, bias=old.bias is not None)
+            else:
+                new = type(old)(out_features, in_features)
             owner, _, attribute = name.rpartition(".")
-            new = torch.nn.Linear(in_features, out_features, **like)
-            setattr(self.base_model.get_submodule(owner), attribute, new)
+            setattr(self.base_model.get_submodule(owner), attribute, new.to(old.weight.device, old.weight.dtype))
         for name, attributes in config.hies_export["attributes"].items():
             for attribute, value in attributes.items():
-                setattr(self.base_model.get_submodule(name), attribute, value)
+                set_attribute(self.base_model.get_submodule(name), attribute, value)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as the stock class does, with this file beside the weights and keys that are module names."""

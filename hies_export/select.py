@@ -11,6 +11,7 @@ from .errors import PlanError, RecipeError
 from .values import AttentionSite, HeadScores, KeptHeads, PruningPlan, library_versions
 
 ALLOCATIONS = ("global", "uniform")
+UNITS = ("group", "query")
 
 
 def select_heads(
@@ -19,6 +20,7 @@ def select_heads(
     *,
     heads: float,
     allocation: str = "global",
+    unit: str = "group",
     min_heads: int = 1,
     keep_layers: Sequence[int] = (),
     seed: int = 0,
@@ -26,18 +28,21 @@ def select_heads(
 ) -> PruningPlan:
     """Plan the removal of a share of the heads.
 
-    What is removed or kept together is a key/value group: one head in ordinary attention; in grouped-query attention
-    a key/value head with its query heads, so that the cache shrinks. A group's score is the mean of its heads'.
+    What is removed or kept together is a bundle of heads. By default (`unit: group`) it is a key/value head with its
+    query heads, which in ordinary attention is one head; in grouped-query attention the cache shrinks with it. Under
+    `unit: query` the key/value heads stay, and a bundle is one query head of every group, the n-th worst of each, so
+    that the groups stay even. A bundle's score is the mean of its heads'.
 
-    Under `global`, round(share * groups) groups go, the ones with the smallest scores, except that every module
+    Under `global`, round(share * bundles) bundles go, the ones with the smallest scores, except that every module
     keeps its best `min_heads`; no other choice of as many keeps a greater total score. Under `uniform`, every module
-    loses round(share * its groups), its own smallest. Ties go to the later module, then the later head.
+    loses round(share * its bundles), its own smallest. Ties go to the later module, then the later bundle.
 
     Args:
         scores: From `score_heads`.
         sites: From `find_attention`, in the model's order.
         heads: Share of heads to remove, in (0, 1).
         allocation: "global" (uneven) or "uniform" (the same count in every module).
+        unit: "group" or "query".
         min_heads: Query heads every module keeps at least.
         keep_layers: Positions in `sites` of modules that lose nothing; negative ones count from the end.
         seed: Recorded in the plan.
@@ -50,23 +55,24 @@ def select_heads(
         RecipeError: An option is out of range.
         PlanError: The constraints leave less to remove than the budget asks for.
     """
-    counts = check_budget(sites, heads=heads, allocation=allocation, min_heads=min_heads, keep_layers=keep_layers)
-    removed: set[tuple[int, int]] = set()
-    ranked = [_ranked(scores.scores[site.name], site) for site in sites]  # worst group first
+    constraints: dict[str, Any] = {"unit": unit, "min_heads": min_heads, "keep_layers": keep_layers}
+    counts = check_budget(sites, heads=heads, allocation=allocation, **constraints)
+    # Per module its bundles of query heads, worst first.
+    ranked = [_bundles(scores.scores[site.name], site, unit) for site in sites]
     if isinstance(counts, int):
-        most = _removable(sites, min_heads, keep_layers)
+        most = _removable(sites, unit, min_heads, keep_layers)
         candidates = sorted(
-            (score, -i, -group) for i, groups in enumerate(ranked) for score, group in groups[: most[i]]
+            (score, -i, place) for i, found in enumerate(ranked) for place, (score, _) in enumerate(found[: most[i]])
         )
-        removed = {(-i, -group) for _, i, group in candidates[:counts]}
+        gone = {(-i, place) for _, i, place in candidates[:counts]}
     else:
-        removed = {(i, group) for i, count in enumerate(counts) for _, group in ranked[i][:count]}
+        gone = {(i, place) for i, count in enumerate(counts) for place in range(count)}
     kept = {}
     for i, site in enumerate(sites):
-        groups = tuple(g for g in range(site.key_value_heads) if (i, g) not in removed)
+        stay = sorted(q for place, (_, bundle) in enumerate(ranked[i]) if (i, place) not in gone for q in bundle)
         kept[site.name] = KeptHeads(
-            query=tuple(g * site.group_size + j for g in groups for j in range(site.group_size)),
-            key_value=groups,
+            query=tuple(stay),
+            key_value=tuple(sorted({q // site.group_size for q in stay})),
             heads=site.heads,
             key_value_heads=site.key_value_heads,
         )
@@ -81,12 +87,18 @@ def select_heads(
 
 
 def check_budget(
-    sites: Sequence[AttentionSite], *, heads: float, allocation: str, min_heads: int, keep_layers: Sequence[int]
+    sites: Sequence[AttentionSite],
+    *,
+    heads: float,
+    allocation: str,
+    unit: str = "group",
+    min_heads: int,
+    keep_layers: Sequence[int],
 ) -> int | list[int]:
     """Check, before anything is scored, that a budget can be met.
 
     Returns:
-        How many groups will go: of all under `global`, of each module under `uniform`.
+        How many bundles of heads will go: of all under `global`, of each module under `uniform`.
 
     Raises:
         RecipeError: An option is out of range.
@@ -97,6 +109,8 @@ def check_budget(
         problems.append(f"sparsity (budget.heads) must be in (0, 1), got {heads}")
     if allocation not in ALLOCATIONS:
         problems.append(f"allocation must be global or uniform, got {allocation!r}")
+    if unit not in UNITS:
+        problems.append(f"unit must be group or query, got {unit!r}")
     if min_heads < 1:
         problems.append(f"min_heads must be at least 1, got {min_heads}")
     for layer in keep_layers:
@@ -104,21 +118,24 @@ def check_budget(
             problems.append(f"keep_layers must name layers 0 to {len(sites) - 1}, got {layer}")
     if problems:
         raise RecipeError(problems)
-    groups = [site.key_value_heads for site in sites]
-    most = _removable(sites, min_heads, keep_layers)
+    bundles = [_bundle_count(site, unit) for site in sites]
+    most = _removable(sites, unit, min_heads, keep_layers)
     protected = sorted({i % len(sites) for i in keep_layers})
-    counts = [0 if i in protected else round(heads * count) for i, count in enumerate(groups)]
+    counts = [0 if i in protected else round(heads * count) for i, count in enumerate(bundles)]
     wanted, possible, of = (
-        (round(heads * sum(groups)), sum(most), sum(groups))
+        (round(heads * sum(bundles)), sum(most), sum(bundles))
         if allocation == "global"
         # The first module that cannot lose its share, else any: all are the same to the message.
-        else max(zip(counts, most, groups, strict=True), key=lambda item: item[0] - item[1])
+        else max(zip(counts, most, bundles, strict=True), key=lambda item: item[0] - item[1])
     )
+    grouped = any(site.group_size > 1 for site in sites)
+    what = "heads" if not grouped else "key/value groups" if unit == "group" else "query heads per group"
     if wanted > possible:
         kept = f" and keep_layers {protected}" if protected else ""
+        other = "; unit: query cuts query heads inside the groups" if grouped and unit == "group" else ""
         raise PlanError(
-            f"the budget asks to remove {wanted} of {of} heads, but min_heads {min_heads}{kept} leave only "
-            f"{possible} to remove; lower the share or loosen the constraints"
+            f"the budget asks to remove {wanted} of {of} {what}, but min_heads {min_heads}{kept} leave only "
+            f"{possible} to remove; lower the share or loosen the constraints{other}"
         )
     if not (wanted if allocation == "global" else any(counts)):
         raise PlanError(
@@ -127,15 +144,31 @@ def check_budget(
     return wanted if allocation == "global" else counts
 
 
-def _removable(sites: Sequence[AttentionSite], min_heads: int, keep_layers: Sequence[int]) -> list[int]:
-    """How many groups each module may lose at the most."""
+def _bundle_count(site: AttentionSite, unit: str) -> int:
+    return site.key_value_heads if unit == "group" or site.group_size == 1 else site.group_size
+
+
+def _removable(sites: Sequence[AttentionSite], unit: str, min_heads: int, keep_layers: Sequence[int]) -> list[int]:
+    """How many bundles each module may lose at the most."""
     protected = {i % len(sites) for i in keep_layers}
+    bundles = [_bundle_count(site, unit) for site in sites]
     return [
-        0 if i in protected else max(0, site.key_value_heads - -(-min_heads // site.group_size))
-        for i, site in enumerate(sites)
+        0 if i in protected else max(0, count - -(-min_heads // (site.heads // count)))
+        for i, (site, count) in enumerate(zip(sites, bundles, strict=True))
     ]
 
 
-def _ranked(scores: Tensor, site: AttentionSite) -> list[tuple[float, int]]:
-    groups = scores.double().view(site.key_value_heads, site.group_size).mean(1).tolist()
-    return sorted(((score, group) for group, score in enumerate(groups)), key=lambda item: (item[0], -item[1]))
+def _bundles(scores: Tensor, site: AttentionSite, unit: str) -> list[tuple[float, tuple[int, ...]]]:
+    """Score and query heads of everything that goes together, worst first; ties go to the later head."""
+    values = scores.double().view(site.key_value_heads, site.group_size).tolist()
+    heads = [[g * site.group_size + j for j in range(site.group_size)] for g in range(site.key_value_heads)]
+    if unit == "group" or site.group_size == 1:
+        found = [(sum(v) / len(v), tuple(h)) for v, h in zip(values, heads, strict=True)]
+    else:
+        ranked = [
+            sorted(zip(v, h, strict=True), key=lambda item: (item[0], -item[1]))
+            for v, h in zip(values, heads, strict=True)
+        ]
+        # Their means ascend, as every group's own scores do.
+        return [(sum(v for v, _ in b) / len(b), tuple(h for _, h in b)) for b in zip(*ranked, strict=True)]
+    return sorted(found, key=lambda item: (item[0], -item[1][0]))

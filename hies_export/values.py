@@ -17,6 +17,23 @@ PLAN_FORMAT = 1
 
 
 @dataclass(frozen=True)
+class Projection:
+    """A linear layer in front of the attention, with the output features that belong to one head each.
+
+    A fused layer has features of query and of key/value heads; features that all heads share belong to none.
+
+    Attributes:
+        name: Dotted name of the layer.
+        query: Per query head, its output features; empty where the layer has none.
+        key_value: Per key/value head, its output features; empty where the layer has none.
+    """
+
+    name: str
+    query: tuple[tuple[int, ...], ...] = ()
+    key_value: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """One attention module of a model, as its attention function saw it.
 
@@ -26,7 +43,10 @@ class AttentionSite:
         key_value_heads: Number of key/value heads; smaller than `heads` under grouped-query attention.
         query_dim: Width of one query (and key) head.
         value_dim: Width of one value head.
-        query, key, value, output: Dotted names of the projections.
+        projections: The layers in front of the attention that have features of single heads.
+        output: Dotted name of the output projection, whose inputs are the heads' outputs in order.
+        attributes: Attributes of the module that follow the number of heads ("config.NAME" for one that the module
+            reads from its config), and what each of them counts; see `head_count`.
     """
 
     name: str
@@ -34,15 +54,32 @@ class AttentionSite:
     key_value_heads: int
     query_dim: int
     value_dim: int
-    query: str
-    key: str
-    value: str
+    projections: tuple[Projection, ...]
     output: str
+    attributes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def group_size(self) -> int:
         """Query heads per key/value head."""
         return self.heads // self.key_value_heads
+
+    def head_count(self, what: str, *, heads: int, key_value_heads: int) -> int:
+        """The value of an attribute of this module with so many heads.
+
+        Args:
+            what: "heads", "key_value_heads", "group_size", "query_width", "key_width", "value_width" or "output_width".
+            heads: Number of query heads.
+            key_value_heads: Number of key/value heads.
+        """
+        return {
+            "heads": heads,
+            "key_value_heads": key_value_heads,
+            "group_size": heads // key_value_heads,
+            "query_width": heads * self.query_dim,
+            "key_width": key_value_heads * self.query_dim,
+            "value_width": key_value_heads * self.value_dim,
+            "output_width": heads * self.value_dim,
+        }[what]
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,7 @@ from hies_export.values import AttentionSite, HeadScores, PruningPlan
 
 
 def make_sites(*counts: int, group_size: int = 1) -> tuple[AttentionSite, ...]:
-    return tuple(
-        AttentionSite(f"l{i}", n * group_size, n, 8, 8, f"l{i}.q", f"l{i}.k", f"l{i}.v", f"l{i}.o")
-        for i, n in enumerate(counts)
-    )
+    return tuple(AttentionSite(f"l{i}", n * group_size, n, 8, 8, (), f"l{i}.o") for i, n in enumerate(counts))
 
 
 def make_scores(*layers: list[float]) -> HeadScores:

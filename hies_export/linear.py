@@ -1,0 +1,48 @@
+"""The two layers of transformers that multiply by a weight, `nn.Linear` and GPT-2's `Conv1D`, seen as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is exactly one of the two: a subclass (quantised, adapted) may compute something else."""
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """The weight as (out_features, in_features), a view of the parameter whichever way the layer keeps it."""
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    return weight.T if isinstance(layer, Conv1D) else weight
+
+
+def weight_axis(layer: nn.Module, axis: int) -> int:
+    """The axis of the stored parameter that is `axis` of (out_features, in_features)."""
+    return 1 - axis if isinstance(layer, Conv1D) else axis
+
+
+def features_of(layer: nn.Module) -> tuple[int, int]:
+    """(out_features, in_features)"""
+    out_features, in_features = weight_of(layer).shape
+    return out_features, in_features
+
+
+def select_features(layer: Any, index: Tensor, axis: int) -> nn.Module:
+    """A new layer with some of the output (axis 0) or input (axis 1) features, of the same kind, dtype and device."""
+    index = index.to(layer.weight.device)
+    weight = layer.weight.detach().index_select(weight_axis(layer, axis), index)
+    bias = layer.bias
+    with torch.device("meta"):
+        if isinstance(layer, Conv1D):
+            new: nn.Module = Conv1D(weight.shape[1], weight.shape[0])
+        else:
+            new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    new.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+    if bias is not None:
+        rows = bias.detach().index_select(0, index) if axis == 0 else bias.detach().clone()
+        new.bias = nn.Parameter(rows, requires_grad=bias.requires_grad)
+    return new.train(layer.training)
