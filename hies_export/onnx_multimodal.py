@@ -180,6 +180,7 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
         UnsupportedModelError: The model has no projector, or its features need more than `pixel_values`.
     """
 
+    encoder: Any = model
     owner, name = _projector(model)
     projector = getattr(owner, name)
 
@@ -189,7 +190,7 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
     # An instance attribute hides the module of that name, which a tracer must see called and finished.
     vars(owner)[name] = project
     try:
-        model.get_image_features(pixel_values=pixel_values)
+        encoder.get_image_features(pixel_values=pixel_values)
         why = "its projector was not called"
     except _Projected as done:
         if done.features.ndim == 3:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from .errors import DataError, MissingRuntimeError, RecipeError, did_you_mean
+from .errors import DataError, ExportError, MissingRuntimeError, RecipeError, did_you_mean
 from .twin import forward_inputs, positions_of, share_weights
 
 ONNX_FILE = "model.onnx"
@@ -222,7 +222,11 @@ class OnnxRuntime(Runtime):
         self.threads = threads
         available = ort.get_available_providers()
         wanted = [self.requested] if self.requested in available else available[-1:]
-        self._session: Any = ort.InferenceSession(str(file), options, providers=wanted)
+        try:
+            self._session: Any = ort.InferenceSession(str(file), options, providers=wanted)
+        except Exception as error:  # ONNX Runtime has a class for each status, and no common one
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ExportError(f"ONNX Runtime must load {file.name}, and refused: {said}") from error
         if self.provider != self.requested:
             raise MissingRuntimeError(
                 f"runtime {self.name!r} must run on {self.requested}, and this ONNX Runtime offers "
@@ -304,7 +308,7 @@ def refuse_parts(folder: str | Path) -> None:
         raise RecipeError(
             [
                 f"a model to time must be a single graph, and {folder} has the parts of a vision-language model: "
-                "time its checkpoint with runtime torch, or name one part's file"
+                "name one part's file"
             ]
         )
 
