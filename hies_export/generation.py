@@ -13,12 +13,12 @@ import torch
 
 from .errors import DataError
 from .images import as_images, rgb_image
+from .labels import IGNORED
 from .prompts import answer_text, filled, template_fields, tokenise
 from .tokens import check_vocabulary, position_ids
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100
 # Of the images of a data set, how many may fail to decode.
 TOLERATED_SHARE = 0.01
 
