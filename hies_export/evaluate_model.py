@@ -95,7 +95,7 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress | None =
     tokens, nll = (torch.cat(values) for values in zip(*outputs, strict=True))
     counts = torch.cat([predicted_positions(batch["labels"]).sum(-1) for batch in batches]).cpu()
     sample = torch.arange(len(counts)).repeat_interleave(counts)
-    return TokenPredictions(tokens, nll, sample, samples=len(counts), answers=_are_answers(batches[0]))
+    return TokenPredictions(tokens, nll, sample, samples=len(counts), answers=_are_answers(batches))
 
 
 def _judge_tokens(logits: torch.Tensor, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,11 +110,14 @@ def _judge_tokens(logits: torch.Tensor, labels: Any) -> tuple[torch.Tensor, torc
     return torch.cat(tokens), torch.cat(nll)
 
 
-def _are_answers(batch: Batch) -> bool:
-    # A text is a label from its first token on; a prompt comes first, and is none.
-    mask = batch.get("attention_mask", torch.ones_like(batch["labels"]))
-    first = mask.long().argmax(-1, keepdim=True)
-    return bool((batch["labels"].gather(1, first) == IGNORED).all())
+def _are_answers(batches: Sequence[Batch]) -> bool:
+    # Of a text every token but the first is a label; a prompt is none, and has more than one token.
+    for batch in batches:
+        labels = batch["labels"]
+        mask = batch.get("attention_mask", torch.ones_like(labels))
+        if bool(((mask != 0) & (mask.cumsum(-1) > 1) & (labels == IGNORED)).any()):
+            return True
+    return False
 
 
 def references(batches: Sequence[Batch]) -> torch.Tensor:

@@ -108,6 +108,8 @@ def _padded_batches(
         labels = torch.full_like(input_ids, IGNORED)
         for row, (ids, counted) in enumerate(part):
             end = width if tokenizer.padding_side == "left" else len(ids)
+            # A text's first token is foretold by nothing; as a label it would be by the padding before it.
+            counted = min(counted, len(ids) - 1) if end > len(ids) else counted
             input_ids[row, end - len(ids) : end] = torch.tensor(ids)
             attention_mask[row, end - len(ids) : end] = 1
             labels[row, end - counted : end] = torch.tensor(ids[len(ids) - counted :])
