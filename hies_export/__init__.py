@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .measure import compare_latency, count_flops, count_parameters
     from .onnx_generate import OnnxGenerator
     from .pipeline import run
-    from .prompts import generate_text
+    from .generate import generate_text
     from .recipe import PruningRecipe
     from .report import Report
     from .save import save_slim

@@ -23,9 +23,10 @@ from .compare import count_both_flops, time_on
 from .compensate import LayerFit, compensate_heads
 from .compensated import collect_effects, score_compensated
 from .cut import check_cut, is_slim, masked_heads, prune_heads
-from .evaluate_model import compute_metrics, predict, references, stability, standard_error
+from .evaluate_model import Predictions, compute_metrics, predict, predicted, references, stability, standard_error
 from .export import OnnxExport, export_onnx
 from .folders import new_folder, refuse_existing
+from .metrics import METRICS
 from .prepare import AUTO_CLASSES, Prepared, budget_options, few, prepare
 from .progress import Progress, Silent
 from .recipe import PruningRecipe
@@ -187,7 +188,9 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
         error = standard_error(logits, references(prepared.held_out), **options)
         return Judgement(metrics[prepared.metrics[0]], error, share)
 
-    chosen = choose_alpha(plan_at, judge_masked, alphas=tuple(progress.track(ALPHAS, "choose alpha")))
+    alphas = tuple(progress.track(ALPHAS, "choose alpha"))
+    higher_is_better = METRICS[prepared.metrics[0]].higher_is_better
+    chosen = choose_alpha(plan_at, judge_masked, alphas=alphas, higher_is_better=higher_is_better)
     return Choice(statistics, chosen.scores, chosen.plan, chosen.curve)
 
 
@@ -258,12 +261,12 @@ def evaluate(
     """
     progress.stage("evaluate")
 
-    def logits_of(model: PreTrainedModel) -> Tensor:
+    def logits_of(model: PreTrainedModel) -> Predictions:
         return predict(model, prepared.evaluation, progress=lambda batches: progress.track(batches, "evaluate"))
 
     dense_logits, slim_logits = logits_of(prepared.model), logits_of(slim)
 
-    def judged(logits: Tensor) -> tuple[dict[str, float], float]:
+    def judged(logits: Predictions) -> tuple[dict[str, float], float]:
         return judge(prepared, prepared.evaluation, dense_logits, logits, recipe)
 
     uncompensated = None
@@ -283,18 +286,16 @@ def evaluate(
 def judge(
     prepared: Prepared,
     batches: list[dict[str, Tensor]],
-    dense_logits: Tensor,
-    logits: Tensor,
+    dense_logits: Predictions,
+    logits: Predictions,
     recipe: PruningRecipe,
 ) -> tuple[dict[str, float], float]:
     """Metrics of some logits, and their stability.
 
     Without labels the dense model's predictions are the reference, and its own value is perfect by definition.
     """
-    if "labels" in batches[0]:
-        expected = references(batches)
-    else:
-        expected = dense_logits.flatten() if prepared.regression else dense_logits.argmax(-1)
+    labelled = "labels" in batches[0]
+    expected = references(batches) if labelled else predicted(dense_logits, regression=prepared.regression)
     metrics = compute_metrics(logits, expected, names=prepared.metrics, regression=prepared.regression)
     tolerance = recipe.evaluation.stability_tolerance
     return metrics, stability(dense_logits, logits, regression=prepared.regression, tolerance=tolerance)
