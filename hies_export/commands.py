@@ -147,8 +147,8 @@ def export_command(options: argparse.Namespace, out: Console, progress: Progress
 def _processor(path: str, model: Any) -> Any:
     from .data import load_processor
     from .errors import DataError
-    from .onnx_multimodal import is_vision_language
     from .generate import load_prompt_processor
+    from .onnx_multimodal import is_vision_language
 
     task = "image-classification" if model.main_input_name == "pixel_values" else "text-classification"
     try:
