@@ -104,6 +104,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
             parameters=gains["parameters"],
             bytes=gains["bytes"],
             flops=gains["flops"],
+            cache_bytes_per_token=gains["cache_bytes_per_token"],
             quality={"metric": prepared.metrics[0], **quality["metrics"][prepared.metrics[0]]},
             stability=quality["stability"],
             cut_max_abs=cut_max_abs,
@@ -118,6 +119,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "uncompensated": quality["uncompensated"],
                 "compensation": [asdict(fit) for fit in fits],
                 "alpha_curve": choice.alpha_curve,
+                "stability_of": _predicted(recipe),
                 "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
                 "custom_code": is_slim(slim),
                 "auto_class": AUTO_CLASSES[recipe.task],
@@ -125,6 +127,8 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "data": {
                     "labels": plan.calibration["labels"],
                     "calibration_samples": statistics.samples,
+                    "calibration_batch": statistics.batch_size,
+                    "calibration_batch_asked": min(recipe.calibration.batch_size, statistics.samples),
                     "evaluation_samples": sum(len(next(iter(batch.values()))) for batch in prepared.evaluation),
                     "evaluation_split": recipe.evaluation.split,
                     "fingerprint": statistics.fingerprint,
@@ -144,7 +148,7 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
     statistics = collect_statistics(
         prepared.model,
         prepared.calibration,
-        prepared.sites,
+        prepared.scored,
         progress=lambda batches: progress.track(batches, "score"),
     )
     calibration = {
@@ -160,11 +164,11 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
         effects = collect_effects(
             prepared.model,
             prepared.calibration,
-            prepared.sites,
+            prepared.scored,
             progress=lambda batches: progress.track(batches, "effects"),
         )
         scores = score_compensated(
-            effects, prepared.sites, progress=lambda sites: progress.track(sites, "greedy removal")
+            effects, prepared.scored, progress=lambda sites: progress.track(sites, "greedy removal")
         )
         return Choice(statistics, scores, plan_by(scores), ())
 
@@ -192,6 +196,13 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
     higher_is_better = METRICS[prepared.metrics[0]].higher_is_better
     chosen = choose_alpha(plan_at, judge_masked, alphas=alphas, higher_is_better=higher_is_better)
     return Choice(statistics, chosen.scores, chosen.plan, chosen.curve)
+
+
+def _predicted(recipe: PruningRecipe) -> str:
+    """What a prediction is, whose share that stays the same is the stability."""
+    if recipe.data.answer is not None:
+        return "answer"
+    return "next token" if recipe.task == "text-generation" else "prediction"
 
 
 def write_choice(folder: Path, choice: Choice) -> None:
@@ -228,7 +239,7 @@ def prune(
         The slim model, what compensation did, and the largest output differences of the cut and of the reload.
     """
     progress.stage("cut")
-    batch = prepared.calibration[0]
+    batch = few(prepared.calibration[0])
     slim = prune_heads(prepared.model, plan, prepared.sites)
     cut_max_abs = check_cut(prepared.model, slim, plan, batch)
     fits = []
@@ -320,17 +331,16 @@ def measure_gains(
     prepared: Prepared, slim: PreTrainedModel, onnx: OnnxExport, recipe: PruningRecipe, *, progress: Progress
 ) -> dict[str, Any]:
     """Count parameters, bytes and FLOPs, and time both models on every runtime and shape."""
-    dense, shapes = prepared.model, prepared.shapes
-    batches = {s: measure.synthetic_batch(dense, batch=s[0], sequence=s[1]) for s in shapes}
+    dense, batches = prepared.model, prepared.measured
     flops = count_both_flops(dense, slim, batches)
     latency = []
     # Beside the slim one, so that both are read from the same disk; the dense graph is not kept.
     with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
         dense_folder = Path(temporary) / "onnx"
-        if any(name.startswith("onnxruntime") for name in recipe.measure.runtimes):
+        if any(name.startswith("onnxruntime") for name in prepared.runtimes):
             export(prepared, dense, recipe, dense_folder, progress=progress)
         progress.stage("measure")
-        for name in recipe.measure.runtimes:
+        for name in prepared.runtimes:
             sources = (dense, slim) if name == "torch" else (dense_folder, onnx.folder)
             latency += time_on(
                 name,
@@ -340,7 +350,8 @@ def measure_gains(
                 repeats=recipe.measure.repeats,
                 track=progress.track,
             )
-    dense_flops, slim_flops = flops[shapes[0]]
+    shape = next(iter(batches))
+    dense_flops, slim_flops = flops[shape]
     return {
         "parameters": {"dense": measure.count_parameters(dense), "slim": measure.count_parameters(slim)},
         "bytes": {
@@ -348,9 +359,16 @@ def measure_gains(
             "slim": measure.parameter_bytes(slim),
             "onnx": onnx.bytes,
         },
-        "flops": {"dense": dense_flops, "slim": slim_flops, "shape": list(shapes[0])},
+        "flops": {"dense": dense_flops, "slim": slim_flops, "shape": list(shape)},
+        "cache_bytes_per_token": _cache_bytes(dense, slim),
         "latency": latency,
     }
+
+
+def _cache_bytes(dense: PreTrainedModel, slim: PreTrainedModel) -> dict[str, int] | None:
+    """What both models remember of a token while they generate; None where they do not."""
+    found = [measure.cache_bytes_per_token(model) for model in (dense, slim)]
+    return None if found[0] is None or found[1] is None else {"dense": found[0], "slim": found[1]}
 
 
 class _Stopwatch:
