@@ -136,11 +136,10 @@ class OnnxGenerator:
         if self.embed_tokens is None:
             return {"input_ids": input_ids}
         embeds = _run(self.embed_tokens, {"input_ids": input_ids})["inputs_embeds"]
-        given = 0 if self.image_token_id is None else int(torch.eq(input_ids, self.image_token_id).sum())
+        # A generated image token stands for itself, as in torch.
         if pixel_values is None or self.vision_encoder is None or self.image_token_id is None:
-            if given:
-                raise DataError(f"prompts with image tokens (id {self.image_token_id}) need pixel_values, got none")
             return {"inputs_embeds": embeds}
+        given = int(torch.eq(input_ids, self.image_token_id).sum())
         features = _tensor(_run(self.vision_encoder, {"pixel_values": pixel_values})["image_features"])
         images, tokens = features.shape[:2]
         if given != images * tokens:
@@ -189,6 +188,8 @@ class OnnxGenerator:
             )
         if pixel_values is not None and self.vision_encoder is None:
             raise DataError("pixel_values must be left out for a model of text, got images")
+        if pixel_values is None and self.image_token_id is not None and bool(torch.eq(ids, self.image_token_id).any()):
+            raise DataError(f"prompts with image tokens (id {self.image_token_id}) need pixel_values, got none")
 
 
 def _run(runtime: OnnxRuntime, batch: Mapping[str, Any]) -> dict[str, Any]:
