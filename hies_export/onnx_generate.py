@@ -109,11 +109,12 @@ class OnnxGenerator:
             RecipeError: max_new_tokens is below 1.
             DataError: The prompts cannot be read, are padded on the right, are too long, or do not fit the images.
         """
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(torch.int64)
-        self._check(input_ids, mask, pixel_values, max_new_tokens)
+        tokens = input_ids.cpu()
+        mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.to("cpu", torch.int64)
+        self._check(tokens, mask, pixel_values, max_new_tokens)
+        tokens = tokens.to(torch.int64)
         ends = torch.tensor(self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id), dtype=torch.int64)
         padding = self.pad_token_id if self.pad_token_id is not None else int(ends[0]) if len(ends) else 0
-        tokens = input_ids.to(torch.int64)
         finished = torch.zeros(len(tokens), dtype=torch.bool)
         inputs, cache = self.prompt(tokens, pixel_values), None
         for _ in range(max_new_tokens):

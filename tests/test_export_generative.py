@@ -218,7 +218,8 @@ def test_decoders_generate_as_in_torch(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fused_for_cuda_in_half_precision(tmp_path: Path) -> None:
+def test_fused_for_cuda_in_half_precision_with_weights_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "PROTOBUF_LIMIT_BYTES", 1000)
     model = llama(tie_word_embeddings=True)
     exported = export_onnx(model, tmp_path / "onnx", batch=padded_prompts(), provider="cuda", dtype="float16")
     assert exported.fused_ops["MultiHeadAttention"] == 3
@@ -227,6 +228,9 @@ def test_fused_for_cuda_in_half_precision(tmp_path: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     weight_bytes = sum(p.numel() * 2 for p in model.parameters())
     assert exported.bytes < weight_bytes + 40_000
+    beside = (exported.folder / "model.onnx_data").stat().st_size
+    assert exported.bytes == beside + exported.file.stat().st_size
+    assert beside > 0.8 * weight_bytes
     types = {value.name: value.type.tensor_type.elem_type for value in onnx.load(exported.file).graph.input}
     assert types["past_key_values.0.key"] == onnx.TensorProto.FLOAT16
 
