@@ -1,8 +1,9 @@
 """What scoring costs: time and peak memory against a plain forward and backward pass of the same batch.
 
 python bench/scoring.py [--shapes 128x32 512x8 2048x2] [--layers 6] [--repeats 3]
+python bench/scoring.py --model llama --layers 8 --shapes 1024x1 2048x1 4096x1 --ways plain hies
 
-Four ways to run one batch through a BERT of base width (random weights, frozen):
+Four ways to run one batch through a BERT of base width, or a LLaMA of width 1024 (random weights, frozen):
   plain    forward and backward to the input embeddings: what any gradient criterion pays
   hies     `collect_statistics`: HIS and entropy of every head in that one pass
   eager    the textbook way: attention maps from eager attention, gradients to a mask in front of each projection
@@ -27,16 +28,34 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hies_export import AttentionSite, collect_statistics, find_attention
 from hies_export.measure import environment
 
 
+def bert(layers: int) -> PreTrainedModel:
+    config = BertConfig(num_hidden_layers=layers, max_position_embeddings=2048, num_labels=2)
+    return BertForSequenceClassification(config).eval().requires_grad_(False)
+
+
+def llama(layers: int) -> PreTrainedModel:
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
 def plain(model: PreTrainedModel, batch: dict[str, Tensor], sites: tuple[AttentionSite, ...]) -> None:
     embeddings = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_(True)
     inputs = {k: v for k, v in batch.items() if k != "input_ids"}
-    torch.autograd.grad(model(inputs_embeds=embeddings, **inputs).loss, embeddings)
+    options = {} if model.config.model_type == "bert" else {"use_cache": False}
+    torch.autograd.grad(model(inputs_embeds=embeddings, **inputs, **options).loss, embeddings)
 
 
 def hies(model: PreTrainedModel, batch: dict[str, Tensor], sites: tuple[AttentionSite, ...]) -> None:
@@ -102,14 +121,15 @@ def peak_megabytes(run: Callable[[], None]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["128x32", "512x8", "2048x2"], metavar="SEQUENCExBATCH")
+    parser.add_argument("--model", choices=("bert", "llama"), default="bert")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    config = BertConfig(num_hidden_layers=options.layers, max_position_embeddings=2048, num_labels=2)
-    model = BertForSequenceClassification(config).eval().requires_grad_(False)
+    model = (bert if options.model == "bert" else llama)(options.layers)
+    config = model.config
     rows = []
     print("sequence x batch  way          seconds  time/plain   peak MB  memory/plain")
     for shape in options.shapes:
@@ -120,6 +140,8 @@ def main() -> None:
             "labels": torch.arange(int(size)) % 2,
         }
         batch["attention_mask"][-1, -int(sequence) // 4 :] = 0  # a padded row, as real batches have
+        if options.model == "llama":
+            batch["labels"] = batch["input_ids"].where(batch["attention_mask"].bool(), -100)
         sites = find_attention(model, {k: v[:1, :8] for k, v in batch.items() if k != "labels"})
         seconds: dict[str, list[float]] = {way: [] for way in options.ways}
         memory = {way: peak_megabytes(functools.partial(WAYS[way], model, batch, sites)) for way in options.ways}
@@ -146,7 +168,15 @@ def main() -> None:
                 flush=True,
             )
     print(
-        json.dumps({"layers": options.layers, "repeats": options.repeats, "rows": rows, "environment": environment()})
+        json.dumps(
+            {
+                "model": options.model,
+                "layers": options.layers,
+                "repeats": options.repeats,
+                "rows": rows,
+                "environment": environment(),
+            }
+        )
     )
 
 

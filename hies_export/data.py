@@ -17,7 +17,7 @@ from .errors import DataError, RequestError
 from .generation import answer_batches, block_batches, image_text_batches, text_batches
 from .images import as_images, holds_images, rgb_image
 from .labels import STRINGS, is_regression, kind_of, read_labels
-from .prompts import check_prompt, one_row_per_question
+from .prompts import check_prompt, one_row_per_question, right_choice
 from .rows import listed, said
 from .text_blocks import pack_text
 from .tokens import check_vocabulary, settle_padding, token_limit
@@ -38,7 +38,8 @@ class Columns:
     Args:
         text: The text column, or two of them for sentence pairs; one for plain text to generate.
         image: The image column.
-        label: The column of labels of a classification; None for unlabelled rows.
+        label: The column of labels of a classification, None for unlabelled rows; of generated text, the column that
+            says which of the choices in `answer` is right.
         prompt: A template over the columns, such as "Question: {question}\\nAnswer:".
         answer: The column with what is to follow the prompt.
     """
@@ -82,6 +83,8 @@ def check_rows(rows: datasets.Dataset, *, columns: Columns, config: Any, task: s
                 raise DataError(f"every row must have a {column!r}, but row {row} (from 0) has none")
     if columns.prompt is not None and columns.answer is not None and task in GENERATIVE:
         check_prompt(rows, prompt=columns.prompt, answer=columns.answer)
+        if columns.label:
+            right_choice(rows, answer=columns.answer, label=columns.label)
     if columns.label and task not in GENERATIVE:
         read_labels(rows, column=columns.label, config=config)
 
@@ -168,8 +171,9 @@ def draw_samples(
 ) -> datasets.Dataset:
     """Turn rows into one row per sample, then take as many as wanted, so that samples are what is counted.
 
-    Rows are samples already, but for two cases. Plain text to generate is packed into blocks (`pack_text`), so give all
-    rows, in their own order. Rows with lists of questions become a row per question (`one_row_per_question`).
+    Rows are samples already, but for three cases. Plain text to generate is packed into blocks (`pack_text`), so give
+    all rows, in their own order. Rows with lists of questions become a row per question (`one_row_per_question`). Of
+    several choices the right one becomes the answer (`right_choice`).
 
     Args:
         rows: What `load_rows` returned and `check_rows` accepted.
@@ -189,6 +193,8 @@ def draw_samples(
         DataError: as `pack_text` and `one_row_per_question`; a max_length the model cannot take.
     """
     if task in GENERATIVE and columns.prompt is not None and columns.answer is not None:
+        if columns.label:
+            rows = right_choice(rows, answer=columns.answer, label=columns.label)
         rows = one_row_per_question(rows, prompt=columns.prompt, answer=columns.answer)
     elif task == "text-generation" and packing and not _packed(rows):
         length = token_limit(processor, config, max_length) or BLOCK_LENGTH

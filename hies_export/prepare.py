@@ -127,6 +127,8 @@ def prepare(recipe: PruningRecipe) -> Prepared:
     def batches(rows: datasets.Dataset, columns: Columns, batch_size: int) -> list[dict[str, Tensor]]:
         return make_batches(rows, columns=columns, batch_size=batch_size, **shared) if len(rows) else []
 
+    if recipe.task in GENERATIVE:
+        columns = replace(columns, label=None)  # the right choices are chosen
     size = calibration.batch_size
     calibration_batches = batches(part(0, calibration.samples), columns, size)
     sites = find_attention(model, few(calibration_batches[0]))

@@ -83,6 +83,32 @@ def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) ->
     return datasets.Dataset(datasets.table.InMemoryTable(table), info=datasets.DatasetInfo(features=features))
 
 
+def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets.Dataset:
+    """Of the choices in the answer column, keep the one that the label column numbers, counting from 0.
+
+    Raises:
+        DataError: there is no such column, the answers are no lists, or a label is not the number of a choice.
+    """
+    if label not in rows.column_names:
+        hint = did_you_mean(label, rows.column_names)
+        raise DataError(f"data.label must be a column of the data ({listed(rows.column_names)}), got {label!r}{hint}")
+    if not isinstance(rows.features[answer], LISTS):
+        raise DataError(
+            f"data.label numbers the right one of the choices in data.answer, but {answer!r} holds "
+            f"{kind_of(rows.features[answer])}; leave data.label out where there is one answer"
+        )
+    chosen = []
+    for row, (choices, number) in enumerate(zip(rows[answer][:], rows[label][:], strict=True)):
+        if not str(number).isdecimal() or int(number) >= len(choices):
+            raise DataError(
+                f"every {label!r} must number one of the {len(choices)} choices from 0, but row {row} (from 0) has "
+                f"{number!r}; use a split with labels"
+            )
+        chosen.append(choices[int(number)])
+    kind = rows.features[answer].feature
+    return rows.remove_columns(answer).add_column(answer, chosen, feature=kind)
+
+
 def _listed_columns(rows: datasets.Dataset, *, prompt: str, answer: str) -> list[str]:
     asked = [field for field in template_fields(prompt) if isinstance(rows.features[field], LISTS)]
     answers = [answer] if asked and answer not in asked and isinstance(rows.features[answer], LISTS) else []

@@ -33,7 +33,8 @@ class DataSection(_Section):
         prompt: What to ask, with the columns it reads in braces: "Question: {question}"; instead of `text` in
             text-generation, and always in image-text-to-text.
         answer: Column of answers; the loss and the quality are those of its tokens.
-        label: Label column; without one, the model's own predictions stand in for calibration.
+        label: Label column; without one, the model's own predictions stand in for calibration. Where `answer` holds
+            choices, the column with the number of the right one.
         max_length: Longest sequence in tokens; the model's own limit by default, and at most 512 for packed text.
         packing: Whether texts to generate are joined and cut into blocks of max_length, or are a sample each.
     """
@@ -248,10 +249,10 @@ class PruningRecipe(_Section):
         wanted: dict[str, tuple[set[str], set[str], str]] = {
             "text-classification": ({"text"}, {"label"}, "data.text (one or two columns)"),
             "image-classification": ({"image"}, {"label"}, "data.image (a column of images)"),
-            "image-text-to-text": ({"image", "prompt"}, set(), "data.image, data.prompt and data.answer"),
+            "image-text-to-text": ({"image", "prompt"}, {"label"}, "data.image, data.prompt and data.answer"),
         }
         if self.task == "text-generation":
-            if given not in ({"text"}, {"prompt"}) or len(data.text) > 1:
+            if given not in ({"text"}, {"prompt"}, {"prompt", "label"}) or len(data.text) > 1:
                 raise ValueError("text-generation needs data.text (one column), or data.prompt and data.answer")
             return self
         needed, allowed, said = wanted[self.task]

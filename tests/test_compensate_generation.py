@@ -23,7 +23,7 @@ Batches = list[dict[str, Tensor]]
 
 
 def collected(model: PreTrainedModel, name: str, batches: Batches) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Per sample (x, y, g) of a projection: input, output, and gradient of the model's own prediction at the output."""
+    """Per sample (x, y, g) of a projection: input, output, and gradient of the text's log-probability at the output."""
     seen: list[tuple[Tensor, Tensor]] = []
     handle = model.get_submodule(name).register_forward_hook(lambda m, x, y: seen.append((x[0], y)))
     samples = []
@@ -31,7 +31,7 @@ def collected(model: PreTrainedModel, name: str, batches: Batches) -> list[tuple
         logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits[0]
         x, y = seen.pop()
         at = [t - 1 for t in range(1, len(logits)) if one["labels"][0, t] != -100]
-        prediction = sum(logits[t].log_softmax(-1)[logits[t].argmax()] for t in at)
+        prediction = sum(logits[t].log_softmax(-1)[one["labels"][0, t + 1]] for t in at)
         (g,) = torch.autograd.grad(prediction, y, allow_unused=True)
         g = torch.zeros_like(y) if g is None else g
         samples.append(tuple(t[0].detach().double().numpy() for t in (x, y, g)))
@@ -56,7 +56,7 @@ CASES = [(causal_lm, decoder_batches), (llava, llava_batches)]
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize(("make", "make_batches"), CASES, ids=["decoder", "llava"])
-def test_effects_are_of_the_tokens_the_model_itself_predicts(
+def test_effects_are_of_the_log_probability_of_the_text(
     make: Callable[[], PreTrainedModel], make_batches: Callable[[str], Batches], side: str
 ) -> None:
     model, batches = make(), make_batches(side)

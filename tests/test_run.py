@@ -28,6 +28,7 @@ from hies_export.report import CUT, KEPT, Report
 SUMMARY = {
     *("model", "task", "criterion", "alpha", "seed", "heads", "parameters", "bytes", "flops", "quality", "stability"),
     *("cut_max_abs", "reload_max_abs", "onnx_max_abs", "seconds", "latency", "environment"),
+    "cache_bytes_per_token",
 }
 
 
@@ -181,7 +182,7 @@ def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.Cap
 def test_alpha_auto_needs_rows_of_its_own(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--set", "prune.alpha=auto", "--set", "calibration.samples=12")
     assert hies("run", project / "recipe.yaml", *options) == 2
-    assert "needs rows beyond the 12 calibration samples, but the split 'train' has 12" in capsys.readouterr().err
+    assert "needs samples beyond the 12 to score on, but the split 'train' has 12" in capsys.readouterr().err
 
 
 def test_without_labels_the_models_predictions_stand_in(project: Path) -> None:
