@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from .errors import ExportError, UnsupportedModelError
-from .onnx_trace import export_program, fixed_size, name_axes
+from .onnx_trace import export_program, fixed_size, name_axes, reason
 from .runtimes import CACHE_SIZES
 from .twin import positions_of
 
@@ -77,7 +77,7 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
         them, and the cache of what came before.
 
     Raises:
-        ExportError: The model returns no cache.
+        ExportError: The model does not run with a cache of keys and values.
     """
     name = "inputs_embeds" if "inputs_embeds" in prompt else "input_ids"
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -89,8 +89,13 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
 
     # The model's own cache may forget what a sliding window has passed; the window is in the mask as well.
     past, length = DynamicCache(), tokens.shape[1]
-    with torch.no_grad():
-        model(**inputs(0, length - 2), past_key_values=past, use_cache=True)
+    try:
+        with torch.no_grad():
+            model(**inputs(0, length - 2), past_key_values=past, use_cache=True)
+    except Exception as error:  # of a model's own making: a cache of another kind, an input that is missing
+        raise ExportError(
+            f"a decoder must run with a cache of keys and values, and {type(model).__name__} refused: {reason(error)}"
+        ) from error
     if not past.get_seq_length():
         raise ExportError(f"a decoder must fill its cache, and {type(model).__name__} left it empty")
     return {**inputs(length - 2, length), "past_key_values": past}

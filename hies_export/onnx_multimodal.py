@@ -66,6 +66,11 @@ def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -
         UnsupportedModelError: The model has no projector the exporter knows, or needs more than `pixel_values`.
         DataError: The batch has no images or no prompt, or the image tokens do not match the images.
     """
+    if getattr(model.config, "image_token_id", None) is None:
+        raise UnsupportedModelError(
+            f"export_onnx needs a vision-language model whose config names the image token, and "
+            f"{type(model).__name__} has no image_token_id"
+        )
     kinds = {"token_type_ids", "mm_token_type_ids"} & set(inspect.signature(model.forward).parameters)
     if kinds:
         raise UnsupportedModelError(

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from hies_export.errors import DataError, MissingRuntimeError, RecipeError
 from hies_export.runtimes import RUNTIMES, OnnxRuntime, Runtime, TorchRuntime, load_runtime, register_runtime
-from hies_export.twin import forward_inputs, share_weights
+from hies_export.twin import forward_inputs, positions_of, share_weights
 
 # logits = 2 * input_ids + attention_mask - token_type_ids, so every input can be seen in the output.
 GRAPH = """<ir_version: 10, opset_import: ["" : 20]>
@@ -161,3 +161,41 @@ def test_a_twin_shares_weights_and_nothing_else(model):
 def test_forward_inputs_in_the_order_of_the_forward(model):
     batch = {"labels": IDS, "token_type_ids": IDS, "input_ids": IDS, "text": ["a"], "idx": IDS}
     assert list(forward_inputs(model, batch)) == ["input_ids", "token_type_ids"]
+
+
+def test_positions_count_what_is_not_padding():
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    assert positions_of(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_onnxruntime_fills_in_positions_and_an_empty_cache(tmp_path, named):
+    heads = "key_value_heads.0" if named else 2
+    floats, integers = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+    shapes = {"input_ids": ["b", "s"], "attention_mask": ["b", "t"], "position_ids": ["b", "s"]}
+    inputs = [onnx.helper.make_tensor_value_info(name, integers, shape) for name, shape in shapes.items()]
+    inputs.append(onnx.helper.make_tensor_value_info("past_key_values.0.key", floats, ["b", heads, "p", 4]))
+    outputs = [
+        onnx.helper.make_tensor_value_info("logits", integers, ["b", "s"]),
+        onnx.helper.make_tensor_value_info("present.0.key", floats, ["b", heads, "p", 4]),
+    ]
+    nodes = [
+        onnx.helper.make_node("Add", ["input_ids", "position_ids"], ["logits"]),
+        onnx.helper.make_node("Identity", ["past_key_values.0.key"], ["present.0.key"]),
+    ]
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "g", inputs, outputs), opset_imports=[onnx.helper.make_opsetid("", 20)]
+    )
+    model.ir_version = 10
+    if named:
+        onnx.helper.set_model_props(model, {"hies_export.cache_sizes": '{"past_key_values.0.key": [2, 4]}'})
+    onnx.save(model, tmp_path / "model.onnx")
+    runtime = load_runtime("onnxruntime-cpu", tmp_path)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    result = runtime.run(runtime.prepare({"input_ids": IDS, "attention_mask": mask}))
+    assert runtime.fetch(result)["logits"].tolist() == [[1, 2, 4], [4, 6, 8]]
+    assert runtime.fetch(result)["present.0.key"].shape == (2, 2, 0, 4)
+    # A step: the last token's position counts what is in the cache, which goes in as it came out.
+    cache = {"past_key_values.0.key": runtime.values(result)["present.0.key"]}
+    step = runtime.prepare({"input_ids": IDS[:, :1], "attention_mask": mask, **cache})
+    assert runtime.fetch(runtime.run(step))["logits"].tolist() == [[2], [6]]
