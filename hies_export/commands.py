@@ -79,7 +79,7 @@ def score_command(options: argparse.Namespace, out: Console, progress: Progress)
 
 def prune_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Write a slim checkpoint."""
-    from .cut import check_plan
+    from .cut import check_plan, check_weights, weight_norms
     from .folders import refuse_existing
     from .pipeline import choose, prune
     from .prepare import prepare
@@ -92,6 +92,7 @@ def prune_command(options: argparse.Namespace, out: Console, progress: Progress)
     prepared = prepare(recipe)
     if given is not None:
         check_plan(given, prepared.sites)
+        check_weights(given, weight_norms(prepared.model, prepared.sites))
     plan = given or choose(prepared, recipe, progress=progress).plan
     _, _, cut_max_abs, reload_max_abs = prune(
         prepared, plan, recipe, recipe.output, overwrite=options.overwrite, progress=progress

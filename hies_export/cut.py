@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from transformers.models.auto import modeling_auto
 from . import modeling_hies
 from .attention import AttentionCall, VisibleKeys, attend, use_attention
 from .errors import CutMismatchError, PlanError
-from .linear import features_of, select_features
+from .linear import features_of, select_features, weight_of
 from .modes import evaluating
 from .values import AttentionSite, KeptHeads, Projection, PruningPlan
 
@@ -42,9 +43,11 @@ def prune_heads(
         The slim model, an ordinary `PreTrainedModel`.
 
     Raises:
-        PlanError: The plan is not for this model.
+        PlanError: The plan is not for this model, or for other weights.
     """
     check_plan(plan, sites)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        check_weights(plan, weight_norms(model, sites))
     slim = model if inplace else copy.deepcopy(model)
     resized: dict[str, list[int]] = {}
     attributes: dict[str, dict[str, Any]] = {}
@@ -141,6 +144,30 @@ def check_plan(plan: PruningPlan, sites: tuple[AttentionSite, ...]) -> None:
                 f"every key/value head that stays must keep as many query heads as the others, but in {site.name} the "
                 f"plan keeps query heads {list(kept.query)}, {[len(h) for h in per_group]} per key/value head; cut "
                 "whole groups (unit: group) or the same number in every group (unit: query)"
+            )
+
+
+def weight_norms(model: nn.Module, sites: tuple[AttentionSite, ...]) -> dict[str, float]:
+    """What a plan remembers of its model: L2 norms of the first and the last output projection."""
+    names = dict.fromkeys(site.output for site in (sites[0], sites[-1]))
+    return {name: weight_of(model.get_submodule(name)).detach().double().norm().item() for name in names}
+
+
+def check_weights(plan: PruningPlan, norms: Mapping[str, float]) -> None:
+    """Refuse a plan made for other weights: where heads have learnt other things, what it keeps is arbitrary.
+
+    Args:
+        plan: The plan.
+        norms: From `weight_norms` of the model it is to be applied to.
+
+    Raises:
+        PlanError: A norm differs by more than rounding to another dtype could make it.
+    """
+    for name, norm in plan.model.items():
+        if name not in norms or not math.isclose(norm, norms[name], rel_tol=1e-3):
+            raise PlanError(
+                f"a plan must be for the weights it is applied to, but {name} had an L2 norm of {norm:.6g} in the model "
+                f"the plan was made for and has {norms.get(name, float('nan')):.6g} here; make a plan for this model"
             )
 
 

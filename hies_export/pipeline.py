@@ -22,7 +22,7 @@ from .calibrate import collect_statistics
 from .compare import count_both_flops, time_on
 from .compensate import LayerFit, compensate_heads
 from .compensated import collect_effects, score_compensated
-from .cut import check_cut, is_slim, masked_heads, prune_heads
+from .cut import check_cut, is_slim, masked_heads, prune_heads, weight_norms
 from .evaluate_model import Predictions, compute_metrics, predict, predicted, references, stability, standard_error
 from .export import OnnxExport, export_onnx
 from .folders import new_folder, refuse_existing
@@ -157,8 +157,11 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
         "fingerprint": statistics.fingerprint,
     }
 
+    norms = weight_norms(prepared.model, prepared.sites)
+
     def plan_by(scores: HeadScores) -> PruningPlan:
-        return select_heads(scores, prepared.sites, **budget_options(recipe), seed=seed, calibration=calibration)
+        options: dict[str, Any] = {"seed": seed, "calibration": calibration, "model": norms}
+        return select_heads(scores, prepared.sites, **budget_options(recipe), **options)
 
     if prune.criterion == COMPENSATED:
         effects = collect_effects(

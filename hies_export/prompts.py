@@ -87,11 +87,8 @@ def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets
     """Of the choices in the answer column, keep the one that the label column numbers, counting from 0.
 
     Raises:
-        DataError: there is no such column, the answers are no lists, or a label is not the number of a choice.
+        DataError: the answers are no lists, or a label is not the number of a choice.
     """
-    if label not in rows.column_names:
-        hint = did_you_mean(label, rows.column_names)
-        raise DataError(f"data.label must be a column of the data ({listed(rows.column_names)}), got {label!r}{hint}")
     if not isinstance(rows.features[answer], LISTS):
         raise DataError(
             f"data.label numbers the right one of the choices in data.answer, but {answer!r} holds "

@@ -25,6 +25,7 @@ def select_heads(
     keep_layers: Sequence[int] = (),
     seed: int = 0,
     calibration: Mapping[str, Any] | None = None,
+    model: Mapping[str, float] | None = None,
 ) -> PruningPlan:
     """Plan the removal of a share of the heads.
 
@@ -49,6 +50,7 @@ def select_heads(
             end.
         seed: Recorded in the plan.
         calibration: Recorded in the plan.
+        model: Recorded in the plan, from `weight_norms`.
 
     Returns:
         The plan; equal inputs give equal plans.
@@ -89,6 +91,7 @@ def select_heads(
         seed=seed,
         calibration=dict(calibration or {}),
         versions=library_versions(),
+        model=dict(model or {}),
     )
 
 

@@ -151,6 +151,8 @@ class PruningPlan:
         seed: Seed of the calibration sample (and of `random`).
         calibration: `samples`, `labels` ("data" or "predictions") and `fingerprint` (SHA-256) of the batches.
         versions: Library versions the plan was made with.
+        model: What tells the model the plan was made for from others: the L2 norms of some output projections, by name;
+            empty where that is not known. Norms are the same, to 1e-4, in every dtype.
     """
 
     kept: Mapping[str, KeptHeads]
@@ -159,6 +161,7 @@ class PruningPlan:
     seed: int
     calibration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    model: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def heads(self) -> int:

@@ -317,6 +317,22 @@ def test_processors_are_loaded_from_their_folders(tmp_path: Path) -> None:
         load_processor(tmp_path / "text", task="image-text-to-text")
 
 
+def test_the_right_choice_is_the_answer() -> None:
+    rows = rows_of(question=["a b", "c"], choices=[["d", "e"], ["f", "g"]], label=["1", "0"])
+    columns = Columns(prompt="Q {question} A", answer="choices", label="label")
+    options: dict[str, Any] = {"columns": columns, "config": causal_lm().config, "task": "text-generation"}
+    check_rows(rows, **options)
+    (batch,) = make_batches(rows, **options, processor=generative_tokenizer(), batch_size=2)
+    assert labelled(batch) == ["e </s>", "f </s>"]
+    for label, message in (("2", "number one of the 2 choices from 0, but row 1 .* has '2'"), ("", "has ''")):
+        with pytest.raises(DataError, match=message):
+            check_rows(rows_of(question=["a", "c"], choices=[["d", "e"]] * 2, label=["1", label]), **options)
+    with pytest.raises(DataError, match="leave data.label out where there is one answer"):
+        check_rows(rows_of(question=["a"], choices=["d"], label=["0"]), **options)
+    with pytest.raises(DataError, match="must have the column 'label', but it has question, choices, labels"):
+        check_rows(rows_of(question=["a"], choices=[["d"]], labels=["0"]), **options)
+
+
 def test_easy_vqa(shared: Path) -> None:
     rows = load_rows(files={"train": shared / "data" / "easy_vqa" / "train.parquet"}, split="train", samples=20)
     columns = Columns(image="image", prompt="Q {questions} A", answer="answers")

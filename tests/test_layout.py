@@ -10,7 +10,7 @@ from test_cut import SMALL, architecture
 from torch import nn
 from transformers import PreTrainedModel
 
-from hies_export.cut import check_cut, check_plan, prune_heads
+from hies_export.cut import check_cut, check_plan, prune_heads, weight_norms
 from hies_export.errors import PlanError, UnsupportedModelError
 from hies_export.layout import find_attention
 from hies_export.select import select_heads
@@ -189,3 +189,14 @@ def test_plans_that_break_groups_are_refused() -> None:
         check_plan(plan((0, 1, 2, 3), (0, 1, 2)), sites)
     with pytest.raises(PlanError, match=r"as many query heads as the others.*\[2, 1, 2\] per key/value head"):
         check_plan(plan((0, 1, 2, 4, 5), (0, 1, 2)), sites)
+
+
+def test_a_plan_for_other_weights_is_refused() -> None:
+    model, other = LAYOUTS["separate"][0](), LAYOUTS["separate"][0]()
+    sites = find_attention(model, text_batch(labels=False))
+    scores = HeadScores("random", {}, {s.name: torch.rand(s.heads) for s in sites})
+    plan = select_heads(scores, sites, heads=0.34, model=weight_norms(model, sites))
+    prune_heads(model.to(torch.bfloat16), plan, sites)
+    torch.manual_seed(1)
+    with pytest.raises(PlanError, match=r"layers.0.self_attn.o_proj had an L2 norm of .* make a plan for this model"):
+        prune_heads(shake(other), plan, sites)
