@@ -166,8 +166,8 @@ def check_weights(plan: PruningPlan, norms: Mapping[str, float]) -> None:
     for name, norm in plan.model.items():
         if name not in norms or not math.isclose(norm, norms[name], rel_tol=1e-3):
             raise PlanError(
-                f"a plan must be for the weights it is applied to, but {name} had an L2 norm of {norm:.6g} in the model "
-                f"the plan was made for and has {norms.get(name, float('nan')):.6g} here; make a plan for this model"
+                f"a plan must be for the weights it is applied to, but {name} had an L2 norm of {norm:.6g} in "
+                f"the model the plan was made for and has {norms.get(name, float('nan')):.6g} here; make a plan for this model"
             )
 
 
