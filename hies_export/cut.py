@@ -164,10 +164,11 @@ def check_weights(plan: PruningPlan, norms: Mapping[str, float]) -> None:
         PlanError: A norm differs by more than rounding to another dtype could make it.
     """
     for name, norm in plan.model.items():
-        if name not in norms or not math.isclose(norm, norms[name], rel_tol=1e-3):
+        here = norms.get(name, math.nan)
+        if not math.isclose(norm, here, rel_tol=1e-3):
             raise PlanError(
-                f"a plan must be for the weights it is applied to, but {name} had an L2 norm of {norm:.6g} in "
-                f"the model the plan was made for and has {norms.get(name, float('nan')):.6g} here; make a plan for this model"
+                f"a plan must be for the weights it is applied to, but {name} had an L2 norm of {norm:.6g} in the model "
+                f"it was made for and has {here:.6g} here; make a plan for this model"
             )
 
 
