@@ -10,12 +10,11 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -225,18 +224,19 @@ def _find_sites(
         if batch is None and name and inside and getattr(module, "main_input_name", "") == "pixel_values":
             assert isinstance(module, PreTrainedModel)
             for site in find_attention(module, synthetic_batch(module, batch=2)):
-                site = _renamed(site, lambda inner, outer=name: f"{outer}.{inner}")
+                site = _inside(name, site)
                 sites.setdefault(site.name, site)
     order = {name: position for position, name in enumerate(plan.kept)}
     return tuple(sorted(sites.values(), key=lambda site: order.get(site.name, len(order))))
 
 
-def _renamed(site: AttentionSite, rename: Callable[[str], str]) -> AttentionSite:
+def _inside(outer: str, site: AttentionSite) -> AttentionSite:
+    """A site of a submodel, under the names it has in the model."""
     return replace(
         site,
-        name=rename(site.name),
-        output=rename(site.output),
-        projections=tuple(replace(p, name=rename(p.name)) for p in site.projections),
+        name=f"{outer}.{site.name}",
+        output=f"{outer}.{site.output}",
+        projections=tuple(replace(p, name=f"{outer}.{p.name}") for p in site.projections),
     )
 
 
@@ -297,10 +297,10 @@ def _check(
 def _copy_side_files(source: Path, folder: Path) -> None:
     """Tokenizer and processor files, as they are; what speaks of the dense model only stays behind."""
     for path in sorted(source.iterdir()):
-        wanted = any(fnmatch(path.name, pattern) for pattern in SIDE_FILES) and not path.name.endswith(".index.json")
-        if path.is_file() and wanted and not (folder / path.name).exists():
-            if path.name not in ("generation_config.json", "hies_plan.json"):
-                shutil.copyfile(path, folder / path.name)
+        wanted = any(fnmatch(path.name, pattern) for pattern in SIDE_FILES)
+        of_dense = path.name.endswith(".index.json") or path.name in ("generation_config.json", "hies_plan.json")
+        if path.is_file() and wanted and not of_dense and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
 
 
 def _check_written(folder: Path, written: Mapping[str, Tensor]) -> None:

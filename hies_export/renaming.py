@@ -125,7 +125,7 @@ def _conversion(
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         fresh = copy.deepcopy(converter)
         for pattern, key in pairs:
-            fresh.add_tensor(name, key, pattern, tensors[key])
+            fresh.add_tensor(name, key, pattern, tensors[key])  # type: ignore[arg-type]
         values = fresh.convert(name, model=model, config=model.config)
         return {finish(n): v[0] if isinstance(v, list) else v for n, v in values.items()}
 

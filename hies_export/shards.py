@@ -96,8 +96,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     whole = max((t.offset + t.bytes for t in tensors.values()), default=8 + length)
     if size != whole:
         raise RequestError(
-            f"{file} must have the {whole} bytes its header tells of, but has {size}; it is cut short or damaged: fetch "
-            "or save it again"
+            f"{file} must have the {whole} bytes its header tells of, but has {size}; it is cut short or damaged: "
+            "fetch or save it again"
         )
     return tensors
 
@@ -155,7 +155,7 @@ def read_tensor(tensor: StoredTensor, dtype: torch.dtype, buffer: bytearray) -> 
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous."""
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class ShardWriter:
@@ -197,8 +197,8 @@ class ShardWriter:
             written += len(block)
         if written != self._sizes[name]:
             raise StepError(
-                f"{name} must have {self._sizes[name]} bytes after the cut, but {written} were left of it; please report "
-                "this architecture"
+                f"{name} must have {self._sizes[name]} bytes after the cut, but {written} were left of it; please "
+                "report this architecture"
             )
 
     def __enter__(self) -> ShardWriter:

@@ -1,4 +1,4 @@
-"""A checkpoint as its files tell of it: the tensors' names, shapes and places, and the model they make, without weights."""
+"""A checkpoint as its files tell of it: where its tensors are, and the model they make, without its weights."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise RequestError(
-            f"{len(files)} shards are named in {index}, but {len(missing)} of them are missing: {', '.join(missing[:3])}; "
-            "fetch the checkpoint again"
+            f"{len(files)} shards are named in {index}, but {len(missing)} of them are missing: {', '.join(missing[:3])}"
+            "; fetch the checkpoint again"
         )
-    tensors = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         tensors |= {name: t for name, t in read_header(folder / file).items() if weight_map.get(name) == file}
     absent = sorted(set(weight_map) - set(tensors))
@@ -85,7 +85,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(Path(file).name) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestError(f"{index} must be the index of a sharded checkpoint, but cannot be read: {error!r}") from error
+        raise RequestError(
+            f"{index} must be the index of a sharded checkpoint, but cannot be read: {error!r}"
+        ) from error
 
 
 def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[PreTrainedModel, dict[str, Step]]:
@@ -103,7 +105,7 @@ def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[P
         RequestError: A parameter is not in the files, has another shape, or is quantised.
     """
     model_class = find_model_class(folder)
-    config = model_class.config_class.from_pretrained(folder)
+    config = model_class.config_class.from_pretrained(folder)  # type: ignore[union-attr]
     if getattr(config, "quantization_config", None) is not None:
         raise RequestError(f"the weights must be plain numbers, but {folder} is quantised; dequantise it first")
     dtype = config.dtype if config.dtype is not None else _first_dtype(tensors)
@@ -118,7 +120,7 @@ def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[P
             device_map={"": "meta"},
             dtype=dtype,
             dtype_plan=model._get_dtype_plan(dtype),
-            weight_mapping=get_model_conversion_mapping(model),
+            weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
         ),
     )
     steps = loading_steps(model, stored)
@@ -135,7 +137,18 @@ def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[P
         )
     if model.can_generate():
         model.adjust_generation_fn(
-            None, False, False, folder, None, False, None, True, None, "main", "", trust_remote_code=False
+            generation_config=None,
+            from_auto_class=False,
+            from_pipeline=False,
+            pretrained_model_name_or_path=folder,
+            cache_dir=None,
+            force_download=False,
+            proxies=None,
+            local_files_only=True,
+            token=None,
+            revision="main",
+            subfolder="",
+            trust_remote_code=False,
         )
     return model.eval(), _with_tied(model, steps)
 
