@@ -114,7 +114,8 @@ def apply_command(options: argparse.Namespace, out: Console, progress: Progress)
     rate = applied.dense_bytes / 1e6 / applied.seconds
     out.print(
         f"written to {options.output}: {plan.removed} of {plan.heads} heads removed, "
-        f"{applied.dense_bytes / 1e6:.1f} MB before, {applied.slim_bytes / 1e6:.1f} MB after, in {applied.seconds:.1f} s ({rate:.0f} MB/s of the dense "
+        f"{applied.dense_bytes / 1e6:.1f} MB before, "
+        f"{applied.slim_bytes / 1e6:.1f} MB after, in {applied.seconds:.1f} s ({rate:.0f} MB/s of the dense "
         "checkpoint)",
         markup=False,
         soft_wrap=True,

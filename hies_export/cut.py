@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -251,9 +252,10 @@ def _config_can_say_it(model: PreTrainedModel, plan: PruningPlan, sites: tuple[A
         for config, twin in zip(_configs(model.config), _configs(candidate), strict=True):
             for name, value in settings.get(id(config), {}).items():
                 setattr(twin, name, value)
+            twin.validate()  # what a config refuses (LLaMA: hidden size not a multiple of heads) cannot be saved
         with torch.device("meta"):
             stock = type(model)(candidate)
-    except (ValueError, AttributeError, TypeError, RuntimeError):
+    except (StrictDataclassError, ValueError, AttributeError, TypeError, RuntimeError):
         return False
     if _shapes(stock) != _shapes(model):
         return False

@@ -65,8 +65,8 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise RequestError(
-            f"{len(files)} shards are named in {index}, but {len(missing)} of them are missing: {', '.join(missing[:3])}"
-            "; fetch the checkpoint again"
+            f"{len(files)} shards are named in {index}, but {len(missing)} of them are missing: "
+            f"{', '.join(missing[:3])}; fetch the checkpoint again"
         )
     tensors: dict[str, StoredTensor] = {}
     for file in files:
