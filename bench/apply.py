@@ -82,9 +82,12 @@ def one_way(way: str, source: Path, target: Path) -> None:
         for path in source.iterdir():
             shutil.copyfile(path, target / path.name)
     else:
+        from transformers.utils import logging
+
         from hies_export import PruningPlan, apply_plan, find_attention, load, prune_heads
         from hies_export.measure import synthetic_batch
 
+        logging.disable_progress_bar()
         plan = PruningPlan.from_file(source.parent / "plan.json")
         start = time.perf_counter()
         if way == "apply":
@@ -162,7 +165,7 @@ def compare(options: argparse.Namespace) -> None:
             f"{total / 1e9:.2f} GB, largest tensor {largest / MEGABYTE:.0f} MB: "
             f"peak memory must stay under {bound:.0f} MB"
         )
-        print("way        written s  on disk s   MB/s written   MB/s on disk   peak MB")
+        print("way            written s on disk s   MB/s written   MB/s on disk   peak MB")
         rows: list[dict[str, Any]] = []
         for way in [*("copy", "apply") * options.rounds, "in memory"]:
             row = {"way": way} | run(way, source, target)

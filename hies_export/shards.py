@@ -8,6 +8,7 @@ of JSON, its length in the eight bytes before it, and the tensors' bytes one aft
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -125,6 +126,9 @@ def read_blocks(
         buffer.extend(bytes(min(per_block, rows) * row_bytes - len(buffer)))
     columns = kept.get(1)
     with memoryview(buffer) as whole, tensor.file.open("rb", buffering=0) as stream:
+        if hasattr(os, "posix_fadvise"):
+            # Read ahead further than the system would: from a cold disk this is several times faster.
+            os.posix_fadvise(stream.fileno(), tensor.offset, tensor.bytes, os.POSIX_FADV_SEQUENTIAL)
         for first, last in _runs(kept[0]) if 0 in kept else ((0, rows),):
             stream.seek(tensor.offset + first * row_bytes)
             for begin in range(first, last, per_block):
