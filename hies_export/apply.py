@@ -123,6 +123,9 @@ def apply_plan(
             for file, names in split.filename_to_tensors.items():
                 writer = stack.enter_context(ShardWriter(temporary / file, {n: written[n] for n in names}))
                 writers.update(dict.fromkeys(names, writer))
+            # From the front of a file to its end: disks like it, and the source's order is mostly the same.
+            places = {name: (split.tensor_to_filename[name], writer.offsets[name]) for name, writer in writers.items()}
+            steps = sorted(steps, key=lambda step: places[step.targets[0]])
             for step in progress.track(steps, "cut"):
                 for name, blocks in copier.read(step):
                     writers[name].write(name, blocks)
@@ -217,7 +220,7 @@ def _find_sites(
     model: PreTrainedModel, plan: PruningPlan, batch: Mapping[str, Tensor] | None
 ) -> tuple[AttentionSite, ...]:
     """The attention modules, those of an image tower included where the plan names them."""
-    found = find_attention(model, batch or synthetic_batch(model, batch=2, sequence=8))
+    found = find_attention(model, batch or synthetic_batch(model, batch=2, sequence=3))
     sites = {site.name: site for site in found}
     for name, module in model.named_modules():
         inside = [n for n in plan.kept if n not in sites and n.startswith(f"{name}.")]

@@ -168,18 +168,21 @@ class ShardWriter:
     Args:
         file: The file to write.
         tensors: Name -> tensor on the meta device, of the shape and dtype it will have.
+
+    Attributes:
+        offsets: Name -> where its bytes begin, from the end of the header.
     """
 
     def __init__(self, file: Path, tensors: Mapping[str, Tensor]):
         self._stream: BinaryIO = file.open("wb")
-        self._offsets: dict[str, int] = {}
+        self.offsets: dict[str, int] = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
         for name in _layout(tensors):
             tensor = tensors[name]
             entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
             header[name] = entry | {"data_offsets": [position, position + tensor.nbytes]}
-            self._offsets[name] = position
+            self.offsets[name] = position
             position += tensor.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
@@ -194,7 +197,7 @@ class ShardWriter:
         Raises:
             StepError: They are not as many as its shape makes.
         """
-        self._stream.seek(self._begin + self._offsets[name])
+        self._stream.seek(self._begin + self.offsets[name])
         written = 0
         for block in blocks:
             self._stream.write(block)
