@@ -197,7 +197,10 @@ class _Copier:
     def _comes_back(self, step: Step, origins: Sequence[Step]) -> bool:
         """Whether what is merged or split on loading is taken apart or put together again on saving, untouched."""
         stored = {name for origin in origins for name in origin.sources}
-        return not any(name in self._cuts for name in step.sources) and all(
+        if step.convert is None or any(origin.convert is None for origin in origins):
+            return False
+        # A cut would change a shape.
+        return all(
             name in stored
             and self._tensors[name].shape == tuple(self._written[name].shape)
             and self._tensors[name].dtype == self._written[name].dtype
