@@ -4,8 +4,8 @@
     report = PruningRecipe.from_yaml("recipe.yaml").run()
 
 or stage by stage: `find_attention`, `collect_statistics`, `score_heads`, `select_heads`, `prune_heads`,
-`compensate_heads`, `save_slim`, `export_onnx`, `compare_latency`. A saved slim model comes back with `load`, and an
-exported decoder generates with `OnnxGenerator`.
+`compensate_heads`, `save_slim`, `export_onnx`, `compare_latency`. `apply_plan` does the cut on the files of a
+checkpoint. A saved slim model comes back with `load`, and an exported decoder generates with `OnnxGenerator`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .apply import apply_plan
     from .calibrate import collect_statistics
     from .compare import bench
     from .compensate import compensate_heads
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 
 # Where each public name lives. Resolved on first use: importing this package imports neither torch nor transformers.
 _HOMES = {
+    "apply": ["apply_plan"],
     "calibrate": ["collect_statistics"],
     "compare": ["bench"],
     "compensate": ["compensate_heads"],
@@ -114,6 +116,7 @@ __all__ = [
     "RequestError",
     "StepError",
     "UnsupportedModelError",
+    "apply_plan",
     "bench",
     "check_cut",
     "collect_effects",

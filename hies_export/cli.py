@@ -29,6 +29,7 @@ examples:
   hies-export quickstart
   hies-export run recipes/bert-sst2.yaml
   hies-export run recipe.yaml --set prune.budget.heads=0.5 -o runs/half
+  hies-export apply plan.json dense-folder -o slim-folder
   hies-export bench dense-folder slim-folder --runtime onnxruntime-cpu --shape 8x128
 """
 
@@ -138,6 +139,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("score", commands.score_command, [recipe], "score the heads and write scores.json and plan.json")
     prune = add("prune", commands.prune_command, [recipe], "score, select, cut and save; no export, no measuring")
     prune.add_argument("--plan", metavar="FILE", type=Path, help="cut by this plan instead of scoring")
+    apply = add("apply", commands.apply_command, [as_json], "cut a checkpoint on disk by a plan, without loading it")
+    apply.add_argument("plan", metavar="PLAN", type=Path, help="a plan.json")
+    apply.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id, with safetensors")
+    apply.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="folder to write")
+    apply.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
     export = add("export", commands.export_command, [as_json], "export a checkpoint, slim or not, to an ONNX folder")
     export.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id")
     export.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="folder to write")

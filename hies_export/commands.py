@@ -105,6 +105,34 @@ def prune_command(options: argparse.Namespace, out: Console, progress: Progress)
     )
 
 
+def apply_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Cut a checkpoint on disk."""
+    from .apply import apply_plan
+    from .values import PruningPlan
+
+    plan = PruningPlan.from_file(options.plan)
+    applied = apply_plan(plan, options.model, options.output, overwrite=options.overwrite, progress=progress)
+    rate = applied.dense_bytes / 1e6 / applied.seconds
+    out.print(
+        f"written to {options.output}: {plan.removed} of {plan.heads} heads removed, "
+        f"{applied.dense_bytes / 1e6:.1f} MB before, "
+        f"{applied.slim_bytes / 1e6:.1f} MB after, in {applied.seconds:.1f} s ({rate:.0f} MB/s of the dense "
+        "checkpoint)",
+        markup=False,
+        soft_wrap=True,
+    )
+    _print_json(
+        options,
+        {
+            "folder": str(options.output),
+            "heads": {"total": plan.heads, "removed": plan.removed},
+            "bytes": {"dense": applied.dense_bytes, "slim": applied.slim_bytes},
+            "seconds": applied.seconds,
+            "megabytes_per_second": rate,
+        },
+    )
+
+
 def export_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Write an ONNX folder."""
     import torch

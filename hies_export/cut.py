@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -167,8 +168,8 @@ def check_weights(plan: PruningPlan, norms: Mapping[str, float]) -> None:
         here = norms.get(name, math.nan)
         if not math.isclose(norm, here, rel_tol=1e-3):
             raise PlanError(
-                f"a plan must be for the weights it is applied to, but {name} had an L2 norm of {norm:.6g} in the model "
-                f"it was made for and has {here:.6g} here; make a plan for this model"
+                f"a plan must be for the weights it is applied to, but {name} had an L2 norm of {norm:.6g} where "
+                f"the plan was made and has {here:.6g} here; make a plan for this model"
             )
 
 
@@ -279,9 +280,10 @@ def _config_can_say_it(model: PreTrainedModel, plan: PruningPlan, sites: tuple[A
         for config, twin in zip(_configs(model.config), _configs(candidate), strict=True):
             for name, value in settings.get(id(config), {}).items():
                 setattr(twin, name, value)
+            twin.validate()  # what a config refuses (LLaMA: hidden size not a multiple of heads) cannot be saved
         with torch.device("meta"):
             stock = type(model)(candidate)
-    except (ValueError, AttributeError, TypeError, RuntimeError):
+    except (StrictDataclassError, ValueError, AttributeError, TypeError, RuntimeError):
         return False
     if _shapes(stock) != _shapes(model):
         return False
