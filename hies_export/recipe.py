@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -299,7 +300,7 @@ class PruningRecipe(_Section):
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
     """Make what a file says relative to that file; a model that is no folder there is a Hub id."""
     if isinstance(fields.get("model"), str) and (folder / fields["model"]).exists():
-        fields["model"] = str(folder / fields["model"])
+        fields["model"] = os.path.normpath(folder / fields["model"])
     if isinstance(fields.get("output"), str):
         fields["output"] = folder / fields["output"]
     data = fields.get("data")
