@@ -4,7 +4,8 @@
     report = PruningRecipe.from_yaml("recipe.yaml").run()
 
 or stage by stage: `find_attention`, `collect_statistics`, `score_heads`, `select_heads`, `prune_heads`,
-`compensate_heads`, `save_slim`, `export_onnx`, `compare_latency`. A saved slim model comes back with `load`.
+`compensate_heads`, `save_slim`, `export_onnx`, `compare_latency`. A saved slim model comes back with `load`, and an
+exported decoder generates with `OnnxGenerator`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from .layout import find_attention
     from .loading import load
     from .measure import compare_latency, count_flops, count_parameters
+    from .onnx_generate import OnnxGenerator
     from .pipeline import run
+    from .prompts import generate_text
     from .recipe import PruningRecipe
     from .report import Report
     from .save import save_slim
@@ -75,7 +78,9 @@ _HOMES = {
     "layout": ["find_attention"],
     "loading": ["load"],
     "measure": ["compare_latency", "count_flops", "count_parameters"],
+    "onnx_generate": ["OnnxGenerator"],
     "pipeline": ["run"],
+    "prompts": ["generate_text"],
     "recipe": ["PruningRecipe"],
     "report": ["Report"],
     "save": ["save_slim"],
@@ -97,6 +102,7 @@ __all__ = [
     "KeptHeads",
     "MissingRuntimeError",
     "NonFiniteError",
+    "OnnxGenerator",
     "OutputExistsError",
     "ParityError",
     "PlanError",
@@ -119,6 +125,7 @@ __all__ = [
     "criterion",
     "export_onnx",
     "find_attention",
+    "generate_text",
     "load",
     "masked_heads",
     "prune_heads",

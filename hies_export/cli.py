@@ -156,6 +156,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="BATCHxSEQUENCE, or BATCH for images; repeatable",
     )
     bench.add_argument("--repeats", type=int, default=30, help="timed runs of each (default: 30)")
+    generate = add("generate", commands.generate_command, [as_json], "continue prompts, greedily, with an ONNX folder")
+    generate.add_argument("folder", metavar="FOLDER", help="ONNX folder; or a checkpoint, which runs in torch")
+    generate.add_argument("--prompt", dest="prompts", action="append", required=True, help="may be repeated")
+    generate.add_argument(
+        "--image", dest="images", metavar="FILE", type=Path, action="append", default=[], help="one, or one per prompt"
+    )
+    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=20, help="at most (default: 20)")
     inspect = add(
         "inspect",
         commands.inspect_command,

@@ -112,15 +112,17 @@ def export_command(options: argparse.Namespace, out: Console, progress: Progress
     from .folders import refuse_existing
     from .loading import load
     from .measure import synthetic_batch
+    from .onnx_multimodal import image_text_batch, is_vision_language
 
     refuse_existing(options.output, overwrite=options.overwrite)
     progress.stage("load")
     model = load(options.model, dtype=torch.float32)
+    images = is_vision_language(model)
     progress.stage("export")
     exported = export_onnx(
         model,
         options.output,
-        batch=synthetic_batch(model, batch=2, sequence=16),
+        batch=image_text_batch(model) if images else synthetic_batch(model, batch=2, sequence=16),
         processor=_processor(options.model, model),
         provider=options.provider,
         dtype=options.dtype,
@@ -135,6 +137,7 @@ def export_command(options: argparse.Namespace, out: Console, progress: Progress
             "folder": str(options.output),
             "bytes": exported.bytes,
             "onnx_max_abs": exported.max_abs,
+            "files": exported.files,
             "inputs": exported.inputs,
             "outputs": exported.outputs,
         },
@@ -144,9 +147,13 @@ def export_command(options: argparse.Namespace, out: Console, progress: Progress
 def _processor(path: str, model: Any) -> Any:
     from .data import load_processor
     from .errors import DataError
+    from .onnx_multimodal import is_vision_language
+    from .prompts import load_prompt_processor
 
     task = "image-classification" if model.main_input_name == "pixel_values" else "text-classification"
     try:
+        if is_vision_language(model):
+            return load_prompt_processor(path, images=True)
         return load_processor(path, task=task)
     except DataError as error:
         logging.getLogger(__name__).warning("the folder gets no tokenizer or image processor: %s", error)
@@ -182,6 +189,18 @@ def bench_command(options: argparse.Namespace, out: Console, progress: Progress)
     out.print(f"A {options.first}\nB {second}\n", markup=False)
     out.print(plain_table(("median latency", "A", "B", "B / A [95 %]", "A / A [95 %]"), lines))
     _print_json(options, {"a": str(options.first), "b": str(second), "latency": rows, "environment": environment()})
+
+
+def generate_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Continue prompts."""
+    from .prompts import generate_text
+
+    progress.stage("generate")
+    texts = generate_text(options.folder, options.prompts, images=options.images, max_new_tokens=options.max_new_tokens)
+    for prompt, text in zip(options.prompts, texts, strict=True):
+        out.print(f"> {prompt}\n{text}\n", markup=False, soft_wrap=True)
+    results = [{"prompt": prompt, "text": text} for prompt, text in zip(options.prompts, texts, strict=True)]
+    _print_json(options, {"folder": str(options.folder), "results": results})
 
 
 def inspect_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:

@@ -16,7 +16,8 @@ from . import measure
 from .errors import RequestError
 from .export import export_onnx
 from .loading import find_model_class, load, load_config
-from .runtimes import ONNX_FILE, check_runtime, load_runtime
+from .onnx_multimodal import is_vision_language
+from .runtimes import ONNX_FILE, check_runtime, load_runtime, refuse_parts
 
 Shape = tuple[int, int]  # (batch, sequence)
 
@@ -115,7 +116,12 @@ def bench(
     for runtime in runtimes:
         check_runtime(runtime)
     folders = (Path(first), Path(second))
+    for folder in folders:
+        refuse_parts(folder)
     skeletons = [_skeleton(folder) for folder in folders]
+    for folder, skeleton in zip(folders, skeletons, strict=True):
+        if is_vision_language(skeleton):
+            raise RequestError(f"bench times encoders and decoders, and {folder} is a vision-language model")
     if skeletons[0].main_input_name != skeletons[1].main_input_name:
         names = " and ".join(model.main_input_name for model in skeletons)
         raise RequestError(f"two models must take the same kind of input to be compared, got {names}")

@@ -1,4 +1,4 @@
-"""Export an encoder to ONNX, and keep the file only if it computes what torch computes."""
+"""Export a model to ONNX, and keep the files only if they compute what torch computes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from .errors import DataError, RecipeError, UnsupportedModelError
+from .errors import DataError, RecipeError
 from .folders import new_folder, refuse_existing
+from .onnx_decoder import check_decoder, left_padded, trace_decoder
+from .onnx_multimodal import check_vision_language, is_vision_language, trace_vision_language
 from .onnx_trace import trace_onnx, trace_sample
-from .parity import check_parity, parity_batches
+from .parity import SPARE_POSITIONS, check_generation, check_parity, generation_batches, parity_batches
 from .quiet import quiet
 from .runtimes import ONNX_FILE, require_onnxruntime
 from .twin import forward_inputs, share_weights
 
-# From the Hub, older Optimum only fetches weights under this name.
-WEIGHTS_FILE = "model.onnx_data"
+# model.onnx_data is the only name under which older Optimum fetches weights from the Hub.
+WEIGHTS_SUFFIX = "_data"
 PROTOBUF_LIMIT_BYTES = 2**31 - 2**24
 
 PROVIDERS = ("cpu", "cuda")
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+Kind = Literal["encoder", "decoder", "vision-language"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +41,21 @@ class OnnxExport:
     """An exported model that agreed with torch.
 
     Attributes:
-        folder: The folder, with graph, config.json and the processor's files.
-        file: The graph, `model.onnx`.
-        bytes: Size of graph and weights, in bytes.
+        folder: The folder, with graphs, config.json and the processor's files.
+        file: The graph, `model.onnx`; of a vision-language model the decoder, `decoder_model_merged.onnx`.
+        files: Names of all graphs: of a vision-language model also `vision_encoder.onnx`, `embed_tokens.onnx`.
+        bytes: Size of graphs and weights, in bytes.
         max_abs: Largest absolute difference from torch over all outputs of all checked batches.
-        provider: The provider the graph is fused for, `cpu` or `cuda`.
+        provider: The provider the graphs are fused for, `cpu` or `cuda`.
         checked_on: The execution provider the comparison ran on.
-        inputs: Names of the graph's inputs.
-        outputs: Names of the graph's outputs.
-        fused_ops: ONNX Runtime's own operators in the graph, with their number.
+        inputs: Names of the inputs of `file`.
+        outputs: Names of the outputs of `file`.
+        fused_ops: ONNX Runtime's own operators in all graphs, with their number.
     """
 
     folder: Path
     file: Path
+    files: tuple[str, ...]
     bytes: int
     max_abs: float
     provider: str
@@ -70,18 +76,25 @@ def export_onnx(
     overwrite: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> OnnxExport:
-    """Write an encoder as `folder/model.onnx` under Optimum's names, and compare it with torch.
+    """Write a model as ONNX graphs under Optimum's names, and compare them with torch.
 
-    The batch axis is dynamic, and for text the sequence axis too. The file is run in ONNX Runtime on
-    the given batch, on a padded one, and on a batch of 1 (for text, another length). The model is left alone.
+    An encoder becomes `folder/model.onnx`; the batch axis is dynamic, and for text the sequence axis too. It is run in
+    ONNX Runtime on the given batch, on a padded one, and on a batch of 1 (for text, another length).
+
+    A decoder becomes one `folder/model.onnx` too: logits and cache from tokens, attention mask, positions where the
+    model takes them, and a cache, empty for a prompt; each layer's cache has its own number of heads. A
+    vision-language model becomes `vision_encoder.onnx` (with the projector), `embed_tokens.onnx` and
+    `decoder_model_merged.onnx`. Both are run as `OnnxGenerator` runs them: a prompt (as given, padded on the left, a
+    single one), a chunk of two tokens, single tokens. The model is left alone.
 
     Args:
-        model: A text or image encoder, with or without a classification head; layers may differ in heads.
+        model: A text or image encoder, with or without a classification head, a decoder, or a vision-language
+            model whose images become features by a projector; layers may differ in heads.
         folder: Where to write; must not exist, unless `overwrite`.
-        batch: A sample of shape (batch, sequence) for text or (batch, channels, height, width) for images;
-            labels are ignored.
+        batch: A sample of shape (batch, sequence) for text or (batch, channels, height, width) for images, both for
+            a vision-language model, one image in each row; labels are ignored.
         processor: Tokenizer or image processor, saved beside the graph.
-        provider: What to fuse the graph for, `cpu` or `cuda`.
+        provider: What to fuse the graphs for, `cpu` or `cuda`.
         dtype: Weights and floating inputs and outputs, `float32` or `float16`. Compared with float32 torch
             within 1e-3, or 2e-2 times max(1, largest output) for float16.
         overwrite: Replace an existing folder.
@@ -91,50 +104,56 @@ def export_onnx(
         RecipeError: Unknown provider or dtype.
         OutputExistsError: `folder` is already there.
         MissingRuntimeError: ONNX Runtime is not installed.
-        UnsupportedModelError: The model generates text.
-        DataError: The batch has nothing the model reads.
+        UnsupportedModelError: The model is an encoder-decoder, keeps no key/value cache, or has images whose
+            features need more than their pixels.
+        DataError: The batch has nothing the model reads, or image tokens that do not match the images.
         ExportError: The exporter failed.
-        ParityError: The graph computes something else than torch.
+        ParityError: A graph computes something else than torch.
     """
     target = Path(folder)
-    _check_request(model, provider, dtype)
+    _check_request(provider, dtype)
     refuse_existing(target, overwrite=overwrite)
     require_onnxruntime("cpu" if provider == "cpu" else "gpu")
     given = forward_inputs(model, batch)
     if model.main_input_name not in given:
         raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
+    kind, given = _kind(model, given)
     report = progress or (lambda done, total: None)
 
     report(0, 3)
     reference = _float32_copy(model)
     traced = _traceable_copy(reference, provider, DTYPES[dtype])
-    sample = trace_sample(model, given)
     with new_folder(target, overwrite=overwrite) as staging:
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
-            program = trace_onnx(traced, sample, provider)
+            programs, batches = _trace(kind, traced, given, provider)
         report(1, 3)
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
-            _save(program, staging / ONNX_FILE)
+            for name, program in programs.items():
+                _save(program, staging / name)
+        size = sum(file.stat().st_size for file in staging.iterdir())
         _write_companions(staging, traced, processor)
         report(2, 3)
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
-            max_abs, checked_on = check_parity(staging, reference, parity_batches(given, sample), dtype)
-        size = sum((staging / name).stat().st_size for name in _graph_files(staging))
+            check = check_parity if kind == "encoder" else check_generation
+            max_abs, checked_on = check(staging, reference, batches, dtype)
     report(3, 3)
+    main = next(reversed(programs))
+    nodes = [node for program in programs.values() for node in program.graph.all_nodes()]
     return OnnxExport(
         folder=target,
-        file=target / ONNX_FILE,
+        file=target / main,
+        files=tuple(programs),
         bytes=size,
         max_abs=max_abs,
         provider=provider,
         checked_on=checked_on,
-        inputs=tuple(value.name for value in program.graph.inputs),
-        outputs=tuple(value.name for value in program.graph.outputs),
-        fused_ops=dict(Counter(node.op_type for node in program.graph.all_nodes() if node.domain == "com.microsoft")),
+        inputs=tuple(value.name for value in programs[main].graph.inputs),
+        outputs=tuple(value.name for value in programs[main].graph.outputs),
+        fused_ops=dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft")),
     )
 
 
-def _check_request(model: PreTrainedModel, provider: str, dtype: str) -> None:
+def _check_request(provider: str, dtype: str) -> None:
     """Refuse what cannot be done before any work."""
     problems = []
     if provider not in PROVIDERS:
@@ -143,11 +162,40 @@ def _check_request(model: PreTrainedModel, provider: str, dtype: str) -> None:
         problems.append(f"export.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if problems:
         raise RecipeError(problems)
-    if model.can_generate():
-        raise UnsupportedModelError(
-            f"export_onnx needs an encoder, and {type(model).__name__} generates text: "
-            "export its base model or a classification model"
-        )
+
+
+def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind, dict[str, torch.Tensor]]:
+    """What is to be exported, and what of the batch it needs; refuse before any work what cannot be."""
+    if not model.can_generate():
+        return "encoder", given
+    check_decoder(model)
+    given = {**given, "attention_mask": given.get("attention_mask", torch.ones_like(given["input_ids"]))}
+    if is_vision_language(model):
+        names = ("input_ids", "attention_mask", "pixel_values")
+        given = {name: given[name] for name in names if name in given}
+        check_vision_language(model, given)
+        return "vision-language", given
+    if not given["input_ids"].numel():
+        raise DataError(f"the batch must have tokens, got input_ids of shape {tuple(given['input_ids'].shape)}")
+    # What is compared goes on for a few tokens, which must have positions too.
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = given["input_ids"].shape[1] if positions is None else max(1, positions - SPARE_POSITIONS)
+    return "decoder", {name: given[name][:, :length] for name in ("input_ids", "attention_mask")}
+
+
+def _trace(
+    kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor], provider: Literal["cpu", "cuda"]
+) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """The graphs by file name, the one that the others feed last, and batches to compare them with torch on."""
+    if kind == "encoder":
+        sample = trace_sample(model, given)
+        return {ONNX_FILE: trace_onnx(model, sample, provider)}, parity_batches(given, sample)
+    image_token_id = model.config.image_token_id if kind == "vision-language" else None
+    padded = left_padded(given, image_token_id=image_token_id)
+    batches = generation_batches(given, padded)
+    if kind == "decoder":
+        return {ONNX_FILE: trace_decoder(model, padded, provider)}, batches
+    return trace_vision_language(model, padded, provider), batches
 
 
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -185,11 +233,7 @@ def _save(program: Any, file: Path) -> None:
     if weight_bytes < PROTOBUF_LIMIT_BYTES:
         onnx_ir.save(program, file)
     else:
-        onnx_ir.save(program, file, external_data=WEIGHTS_FILE)
-
-
-def _graph_files(folder: Path) -> list[str]:
-    return [name for name in (ONNX_FILE, WEIGHTS_FILE) if (folder / name).exists()]
+        onnx_ir.save(program, file, external_data=f"{file.name}{WEIGHTS_SUFFIX}")
 
 
 def _write_companions(folder: Path, model: PreTrainedModel, processor: Any) -> None:
@@ -201,6 +245,8 @@ def _write_companions(folder: Path, model: PreTrainedModel, processor: Any) -> N
     if hasattr(config, "auto_map"):
         del config.auto_map
     config.to_json_file(folder / "config.json")
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.to_json_file(folder / "generation_config.json")
     if processor is None:
         return
     processor.save_pretrained(folder)

@@ -1,8 +1,9 @@
-"""Trace an encoder to an ONNX program whose axes stay open and whose names are Optimum's."""
+"""Trace a module to an ONNX program whose axes stay open and whose names are Optimum's."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .errors import ExportError
+from .onnx_repair import flatten_gemm_inputs, share_tied_weights
 
 
 def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -45,20 +47,52 @@ def _dynamic_axes(name: str, tensor: torch.Tensor) -> dict[int, str]:
 
 
 def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], provider: Literal["cpu", "cuda"]) -> Any:
-    """Trace the model to an `onnx_ir.Model`, fused for the provider, its open axes named."""
+    """Trace an encoder to an `onnx_ir.Model`, fused for the provider, its open axes named."""
     axes = {name: _dynamic_axes(name, tensor) for name, tensor in sample.items()}
-    shapes = {name: dict.fromkeys(open_axes, torch.export.Dim.AUTO) for name, open_axes in axes.items()}
     flags: dict[str, Any] = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    program = export_program(model, sample, provider, axes=axes, flags=flags)
+    name_axes(program, axes)
+    return program
+
+
+def export_program(
+    module: torch.nn.Module,
+    sample: Mapping[str, Any],
+    provider: Literal["cpu", "cuda"],
+    *,
+    axes: Mapping[str, Mapping[int, str]] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run transformers' exporter on a module, and drop what it leaves behind of this machine.
+
+    Args:
+        module: What to trace.
+        sample: Its inputs by keyword, tensors or a cache.
+        provider: What to fuse the graph for.
+        axes: The open axes of each input; without it, the exporter tries to leave every axis open.
+        flags: More keywords of the forward, that are no inputs of the graph.
+
+    Returns:
+        An `onnx_ir.Model`.
+
+    Raises:
+        ExportError: The exporter failed; the message has its reason.
+    """
+    shapes = None
+    if axes is not None:
+        shapes = {name: dict.fromkeys(open_axes, torch.export.Dim.AUTO) for name, open_axes in axes.items()}
+    traced: Any = module
     try:
         from transformers.exporters import OnnxConfig, OnnxExporter
 
         config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, ort_fusions=provider)
-        program = OnnxExporter().export(model, {**sample, **flags}, config).program
+        program = OnnxExporter().export(traced, {**sample, **(flags or {})}, config).program
     except Exception as error:
         raise ExportError(
-            f"the model must be exportable to ONNX, and the exporter refused {type(model).__name__}: {reason(error)}"
+            f"the model must be exportable to ONNX, and the exporter refused {type(module).__name__}: {reason(error)}"
         ) from error
-    _name_axes(program, axes)
+    flatten_gemm_inputs(program)
+    share_tied_weights(program)
     _strip_metadata(program)
     return program
 
@@ -71,8 +105,12 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _name_axes(program: Any, axes: dict[str, dict[int, str]]) -> None:
-    """Call the open axes `batch` and `sequence`, and make sure that they are open."""
+def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
+    """Call the open axes by their names wherever they occur in the graph, and make sure that they are open.
+
+    Raises:
+        ExportError: The graph has lost an input, or fixed one of the axes.
+    """
     import onnx_ir
 
     inputs = {value.name: value for value in program.graph.inputs}
@@ -83,15 +121,30 @@ def _name_axes(program: Any, axes: dict[str, dict[int, str]]) -> None:
     for name, open_axes in axes.items():
         for axis, label in open_axes.items():
             dim = inputs[name].shape[axis]
-            if isinstance(dim, int) or dim.value is None:
+            if fixed_size(dim) is not None or dim.value is None:
                 raise ExportError(f"the {label} axis of {name!r} must be dynamic, and the trace fixed it at {dim}")
             names[dim.value] = label
     for value in _values(program.graph):
         if value.shape is None or value.shape.frozen:
             continue
         for axis, dim in enumerate(value.shape):
-            if not isinstance(dim, int) and dim.value in names:
-                value.shape[axis] = onnx_ir.SymbolicDim(names[dim.value])
+            if not isinstance(dim, int) and dim.value is not None:
+                size = fixed_size(dim)
+                value.shape[axis] = onnx_ir.SymbolicDim(_named(dim.value, names)) if size is None else size
+
+
+def fixed_size(dim: Any) -> int | None:
+    """A size that the trace fixed, else `None`; the exporter leaves some of them as symbols called `2`."""
+    text = str(dim if isinstance(dim, int) else dim.value)
+    return int(text) if text.isdigit() else None
+
+
+def _named(expression: str, names: Mapping[str, str]) -> str:
+    """A size such as `s36 + s70` with its symbols replaced."""
+    if expression in names:
+        return names[expression]
+    simple = {symbol: label for symbol, label in names.items() if " " not in label}
+    return re.sub(r"\w+", lambda match: simple.get(match[0], match[0]), expression)
 
 
 def _values(graph: Any) -> Iterator[Any]:

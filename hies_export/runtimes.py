@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +16,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from .errors import DataError, MissingRuntimeError, RecipeError, did_you_mean
-from .twin import forward_inputs, share_weights
+from .errors import DataError, ExportError, MissingRuntimeError, RecipeError, did_you_mean
+from .twin import forward_inputs, positions_of, share_weights
 
 ONNX_FILE = "model.onnx"
+# The parts of a vision-language model, as onnx-community and transformers.js call them.
+VISION_FILE, EMBED_FILE, DECODER_FILE = "vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx"
+# Metadata of a decoder's graph: {cache input: [key/value heads, head width]}, as JSON.
+CACHE_SIZES = "hies_export.cache_sizes"
 
 RUNTIMES: dict[str, type[Runtime]] = {}
 
@@ -109,7 +115,10 @@ def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: in
 
 @register_runtime("torch")
 class TorchRuntime(Runtime):
-    """The model as it is, in evaluation mode, without gradients, on the device it is on."""
+    """The model as it is, in evaluation mode, without gradients, on the device it is on.
+
+    A decoder prefills as its ONNX graph does: it returns its cache, and positions follow the attention mask.
+    """
 
     def __init__(self, source: PreTrainedModel, *, threads: int):
         if not isinstance(source, PreTrainedModel):
@@ -123,14 +132,20 @@ class TorchRuntime(Runtime):
         device = self._model.device
         return f"cuda:{torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
 
-    def prepare(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors on the model's device, floating ones in its dtype."""
-        return {
+        inputs = forward_inputs(self._model, batch)
+        decodes = self._model.can_generate() and not self._model.config.is_encoder_decoder
+        if decodes and "input_ids" in inputs and "position_ids" in inspect.signature(self._model.forward).parameters:
+            mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+            inputs.setdefault("position_ids", positions_of(mask))
+        feed: dict[str, Any] = {
             name: tensor.to(self._model.device, self._model.dtype if tensor.is_floating_point() else None)
-            for name, tensor in forward_inputs(self._model, batch).items()
+            for name, tensor in inputs.items()
         }
+        return {**feed, "use_cache": True} if decodes else feed
 
-    def run(self, feed: dict[str, torch.Tensor]) -> Any:
+    def run(self, feed: dict[str, Any]) -> Any:
         """One forward pass."""
         with torch_threads(self.threads), torch.inference_mode():
             output = self._model(**feed)
@@ -139,8 +154,10 @@ class TorchRuntime(Runtime):
         return output
 
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
-        """Float32 arrays of the outputs that are tensors."""
+        """Float32 arrays of the outputs that are tensors, a decoder's cache as `present.{layer}.key` and `.value`."""
         tensors = {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
+        for index, layer in enumerate(getattr(result.get("past_key_values"), "layers", ())):
+            tensors |= {f"present.{index}.key": layer.keys, f"present.{index}.value": layer.values}
         return {name: value.detach().float().cpu().numpy() for name, value in tensors.items()}
 
 
@@ -183,7 +200,12 @@ class _BoundFeed:
 
 @register_runtime("onnxruntime-cpu")
 class OnnxRuntime(Runtime):
-    """An ONNX file in ONNX Runtime on the CPU, its inputs bound once."""
+    """An ONNX file in ONNX Runtime on the CPU, its inputs bound once.
+
+    Attributes:
+        inputs: Names of the graph's inputs.
+        outputs: Names of the graph's outputs.
+    """
 
     requested: ClassVar[str] = "CPUExecutionProvider"
     extra: ClassVar[str] = "cpu"
@@ -200,12 +222,19 @@ class OnnxRuntime(Runtime):
         self.threads = threads
         available = ort.get_available_providers()
         wanted = [self.requested] if self.requested in available else available[-1:]
-        self._session: Any = ort.InferenceSession(str(file), options, providers=wanted)
+        try:
+            self._session: Any = ort.InferenceSession(str(file), options, providers=wanted)
+        except Exception as error:  # ONNX Runtime has a class for each status, and no common one
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ExportError(f"ONNX Runtime must load {file.name}, and refused: {said}") from error
         if self.provider != self.requested:
             raise MissingRuntimeError(
                 f"runtime {self.name!r} must run on {self.requested}, and this ONNX Runtime offers "
                 f'{", ".join(available)}; install it with: pip install "hies-export[{self.extra}]"'
             )
+        self.inputs = tuple(node.name for node in self._session.get_inputs())
+        self.outputs = tuple(node.name for node in self._session.get_outputs())
+        self._cache_sizes = _cache_sizes(self._session)
 
     @property
     def provider(self) -> str:
@@ -213,17 +242,25 @@ class OnnxRuntime(Runtime):
         return str(self._session.get_providers()[0])
 
     def prepare(self, batch: Mapping[str, Any]) -> _BoundFeed:
-        """Bind the inputs; `attention_mask` and `token_type_ids` default to what torch takes without them."""
+        """Bind the inputs; what torch does without is filled in: masks, token types, positions, an empty cache.
+
+        Args:
+            batch: Tensors by input name, or values of ONNX Runtime as `values` returns them.
+        """
         import onnxruntime as ort
 
         binding: Any = self._session.io_binding()
         values: list[Any] = []
         for node in self._session.get_inputs():
-            array: np.ndarray = np.ascontiguousarray(_input_array(node.name, batch), dtype=_NUMPY_TYPES[node.type])
-            values.append(ort.OrtValue.ortvalue_from_numpy(array))
+            if isinstance(batch.get(node.name), ort.OrtValue):
+                values.append(batch[node.name])
+            else:
+                given = _input_array(node.name, batch, self._cache_sizes)
+                array: np.ndarray = np.ascontiguousarray(given, dtype=_NUMPY_TYPES[node.type])
+                values.append(ort.OrtValue.ortvalue_from_numpy(array))
             binding.bind_ortvalue_input(node.name, values[-1])
-        for node in self._session.get_outputs():
-            binding.bind_output(node.name)
+        for name in self.outputs:
+            binding.bind_output(name)
         return _BoundFeed(binding, tuple(values))
 
     def run(self, feed: _BoundFeed) -> Any:
@@ -233,9 +270,12 @@ class OnnxRuntime(Runtime):
 
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Float32 arrays by output name."""
-        names = [node.name for node in self._session.get_outputs()]
         arrays = result.copy_outputs_to_cpu()
-        return {name: np.asarray(array, dtype=np.float32) for name, array in zip(names, arrays, strict=True)}
+        return {name: np.asarray(array, dtype=np.float32) for name, array in zip(self.outputs, arrays, strict=True)}
+
+    def values(self, result: Any) -> dict[str, Any]:
+        """The outputs by name as ONNX Runtime's own values, not copied: `prepare` takes them as inputs again."""
+        return dict(zip(self.outputs, result.get_outputs(), strict=True))
 
 
 _NUMPY_TYPES = {
@@ -251,18 +291,57 @@ def _onnx_file(source: str | Path, name: str) -> Path:
     """The ONNX file a source names."""
     if not isinstance(source, (str, Path)):
         raise RecipeError([f"runtime {name!r} needs an ONNX file or folder, got {type(source).__name__}"])
+    refuse_parts(source)
     file = Path(source) / ONNX_FILE if Path(source).is_dir() else Path(source)
     if not file.is_file():
         raise RecipeError([f"runtime {name!r} needs an ONNX file; {file} does not exist: export the model first"])
     return file
 
 
-def _input_array(name: str, batch: Mapping[str, Any]) -> np.ndarray:
+def refuse_parts(folder: str | Path) -> None:
+    """Refuse the folder of a vision-language model, which is no single graph that could be timed.
+
+    Raises:
+        RecipeError: It is one.
+    """
+    if (Path(folder) / DECODER_FILE).is_file():
+        raise RecipeError(
+            [
+                f"a model to time must be a single graph, and {folder} has the parts of a vision-language model: "
+                "name one part's file"
+            ]
+        )
+
+
+def _cache_sizes(session: Any) -> dict[str, tuple[int, int]]:
+    """Key/value heads and head width of every cache input: from our metadata, else from the graph's own shapes."""
+    written = session.get_modelmeta().custom_metadata_map.get(CACHE_SIZES)
+    if written is not None:
+        return {name: (heads, width) for name, (heads, width) in json.loads(written).items()}
+    shapes = {node.name: node.shape for node in session.get_inputs() if node.name.startswith("past_key_values.")}
+    return {
+        name: (shape[1], shape[3])
+        for name, shape in shapes.items()
+        if len(shape) == 4 and isinstance(shape[1], int) and isinstance(shape[3], int)
+    }
+
+
+def _input_array(name: str, batch: Mapping[str, Any], cache_sizes: Mapping[str, tuple[int, int]]) -> np.ndarray:
     """One input of the graph as a host array."""
     value = batch.get(name)
-    if value is None and "input_ids" in batch and name in ("attention_mask", "token_type_ids"):
-        ids = torch.as_tensor(batch["input_ids"])
-        value = torch.ones_like(ids) if name == "attention_mask" else torch.zeros_like(ids)
+    tokens = next((batch[key] for key in ("input_ids", "inputs_embeds") if key in batch), None)
+    if value is None and tokens is not None:
+        rows, length = (tokens.shape if isinstance(tokens, torch.Tensor) else tokens.shape())[:2]
+        mask = torch.as_tensor(batch.get("attention_mask", torch.ones(rows, length, dtype=torch.int64)))
+        if name == "attention_mask":
+            value = mask
+        elif name == "token_type_ids":
+            value = torch.zeros(rows, length)
+        elif name == "position_ids":
+            value = positions_of(mask)[:, -length:]
+        elif name in cache_sizes:
+            heads, width = cache_sizes[name]
+            value = torch.zeros(rows, heads, 0, width)
     if value is None:
         raise DataError(f"the graph's input {name!r} must be in the batch, which has {', '.join(sorted(batch))}")
     tensor = torch.as_tensor(value).detach().cpu()

@@ -40,3 +40,15 @@ def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str
     """The tensors of a batch that the model's forward takes, in its own order, labels left out."""
     accepted = [name for name in inspect.signature(model.forward).parameters if name != "labels"]
     return {name: batch[name] for name in accepted if isinstance(batch.get(name), torch.Tensor)}
+
+
+def positions_of(attention_mask: torch.Tensor) -> torch.Tensor:
+    """The position of every token, counted from the first that is not padding; padding is at 0.
+
+    Args:
+        attention_mask: Ones and zeros, (batch, sequence).
+
+    Returns:
+        Integers, (batch, sequence).
+    """
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)

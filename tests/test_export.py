@@ -15,8 +15,10 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -244,9 +246,12 @@ def test_refused_before_any_work(tmp_path, monkeypatch):
         export_onnx(model, tmp_path / "onnx", batch=batch, provider="tpu", dtype="int4")
     with pytest.raises(DataError, match="must have 'input_ids', got text"):
         export_onnx(model, tmp_path / "onnx", batch={"text": "a"})
-    gpt = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10, n_positions=8))
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel generates text"):
-        export_onnx(gpt, tmp_path / "onnx", batch=batch)
+    t5 = T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=10))
+    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        export_onnx(t5, tmp_path / "onnx", batch=batch)
+    mamba = MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=10))
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM takes no past_key_values"):
+        export_onnx(mamba, tmp_path / "onnx", batch=batch)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingRuntimeError, match=r'pip install "hies-export\[cpu\]"'):
         export_onnx(model, tmp_path / "onnx", batch=batch)

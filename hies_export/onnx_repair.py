@@ -1,0 +1,81 @@
+"""Repair what the exporter gets wrong or stores twice, in place, before a graph is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def flatten_gemm_inputs(program: Any) -> None:
+    """Give every `Gemm` the matrix it needs.
+
+    Fusing the attention in front of a Conv1D (GPT-2) drops the reshape to (batch * sequence, hidden) between them,
+    and ONNX Runtime then refuses the graph: "Input 0 expected to have rank 2 but has rank 3".
+    """
+    import onnx_ir
+
+    graph = program.graph
+    for node in [node for node in graph.all_nodes() if node.op_type == "Gemm"]:
+        states, weight = node.inputs[:2]
+        if (states.shape is not None and len(states.shape) == 2) or weight.shape is None:
+            continue
+        width = weight.shape[1 if node.attributes.get_int("transB", 0) else 0]
+        shape = _initializer(graph, f"{node.name}_matrix", np.array([-1, width], dtype=np.int64))
+        matrix = onnx_ir.node("Reshape", [states, shape], name=f"{node.name}_flatten")
+        graph.insert_before(node, matrix)
+        node.replace_input_with(0, matrix.outputs[0])
+
+
+def share_tied_weights(program: Any) -> None:
+    """Let an output layer tied to the embeddings read them, where constant folding gave it a transposed copy.
+
+    It becomes ONNX Runtime's FusedMatMul, which multiplies by a transposed matrix without making one.
+    """
+    import onnx_ir
+
+    graph = program.graph
+    tables = [n.inputs[0] for n in graph.all_nodes() if n.op_type == "Gather" and n.inputs[0].const_value is not None]
+    for node in [node for node in graph.all_nodes() if node.op_type == "MatMul"]:
+        states, weight = node.inputs
+        if weight.const_value is None or weight.shape is None or len(weight.shape) != 2:
+            continue
+        for table in tables:
+            if list(table.shape) == list(weight.shape)[::-1] and _transposed(table, weight):
+                product = onnx_ir.node(
+                    "FusedMatMul", [states, table], {"transB": 1}, domain="com.microsoft", name=node.name
+                )
+                product.outputs[0].name = node.outputs[0].name
+                _take_place(graph, node, product)
+                break
+    unused = [name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()]
+    for name in unused:
+        del graph.initializers[name]
+
+
+def _transposed(table: Any, weight: Any) -> bool:
+    """Whether two matrices have the same values, one of them transposed."""
+    rows, columns = table.const_value.numpy(), weight.const_value.numpy()
+    return np.array_equal(rows[0], columns[:, 0]) and np.array_equal(rows, columns.T)
+
+
+def _take_place(graph: Any, old: Any, new: Any) -> None:
+    """Put one node with one output in the place of another."""
+    new.outputs[0].shape, new.outputs[0].type = old.outputs[0].shape, old.outputs[0].type
+    graph.insert_before(old, new)
+    for user, index in list(old.outputs[0].uses()):
+        user.replace_input_with(index, new.outputs[0])
+    for index, value in enumerate(graph.outputs):
+        if value is old.outputs[0]:
+            graph.outputs[index] = new.outputs[0]
+    graph.remove(old, safe=True)
+    graph.opset_imports.setdefault("com.microsoft", 1)
+
+
+def _initializer(graph: Any, name: str, array: np.ndarray) -> Any:
+    import onnx_ir
+
+    value = onnx_ir.Value(name=name, const_value=onnx_ir.tensor(array))
+    value.dtype, value.shape = onnx_ir.DataType.from_numpy(array.dtype), onnx_ir.Shape(array.shape)
+    graph.register_initializer(value)
+    return value
