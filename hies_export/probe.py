@@ -197,6 +197,8 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
             vars(module).pop(name, None)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
+        # transformers puts its hooks for hidden states in place once, on the first forward pass, and remembers.
+        vars(module).pop("_output_capturing_hooks_installed", None)
     return copied
 
 
