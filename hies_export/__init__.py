@@ -36,12 +36,12 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .export import export_onnx
+    from .generate import generate_text
     from .layout import find_attention
     from .loading import load
     from .measure import compare_latency, count_flops, count_parameters
     from .onnx_generate import OnnxGenerator
     from .pipeline import run
-    from .prompts import generate_text
     from .recipe import PruningRecipe
     from .report import Report
     from .save import save_slim
@@ -80,7 +80,7 @@ _HOMES = {
     "measure": ["compare_latency", "count_flops", "count_parameters"],
     "onnx_generate": ["OnnxGenerator"],
     "pipeline": ["run"],
-    "prompts": ["generate_text"],
+    "generate": ["generate_text"],
     "recipe": ["PruningRecipe"],
     "report": ["Report"],
     "save": ["save_slim"],

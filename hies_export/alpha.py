@@ -16,7 +16,7 @@ class Judgement:
     """How a plan does on data that heads were not scored on.
 
     Attributes:
-        quality: The task metric, higher is better; None where there are no labels.
+        quality: The task metric; None where there are no labels.
         standard_error: Of that metric over so few samples.
         stability: Share of predictions equal to the dense model's.
     """
@@ -46,20 +46,27 @@ def choose_alpha(
     judge: Callable[[PruningPlan], Judgement],
     *,
     alphas: Sequence[float] = ALPHAS,
+    higher_is_better: bool = True,
 ) -> AlphaChoice:
     """Judge the plan of every alpha by masked evaluation and take the best.
 
     Statistics are collected once; only scoring, selection and a masked forward pass over the held-out rows are
     repeated, and alphas that give the same plan are judged once. Quality on a few hundred rows cannot tell neighbours
     apart, so of the alphas within one standard error of the best quality the most stable is taken (the
-    one-standard-error rule of Breiman et al. 1984, with stability in the place of simplicity). Ties go to the greater
+    one-standard-error rule of Breiman et al. 1984, with stability in the place of simplicity). Ties go to the better
     quality, then to the greater alpha. Without labels stability alone decides.
 
     Args:
         plan_at: Scores and plan at an alpha.
         judge: How a plan does on data that heads were not scored on.
         alphas: Candidates, each in [0, 1).
+        higher_is_better: Whether more quality is better, as the metric says (`METRICS[name].higher_is_better`).
     """
+
+    def quality(judgement: Judgement) -> float:
+        signed = 0.0 if judgement.quality is None else judgement.quality
+        return signed if higher_is_better else -signed
+
     judged: dict[tuple[tuple[int, ...], ...], Judgement] = {}
     candidates = []
     for alpha in alphas:
@@ -68,12 +75,8 @@ def choose_alpha(
         if key not in judged:
             judged[key] = judge(plan)
         candidates.append((alpha, scores, plan, judged[key]))
-    best = max((j for *_, j in candidates), key=_quality)
-    good = [c for c in candidates if _quality(c[3]) >= _quality(best) - best.standard_error]
-    _, scores, plan, _ = max(good, key=lambda c: (c[3].stability, _quality(c[3]), c[0]))
+    best = max((j for *_, j in candidates), key=quality)
+    good = [c for c in candidates if quality(c[3]) >= quality(best) - best.standard_error]
+    _, scores, plan, _ = max(good, key=lambda c: (c[3].stability, quality(c[3]), c[0]))
     curve = tuple({"alpha": alpha, **asdict(judgement)} for alpha, _, _, judgement in candidates)
     return AlphaChoice(scores=scores, plan=plan, curve=curve)
-
-
-def _quality(judgement: Judgement) -> float:
-    return 0.0 if judgement.quality is None else judgement.quality

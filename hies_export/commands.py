@@ -147,8 +147,8 @@ def export_command(options: argparse.Namespace, out: Console, progress: Progress
 def _processor(path: str, model: Any) -> Any:
     from .data import load_processor
     from .errors import DataError
+    from .generate import load_prompt_processor
     from .onnx_multimodal import is_vision_language
-    from .prompts import load_prompt_processor
 
     task = "image-classification" if model.main_input_name == "pixel_values" else "text-classification"
     try:
@@ -193,7 +193,7 @@ def bench_command(options: argparse.Namespace, out: Console, progress: Progress)
 
 def generate_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Continue prompts."""
-    from .prompts import generate_text
+    from .generate import generate_text
 
     progress.stage("generate")
     texts = generate_text(options.folder, options.prompts, images=options.images, max_new_tokens=options.max_new_tokens)

@@ -219,12 +219,12 @@ def _collect(
             held = (torch.arange(seen, seen + size) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1).to(dense.device)
             seen += size
             for site in sites:
-                columns = head_rows(plan.kept[site.name].query, site.value_dim).to(dense.device)
+                columns = head_rows(plan.kept[site.name].query, site.value_dim).to(targets[site.name][0].device)
                 kept = slim_inputs[site.name] if slim is not None else [x[..., columns] for x in inputs[site.name]]
                 for x, y in zip(kept, targets[site.name], strict=True):
-                    real = real_tokens(on_device, y)
+                    real = real_tokens(dense, site.name, on_device, y)
                     for part, rows in zip(sums, (~held, held), strict=True):
-                        chosen = real & rows[:, None]
+                        chosen = real & rows[:, None].to(real.device)
                         moments = Moments.of(x[chosen], y[chosen])
                         part[site.name] = part[site.name] + moments if site.name in part else moments
     return sums
@@ -257,12 +257,33 @@ def _watching(
             handle.remove()
 
 
-def real_tokens(batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
-    """(batch, tokens), True where a token is not padding; images have none."""
+def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
+    """Which tokens of an attention module's output are no padding.
+
+    Args:
+        model: The whole model.
+        name: Dotted name of the attention module.
+        batch: What the model was given.
+        y: (batch, tokens, width)
+
+    Returns:
+        (batch, tokens) bool. The `attention_mask` is that of the text: patches of an image are all real, even where
+        there happen to be as many of them as of text tokens.
+    """
     mask = batch.get("attention_mask")
-    if mask is not None and mask.shape == y.shape[:2]:
-        return mask.bool()
+    if mask is not None and mask.shape == y.shape[:2] and _reads_text(model, name):
+        return mask.bool().to(y.device)
     return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device)
+
+
+def _reads_text(model: PreTrainedModel, name: str) -> bool:
+    """Whether the model, or the innermost model inside it, that a module belongs to is fed with text."""
+    while name:
+        owner = model.get_submodule(name)
+        if isinstance(owner, PreTrainedModel):
+            return owner.main_input_name == "input_ids"
+        name = name.rpartition(".")[0]
+    return model.main_input_name == "input_ids"
 
 
 def _refit(

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 from .compensate import real_tokens
 from .errors import DataError, NonFiniteError, RecipeError
-from .labels import is_regression
-from .modes import frozen
+from .labels import check_label_tokens, is_regression, predicted_positions
+from .modes import frozen, without_cache
 from .score import COMPENSATED
 from .values import AttentionSite, HeadScores
 
@@ -74,44 +74,54 @@ def collect_effects(
 ) -> Effects:
     """Record what every output projection reads, and the gradient of the model's own prediction to it.
 
-    The prediction is a regressor's output, or the margin of a classifier's predicted class over the runner-up; labels
-    are not used. One forward and one backward pass per batch, with every weight frozen. Memory is 8 bytes for each
-    real token and input of each projection, e.g. 150 MB for 8,000 tokens and 6 layers of width 384.
+    The prediction is a regressor's output, the margin of a classifier's predicted class over the runner-up, or, of a
+    language model, the sum over the label positions of the log-probability of the token that it itself predicts there.
+    What the labels are is not looked at. One forward and one backward pass per batch, with every weight frozen. Memory
+    is 8 bytes for each real token and input of each projection, e.g. 150 MB for 8,000 tokens and 6 layers of width 384.
 
     Args:
-        model: A classifier or regressor; its weights, mode and gradients are left as they were found.
+        model: A classifier, regressor or language model; its weights, mode and gradients are left as they were found.
         batches: What `model(**batch)` takes; padding is left out by their `attention_mask`. Covariances of hundreds of
             inputs want about 256 samples; with few, take a greater ridge.
         sites: The attention modules, from `find_attention`.
         progress: Wraps the batches, e.g. in a progress bar.
 
     Raises:
-        DataError: There is no batch.
+        DataError: There is no batch, or a language model's sample has no label token.
         NonFiniteError: A prediction or a gradient is NaN or infinite; the message names the batch.
     """
     if not batches:
         raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
+    check_label_tokens(batches)
     parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {site.name: [] for site in sites}
     samples = 0
-    with frozen(model), _inputs_of(model, sites) as inputs, torch.enable_grad():
+    with frozen(model), without_cache(model), _inputs_of(model, sites) as inputs, torch.enable_grad():
         for index, batch in enumerate(progress(batches) if progress else batches):
             inputs.clear()
             on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
-            predictions = _predictions(model(**on_device).logits, regression=is_regression(model.config))
+            logits = model(**on_device).logits
+            if logits.dim() == 3:
+                if "labels" not in batch:
+                    raise DataError("labels must say which tokens of a language model count, but batches have none")
+                predictions = _log_probabilities(logits, batch["labels"].to(logits.device))
+            else:
+                predictions = _predictions(logits, regression=is_regression(model.config))
             read = [(site.name, x) for site in sites for x in inputs[site.name]]
-            # Samples do not see each other, so the gradient of the sum holds each sample's own.
-            gradients = torch.autograd.grad(predictions.sum(), [x for _, x in read])
+            # Samples do not see each other, so the gradient of the sum holds each sample's own. What nothing uses, such
+            # as the last layer of LLaVA's image tower, has none.
+            found = torch.autograd.grad(predictions.sum(), [x for _, x in read], allow_unused=True)
+            gradients = [torch.zeros_like(x) if g is None else g for (_, x), g in zip(read, found, strict=True)]
             if not all(torch.isfinite(values).all() for values in (predictions, *gradients)):
                 raise NonFiniteError(
                     f"every prediction and gradient must be finite, but batch {index} gave NaN or infinity; check the "
                     "rows of that batch and the model's dtype"
                 )
-            numbers = torch.arange(samples, samples + len(predictions), device=model.device)
+            numbers = torch.arange(samples, samples + len(predictions))
             samples += len(predictions)
             for (name, x), gradient in zip(read, gradients, strict=True):
-                real = real_tokens(on_device, x)  # (batch, tokens)
-                sample = numbers[:, None].expand(real.shape)[real]
-                parts[name].append((x.detach()[real].float().cpu(), gradient[real].float().cpu(), sample.cpu()))
+                real = real_tokens(model, name, on_device, x)  # (batch, tokens)
+                sample = numbers[:, None].expand(real.shape)[real.cpu()]
+                parts[name].append((x.detach()[real].float().cpu(), gradient[real].float().cpu(), sample))
     layers = {}
     for site in sites:
         inputs_read, gradients_read, sample = (torch.cat(p) for p in zip(*parts.pop(site.name), strict=True))
@@ -235,6 +245,19 @@ def _predictions(logits: Tensor, *, regression: bool) -> Tensor:
         return logits.float().sum(-1)
     best, second = logits.float().topk(2, dim=-1).values.unbind(-1)
     return best - second
+
+
+def _log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
+    """Per sample, (batch,), the sum over label positions of the log-probability of the likeliest token.
+
+    Args:
+        logits: (batch, tokens, vocabulary)
+        labels: (batch, tokens), of which only -100 or not is read.
+    """
+    judged = predicted_positions(labels)
+    best = logits[:, :-1][judged].float().log_softmax(-1).amax(-1)  # (judged tokens,)
+    sample = judged.nonzero()[:, 0]
+    return torch.zeros(len(logits), device=logits.device).index_add(0, sample, best)
 
 
 @contextmanager

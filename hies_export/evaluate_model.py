@@ -1,74 +1,150 @@
-"""The evaluation stage: logits of batches, metrics of logits, and the agreement of two models."""
+"""The evaluation stage: what a model predicts on batches, metrics of that, and the agreement of two models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .errors import DataError, NonFiniteError
+from .labels import IGNORED, check_label_tokens, predicted_positions
 from .metrics import check_metrics, load_metric
-from .modes import evaluating
+from .modes import evaluating, without_cache
 
 Batch = Mapping[str, torch.Tensor]
 Progress = Callable[[Sequence[Any]], Iterable[Any]]
+# Rows of logits that are looked at together, in float32: 64 MB for a vocabulary of 32,000.
+_ROWS_AT_ONCE = 512
 
 
-def predict(model: Any, batches: Sequence[Batch], *, progress: Progress | None = None) -> torch.Tensor:
+@dataclass(frozen=True)
+class TokenPredictions:
+    """What a language model predicts at the label tokens of all samples, in order, teacher-forced; on CPU.
+
+    The logits themselves, samples x tokens x vocabulary, are not kept.
+
+    Attributes:
+        tokens: (label tokens,) int64, the likeliest token.
+        nll: (label tokens,) float32, negative log-likelihood of the label token, in nats.
+        sample: (label tokens,) int64, the sample each belongs to.
+        samples: How many samples there are.
+        answers: Whether the label tokens are answers to prompts, rather than all of a text.
+    """
+
+    tokens: torch.Tensor
+    nll: torch.Tensor
+    sample: torch.Tensor
+    samples: int
+    answers: bool
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def per_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum values of the label tokens, (label tokens,), over each sample: (samples,) in float64."""
+        return torch.zeros(self.samples, dtype=torch.float64).index_add(0, self.sample, values.double())
+
+
+# A classifier's or regressor's logits, (samples, labels), float32, or a language model's tokens.
+Predictions = torch.Tensor | TokenPredictions
+
+
+def predict(model: Any, batches: Sequence[Batch], *, progress: Progress | None = None) -> Predictions:
     """Run a model over batches, in evaluation mode and without gradients.
 
-    The labels are left out, so no loss is computed. Every module's training flag is put back afterwards.
+    The labels are left out, so the model computes no loss; where they are tokens they say which predictions count.
+    Every module's training flag is put back afterwards.
 
     Args:
-        model: A classification or regression model; the batches are moved to its device.
+        model: A model for one of the tasks; the batches are moved to its device.
         batches: What `make_batches` returned.
         progress: Wraps the iteration over the batches, for example in a progress bar.
 
     Returns:
-        The logits, (samples, labels), float32, on the CPU.
+        The logits, (samples, labels), float32, on the CPU; where labels are tokens, `TokenPredictions`.
 
     Raises:
-        DataError: there are no batches.
+        DataError: there are no batches, or a sample has no label token.
         NonFiniteError: a logit is NaN or infinite; the message names the batch.
     """
     if not batches:
         raise DataError("predict needs at least one batch, got none")
+    check_label_tokens(batches)
     device = next(model.parameters()).device
-    logits = []
-    with evaluating(model), torch.inference_mode():
+    outputs: list[Any] = []
+    with evaluating(model), without_cache(model), torch.inference_mode():
         for index, batch in enumerate(progress(batches) if progress else batches):
             inputs = {key: value.to(device) for key, value in batch.items() if key != "labels"}
-            output = model(**inputs).logits  # (batch, labels)
-            if not torch.isfinite(output).all():
+            logits = model(**inputs).logits  # (batch, labels) or (batch, tokens, vocabulary)
+            labels = batch.get("labels")
+            of_tokens = labels is not None and labels.dim() == 2
+            output = _judge_tokens(logits, labels) if of_tokens else (logits,)
+            # A language model's NaN reaches its likelihoods.
+            if not torch.isfinite(output[-1]).all():
                 raise NonFiniteError(
                     f"logits must be finite, but batch {index} (from 0) of {len(batches)} has NaN or "
                     f"infinity; try dtype float32"
                 )
-            logits.append(output.float().cpu())
-    # Outside inference mode, so that the result may take part in a backward pass.
-    return torch.cat(logits)
+            outputs.append(tuple(values.float().cpu() if values.is_floating_point() else values for values in output))
+            del logits, output
+    if len(outputs[0]) == 1:
+        # Outside inference mode, so that the result may take part in a backward pass.
+        return torch.cat([logits for (logits,) in outputs])
+    tokens, nll = (torch.cat(values) for values in zip(*outputs, strict=True))
+    counts = torch.cat([predicted_positions(batch["labels"]).sum(-1) for batch in batches]).cpu()
+    sample = torch.arange(len(counts)).repeat_interleave(counts)
+    return TokenPredictions(tokens, nll, sample, samples=len(counts), answers=_are_answers(batches))
+
+
+def _judge_tokens(logits: torch.Tensor, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likeliest tokens and the label tokens' negative log-likelihoods, (label tokens,) each, on CPU."""
+    where = predicted_positions(labels).nonzero().unbind(-1)
+    wanted = labels[:, 1:][where]
+    tokens, nll = [], []
+    for row, position, label in zip(*(part.split(_ROWS_AT_ONCE) for part in (*where, wanted)), strict=True):
+        part = logits[row.to(logits.device), position.to(logits.device)].float()  # (rows, vocabulary)
+        tokens.append(part.argmax(-1).cpu())
+        nll.append(torch.nn.functional.cross_entropy(part, label.to(part.device), reduction="none").cpu())
+    return torch.cat(tokens), torch.cat(nll)
+
+
+def _are_answers(batches: Sequence[Batch]) -> bool:
+    # Of a text every token but the first is a label; a prompt is none, and has more than one token.
+    for batch in batches:
+        labels = batch["labels"]
+        mask = batch.get("attention_mask", torch.ones_like(labels))
+        if bool(((mask != 0) & (mask.cumsum(-1) > 1) & (labels == IGNORED)).any()):
+            return True
+    return False
 
 
 def references(batches: Sequence[Batch]) -> torch.Tensor:
-    """Return the labels of batches in one tensor, (samples,): int64 classes, or float32 for regression.
+    """Return the labels of batches in one tensor.
+
+    Returns:
+        (samples,): int64 classes, or float32 for regression; where labels are tokens, (label tokens,) int64.
 
     Raises:
         DataError: the batches have no labels.
     """
     if not batches or any("labels" not in batch for batch in batches):
         raise DataError("metrics need labels, but the batches have none; name the column in data.label")
-    return torch.cat([batch["labels"].cpu() for batch in batches])
+    labels = [batch["labels"].cpu() for batch in batches]
+    if labels[0].dim() == 2:
+        labels = [part[:, 1:][predicted_positions(part)] for part in labels]
+    return torch.cat(labels)
 
 
 def compute_metrics(
-    logits: torch.Tensor, references: torch.Tensor, *, names: Sequence[str], regression: bool
+    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], regression: bool = False
 ) -> dict[str, float]:
-    """Compute metrics of logits.
+    """Compute metrics of predictions.
 
     Args:
-        logits: (samples, labels); for regression (samples, 1).
-        references: (samples,).
+        predictions: From `predict`.
+        references: From `references`.
         names: Names of metrics.
         regression: Whether the logit is the prediction, rather than the class of the largest one.
 
@@ -77,63 +153,106 @@ def compute_metrics(
 
     Raises:
         RecipeError: a metric does not exist or does not fit the model.
-        DataError: logits and references are not of the same number of samples.
+        DataError: predictions and references are not of the same number of samples or tokens.
     """
-    check_metrics(names, regression=regression)
-    if len(logits) != len(references):
-        raise DataError(f"every sample needs a reference, got {len(logits)} logits and {len(references)} references")
-    predictions = _predictions(logits, regression=regression).numpy()
-    results: dict[str, float] = {}
-    for name in names:
-        metric = load_metric(name)
-        results |= metric.compute(predictions=predictions, references=references.numpy(), num_labels=logits.shape[-1])
-    return results
+    rows, wanted, options = _rows_of_metrics(predictions, references, names=names, regression=regression)
+    return _computed(rows, wanted, names=names, **options)
 
 
 def standard_error(
-    logits: torch.Tensor, references: torch.Tensor, *, name: str, regression: bool, resamples: int = 100, seed: int = 0
+    predictions: Predictions,
+    references: torch.Tensor,
+    *,
+    name: str,
+    regression: bool = False,
+    resamples: int = 100,
+    seed: int = 0,
 ) -> float:
     """Bootstrap standard error of a metric: its standard deviation over resampled sets of as many samples.
 
     Args:
-        logits: (samples, labels).
-        references: (samples,).
+        predictions: From `predict`.
+        references: From `references`.
         name: Name of the metric.
         regression: As in `compute_metrics`.
         resamples: How many sets are drawn.
         seed: Seed of the draws.
     """
     generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(0, len(logits), (resamples, len(logits)), generator=generator)
-    values = [compute_metrics(logits[d], references[d], names=[name], regression=regression)[name] for d in draws]
+    draws = torch.randint(0, len(predictions), (resamples, len(predictions)), generator=generator)
+    rows, wanted, options = _rows_of_metrics(predictions, references, names=[name], regression=regression)
+    values = [_computed(rows[draw], wanted[draw], names=[name], **options)[name] for draw in draws]
     return torch.tensor(values, dtype=torch.float64).std().item()
 
 
-def stability(
-    dense_logits: torch.Tensor, other_logits: torch.Tensor, *, regression: bool, tolerance: float = 0.25
-) -> float:
-    """Return the share of samples, in [0, 1], whose prediction equals the dense model's.
+def _rows_of_metrics(
+    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], regression: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """A row per sample of what metrics take as predictions and references, after checking that all of it fits."""
+    if isinstance(predictions, TokenPredictions):
+        check_metrics(names, task="text-generation")
+        if len(predictions.tokens) != len(references):
+            raise DataError(
+                f"every label token needs a reference, got {len(predictions.tokens)} predictions and "
+                f"{len(references)} references"
+            )
+        right = predictions.per_sample(predictions.tokens == references)
+        rows = torch.stack([predictions.per_sample(predictions.nll), right], -1)
+        return rows, predictions.per_sample(torch.ones_like(predictions.nll)).long(), {}
+    check_metrics(names, regression=regression)
+    if len(predictions) != len(references):
+        raise DataError(
+            f"every sample needs a reference, got {len(predictions)} logits and {len(references)} references"
+        )
+    return predicted(predictions, regression=regression), references, {"num_labels": predictions.shape[-1]}
+
+
+def _computed(rows: torch.Tensor, wanted: torch.Tensor, *, names: Sequence[str], **options: Any) -> dict[str, float]:
+    given: Any = rows.numpy()
+    if rows.dim() == 2:
+        given = [{"nll": nll, "right": int(right)} for nll, right in rows.tolist()]
+    results: dict[str, float] = {}
+    for name in names:
+        results |= load_metric(name).compute(predictions=given, references=wanted.numpy(), **options)
+    return results
+
+
+def stability(dense: Predictions, other: Predictions, *, regression: bool = False, tolerance: float = 0.25) -> float:
+    """Return the share, in [0, 1], of predictions that equal the dense model's.
+
+    They are counted per sample: its class, its number, or all tokens of its answer; of plain text, per token.
 
     Args:
-        dense_logits: (samples, labels).
-        other_logits: (samples, labels), of the same samples in the same order.
+        dense: From `predict`.
+        other: From `predict`, of the same samples in the same order.
         regression: Compare numbers rather than classes.
         tolerance: Largest absolute difference, in units of the label, at which two numbers count as equal.
 
     Raises:
-        DataError: the logits differ in shape, or there are none.
+        DataError: the predictions differ in shape, or there are none.
     """
-    if dense_logits.shape != other_logits.shape or len(dense_logits) == 0:
+    if isinstance(dense, TokenPredictions) and isinstance(other, TokenPredictions):
+        if not torch.equal(dense.sample, other.sample) or len(dense) == 0:
+            raise DataError(
+                f"stability compares predictions of the same samples, got {len(dense.tokens)} and "
+                f"{len(other.tokens)} tokens of {len(dense)} and {len(other)}"
+            )
+        differ = dense.tokens != other.tokens
+        same = dense.per_sample(differ) == 0 if dense.answers else ~differ
+        return same.double().mean().item()
+    assert isinstance(dense, torch.Tensor)
+    assert isinstance(other, torch.Tensor)
+    if dense.shape != other.shape or len(dense) == 0:
         raise DataError(
-            f"stability compares logits of the same samples, got shapes {tuple(dense_logits.shape)} and "
-            f"{tuple(other_logits.shape)}"
+            f"stability compares logits of the same samples, got shapes {tuple(dense.shape)} and {tuple(other.shape)}"
         )
-    dense = _predictions(dense_logits, regression=regression)
-    other = _predictions(other_logits, regression=regression)
-    same = (dense - other).abs() <= tolerance if regression else dense == other
+    one, two = (predicted(logits, regression=regression) for logits in (dense, other))
+    same = (one - two).abs() <= tolerance if regression else one == two
     return same.double().mean().item()
 
 
-def _predictions(logits: torch.Tensor, *, regression: bool) -> torch.Tensor:
-    """(samples, labels) -> (samples,): the number itself, or the class of the largest logit."""
-    return logits.flatten() if regression else logits.argmax(dim=-1)
+def predicted(predictions: Predictions, *, regression: bool = False) -> torch.Tensor:
+    """What is predicted: (samples,) classes or numbers, or (label tokens,) tokens."""
+    if isinstance(predictions, TokenPredictions):
+        return predictions.tokens
+    return predictions.flatten() if regression else predictions.argmax(dim=-1)

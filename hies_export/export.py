@@ -169,7 +169,8 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
     if not model.can_generate():
         return "encoder", given
     check_decoder(model)
-    given = {**given, "attention_mask": given.get("attention_mask", torch.ones_like(given["input_ids"]))}
+    given = {"attention_mask": torch.ones_like(given["input_ids"]), **given}
+    given = {name: tensor.cpu() for name, tensor in given.items()}
     if is_vision_language(model):
         names = ("input_ids", "attention_mask", "pixel_values")
         given = {name: given[name] for name in names if name in given}

@@ -65,6 +65,22 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
     return _rehearsed(probe, batch, found, [_site(f, label) for f in found], label)
 
 
+def tower_of(model: PreTrainedModel, site: AttentionSite) -> str:
+    """The tower of a composite model that an attention module is part of.
+
+    Returns:
+        "language", or else the name of the sub-config that the module reads without its ending: "vision", "audio", ...
+    """
+    own = getattr(model.get_submodule(site.name), "config", None)
+    own = getattr(own, "_config", own)  # a slim layer's view of the model's config
+    for name in model.config.sub_configs:
+        config = getattr(model.config, name, None)
+        if config is not None and config is own:
+            tower = name.removesuffix("_config")
+            return "language" if config is model.config.get_text_config() or tower == "text" else tower
+    return "language"
+
+
 @dataclass
 class _Found:
     """What was seen of one attention module.

@@ -59,6 +59,27 @@ def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
         return _flops(share_weights(model), {name: tensor.to(model.device) for name, tensor in inputs.items()})
 
 
+def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
+    """Bytes that every further token adds to the key/value cache of one sequence, in the model's dtype.
+
+    Asked of the cache that the model itself fills, on tensors without data.
+
+    Args:
+        model: Any model; it is not run and not changed.
+
+    Returns:
+        None for a model that does not generate from a cache.
+    """
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        return None
+    twin = share_weights(model, device="meta").eval()
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    with torch.no_grad():
+        cache = twin(input_ids=ids, use_cache=True).past_key_values
+    tensors = [t for layer in getattr(cache, "layers", ()) for t in (layer.keys, layer.values) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors) // ids.shape[1]
+
+
 def _flops(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> int:
     """Count on a model that may be changed."""
     from torch.utils.flop_counter import FlopCounterMode

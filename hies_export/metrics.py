@@ -7,6 +7,7 @@ predictions are kept in memory, so concurrent runs and a read-only home director
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -24,10 +25,15 @@ logger = logging.getLogger(__name__)
 class OfflineMetric(evaluate.Metric):
     """Base of the metrics here: predictions and references in memory, no script from the Hub.
 
-    A metric sets `regression` and defines `_compute(self, predictions, references, num_labels=None)`.
+    A metric sets what it is `of` and defines `_compute(self, predictions, references, num_labels=None)`.
+
+    Attributes:
+        of: What it judges: "classes", "numbers" (of a regression) or "tokens" (of generated text).
+        higher_is_better: Whether more is better.
     """
 
-    regression: ClassVar[bool]
+    of: ClassVar[str]
+    higher_is_better: ClassVar[bool] = True
 
     def __init__(self, **options: Any):
         options.setdefault("keep_in_memory", options.get("num_process", 1) == 1)
@@ -38,7 +44,7 @@ class OfflineMetric(evaluate.Metric):
         return self._data_dir_root if self.keep_in_memory else super()._build_data_dir()
 
     def _info(self) -> evaluate.MetricInfo:
-        value = datasets.Value("float64" if self.regression else "int64")
+        value = datasets.Value("float64" if self.of == "numbers" else "int64")
         return evaluate.MetricInfo(
             description=str(type(self).__doc__),
             citation="",
@@ -66,7 +72,7 @@ def register_metric(name: str) -> Callable[[type[OfflineMetric]], type[OfflineMe
 class Accuracy(OfflineMetric):
     """The share of predictions that equal the reference."""
 
-    regression = False
+    of = "classes"
 
     def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
         return {"accuracy": float(sklearn.metrics.accuracy_score(references, predictions))}
@@ -79,7 +85,7 @@ class F1(OfflineMetric):
     `num_labels` is the number of classes the model knows; without it, the largest label that occurs decides.
     """
 
-    regression = False
+    of = "classes"
 
     def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
         classes = num_labels or max(*predictions, *references) + 1
@@ -92,7 +98,7 @@ class F1(OfflineMetric):
 class MatthewsCorrelation(OfflineMetric):
     """Matthews correlation, in [-1, 1]; 0 where all predictions or all references are one class."""
 
-    regression = False
+    of = "classes"
 
     def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
         if _constant(predictions, references, name="matthews_correlation"):
@@ -104,7 +110,7 @@ class MatthewsCorrelation(OfflineMetric):
 class Pearson(OfflineMetric):
     """Pearson correlation, in [-1, 1]; 0, with a logged warning, where one side is constant."""
 
-    regression = True
+    of = "numbers"
 
     def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
         if _constant(predictions, references, name="pearson"):
@@ -116,12 +122,59 @@ class Pearson(OfflineMetric):
 class Spearman(OfflineMetric):
     """Spearman rank correlation, in [-1, 1]; 0, with a logged warning, where one side is constant."""
 
-    regression = True
+    of = "numbers"
 
     def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
         if _constant(predictions, references, name="spearman"):
             return {"spearman": 0.0}
         return {"spearman": float(scipy.stats.spearmanr(predictions, references).statistic)}
+
+
+class TokenMetric(OfflineMetric):
+    """Base of the metrics of generated text; a row is a sample, teacher-forced.
+
+    Predictions are `nll`, the sum of the negative log-likelihoods of the sample's label tokens in nats, and `right`,
+    how many of these are the likeliest token; references are how many label tokens there are. They are sums, so that
+    neither memory nor a bootstrap depends on the number of tokens.
+    """
+
+    of = "tokens"
+
+    def _info(self) -> evaluate.MetricInfo:
+        predictions = {"nll": datasets.Value("float64"), "right": datasets.Value("int64")}
+        return evaluate.MetricInfo(
+            description=str(type(self).__doc__),
+            citation="",
+            features=datasets.Features({"predictions": predictions, "references": datasets.Value("int64")}),
+        )
+
+
+@register_metric("perplexity")
+class Perplexity(TokenMetric):
+    """The exponential of the mean negative log-likelihood of all label tokens; lower is better."""
+
+    higher_is_better = False
+
+    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
+        nll = math.fsum(sample["nll"] for sample in predictions)
+        return {"perplexity": float(np.exp(np.float64(nll / sum(references))))}
+
+
+@register_metric("token_accuracy")
+class TokenAccuracy(TokenMetric):
+    """The share of label tokens that are the likeliest one after the tokens before them."""
+
+    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
+        return {"token_accuracy": sum(sample["right"] for sample in predictions) / sum(references)}
+
+
+@register_metric("exact_match")
+class ExactMatch(TokenMetric):
+    """The share of samples whose label tokens are all predicted: greedy decoding gives exactly the answer."""
+
+    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
+        right = [sample["right"] == tokens for sample, tokens in zip(predictions, references, strict=True)]
+        return {"exact_match": sum(right) / len(right)}
 
 
 def _constant(predictions: Any, references: Any, *, name: str) -> bool:
@@ -143,31 +196,53 @@ def load_metric(name: str) -> OfflineMetric:
     return METRICS[name]()
 
 
-def default_metrics(*, regression: bool) -> tuple[str, ...]:
-    """Return the names of the metrics to compute when none are asked for; the first one is the quality."""
-    return ("pearson", "spearman") if regression else ("accuracy",)
+def default_metrics(
+    *, regression: bool = False, task: str = "text-classification", answers: bool = False
+) -> tuple[str, ...]:
+    """Return the names of the metrics to compute when none are asked for; the first one is the quality.
+
+    Args:
+        regression: Whether the model predicts a number rather than a class.
+        task: The task.
+        answers: Whether text is generated in answer to a prompt.
+    """
+    kind = what_of(task, regression=regression)
+    if kind == "tokens":
+        return ("exact_match", "perplexity") if answers or task == "image-text-to-text" else ("perplexity",)
+    return ("pearson", "spearman") if kind == "numbers" else ("accuracy",)
 
 
-def check_metrics(names: Sequence[str], *, regression: bool) -> None:
+def check_metrics(names: Sequence[str], *, regression: bool = False, task: str = "text-classification") -> None:
     """Check, before any work, that every metric exists and fits the model.
 
     Args:
         names: Names of metrics.
         regression: Whether the model predicts a number rather than a class.
+        task: The task.
 
     Raises:
         RecipeError: with all the problems at once.
     """
-    fitting = ", ".join(name for name, metric in METRICS.items() if metric.regression == regression)
-    kind, other = ("a regression", "classes") if regression else ("a classifier", "numbers")
+    kind = what_of(task, regression=regression)
+    fitting = ", ".join(name for name, metric in METRICS.items() if metric.of == kind)
+    model = {"numbers": "a regression", "classes": "a classifier", "tokens": "generated text"}[kind]
     problems = []
     for name in names:
         if name not in METRICS:
             problems.append(_unknown(name))
-        elif METRICS[name].regression != regression:
-            problems.append(f"the metrics of {kind} must be among {fitting}, got {name!r}, which is for {other}")
+        elif METRICS[name].of != kind:
+            problems.append(
+                f"the metrics of {model} must be among {fitting}, got {name!r}, which is for {METRICS[name].of}"
+            )
     if problems:
         raise RecipeError(problems)
+
+
+def what_of(task: str, *, regression: bool) -> str:
+    """What a task's metrics judge: "classes", "numbers" or "tokens"."""
+    if task in ("text-generation", "image-text-to-text"):
+        return "tokens"
+    return "numbers" if regression else "classes"
 
 
 def _unknown(name: str) -> str:

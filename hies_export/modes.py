@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 @contextmanager
@@ -19,6 +23,50 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Inside the block a decoder keeps no keys and values for a next token that is never asked for."""
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+@contextmanager
+def checkpointing(model: nn.Module) -> Iterator[None]:
+    """Inside the block layers with gradient checkpointing switched on use it in evaluation mode too.
+
+    transformers checkpoints a layer only where its training flag is set, and some layers drop out by that flag: it is
+    set for the decision and taken back for the layer's own computing, the first time and when it is repeated.
+    """
+    found = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing)
+    layers: list[Any] = list(found)
+    before = [(layer, layer.training, layer._gradient_checkpointing_func) for layer in layers]
+
+    def compute(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+        layer.training = False
+        try:
+            return function(*args)
+        finally:
+            layer.training = True
+
+    def checkpointed(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint(partial(compute, layer, function), *args, use_reentrant=False)
+
+    for layer in layers:
+        layer.training, layer._gradient_checkpointing_func = True, partial(checkpointed, layer)
+    try:
+        yield
+    finally:
+        for layer, training, function in before:
+            layer.training, layer._gradient_checkpointing_func = training, function
 
 
 @contextmanager

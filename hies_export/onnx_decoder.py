@@ -81,7 +81,7 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
     """
     name = "inputs_embeds" if "inputs_embeds" in prompt else "input_ids"
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    tokens, mask = prompt[name], prompt["attention_mask"]
+    tokens, mask = prompt[name].to(model.device), prompt["attention_mask"].to(model.device)
 
     def inputs(start: int, stop: int) -> dict[str, Any]:
         taken = {name: tokens[:, start:stop], "attention_mask": mask[:, :stop]}

@@ -109,11 +109,12 @@ class OnnxGenerator:
             RecipeError: max_new_tokens is below 1.
             DataError: The prompts cannot be read, are padded on the right, are too long, or do not fit the images.
         """
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(torch.int64)
-        self._check(input_ids, mask, pixel_values, max_new_tokens)
+        tokens = input_ids.cpu()
+        mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.to("cpu", torch.int64)
+        self._check(tokens, mask, pixel_values, max_new_tokens)
+        tokens = tokens.to(torch.int64)
         ends = torch.tensor(self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id), dtype=torch.int64)
         padding = self.pad_token_id if self.pad_token_id is not None else int(ends[0]) if len(ends) else 0
-        tokens = input_ids.to(torch.int64)
         finished = torch.zeros(len(tokens), dtype=torch.bool)
         inputs, cache = self.prompt(tokens, pixel_values), None
         for _ in range(max_new_tokens):
@@ -136,11 +137,10 @@ class OnnxGenerator:
         if self.embed_tokens is None:
             return {"input_ids": input_ids}
         embeds = _run(self.embed_tokens, {"input_ids": input_ids})["inputs_embeds"]
-        given = 0 if self.image_token_id is None else int(torch.eq(input_ids, self.image_token_id).sum())
+        # A generated image token stands for itself, as in torch.
         if pixel_values is None or self.vision_encoder is None or self.image_token_id is None:
-            if given:
-                raise DataError(f"prompts with image tokens (id {self.image_token_id}) need pixel_values, got none")
             return {"inputs_embeds": embeds}
+        given = int(torch.eq(input_ids, self.image_token_id).sum())
         features = _tensor(_run(self.vision_encoder, {"pixel_values": pixel_values})["image_features"])
         images, tokens = features.shape[:2]
         if given != images * tokens:
@@ -189,6 +189,8 @@ class OnnxGenerator:
             )
         if pixel_values is not None and self.vision_encoder is None:
             raise DataError("pixel_values must be left out for a model of text, got images")
+        if pixel_values is None and self.image_token_id is not None and bool(torch.eq(ids, self.image_token_id).any()):
+            raise DataError(f"prompts with image tokens (id {self.image_token_id}) need pixel_values, got none")
 
 
 def _run(runtime: OnnxRuntime, batch: Mapping[str, Any]) -> dict[str, Any]:

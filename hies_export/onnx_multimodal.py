@@ -128,13 +128,13 @@ def trace_vision_language(
     embedding: Any = model.get_input_embeddings()
     with torch.no_grad():
         features = _image_features(model, pixels)
-        embeds = embedding(given["input_ids"])
-        embeds = merge_images(embeds, given["input_ids"], features, model.config.image_token_id)
+        ids = given["input_ids"].to(model.device)
+        embeds = merge_images(embedding(ids), ids, features, model.config.image_token_id)
     vision_axes = {"pixel_values": {0: "images"}}
     vision = export_program(_ImageEncoder(model), {"pixel_values": pixels}, provider, axes=vision_axes)
     name_axes(vision, vision_axes)
     embed_axes = {"input_ids": {0: "batch", 1: "sequence"}}
-    embed = export_program(_Embedding(model), {"input_ids": given["input_ids"]}, provider, axes=embed_axes)
+    embed = export_program(_Embedding(model), {"input_ids": ids}, provider, axes=embed_axes)
     name_axes(embed, embed_axes)
     prompt = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}
     return {VISION_FILE: vision, EMBED_FILE: embed, DECODER_FILE: trace_decoder(model, prompt, provider)}

@@ -36,17 +36,17 @@ def share_tied_weights(program: Any) -> None:
 
     graph = program.graph
     tables = [n.inputs[0] for n in graph.all_nodes() if n.op_type == "Gather" and n.inputs[0].const_value is not None]
-    for node in [node for node in graph.all_nodes() if node.op_type == "MatMul"]:
-        states, weight = node.inputs
-        if weight.const_value is None or weight.shape is None or len(weight.shape) != 2:
+    for node in [node for node in graph.all_nodes() if node.op_type in ("MatMul", "FusedMatMul")]:
+        weight = node.inputs[1]
+        if weight.const_value is None or len(weight.shape) != 2 or node.attributes.get_int("transB", 0):
             continue
         for table in tables:
             if list(table.shape) == list(weight.shape)[::-1] and _transposed(table, weight):
-                product = onnx_ir.node(
-                    "FusedMatMul", [states, table], {"transB": 1}, domain="com.microsoft", name=node.name
-                )
-                product.outputs[0].name = node.outputs[0].name
-                _take_place(graph, node, product)
+                # A FusedMatMul may scale, too: its other attributes stay.
+                node.op_type, node.domain = "FusedMatMul", "com.microsoft"
+                node.attributes["transB"] = onnx_ir.AttrInt64("transB", 1)
+                node.replace_input_with(1, table)
+                graph.opset_imports.setdefault("com.microsoft", 1)
                 break
     unused = [name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()]
     for name in unused:
@@ -57,19 +57,6 @@ def _transposed(table: Any, weight: Any) -> bool:
     """Whether two matrices have the same values, one of them transposed."""
     rows, columns = table.const_value.numpy(), weight.const_value.numpy()
     return np.array_equal(rows[0], columns[:, 0]) and np.array_equal(rows, columns.T)
-
-
-def _take_place(graph: Any, old: Any, new: Any) -> None:
-    """Put one node with one output in the place of another."""
-    new.outputs[0].shape, new.outputs[0].type = old.outputs[0].shape, old.outputs[0].type
-    graph.insert_before(old, new)
-    for user, index in list(old.outputs[0].uses()):
-        user.replace_input_with(index, new.outputs[0])
-    for index, value in enumerate(graph.outputs):
-        if value is old.outputs[0]:
-            graph.outputs[index] = new.outputs[0]
-    graph.remove(old, safe=True)
-    graph.opset_imports.setdefault("com.microsoft", 1)
 
 
 def _initializer(graph: Any, name: str, array: np.ndarray) -> Any:

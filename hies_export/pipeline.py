@@ -23,9 +23,10 @@ from .compare import count_both_flops, time_on
 from .compensate import LayerFit, compensate_heads
 from .compensated import collect_effects, score_compensated
 from .cut import check_cut, is_slim, masked_heads, prune_heads
-from .evaluate_model import compute_metrics, predict, references, stability, standard_error
+from .evaluate_model import Predictions, compute_metrics, predict, predicted, references, stability, standard_error
 from .export import OnnxExport, export_onnx
 from .folders import new_folder, refuse_existing
+from .metrics import METRICS
 from .prepare import AUTO_CLASSES, Prepared, budget_options, few, prepare
 from .progress import Progress, Silent
 from .recipe import PruningRecipe
@@ -103,6 +104,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
             parameters=gains["parameters"],
             bytes=gains["bytes"],
             flops=gains["flops"],
+            cache_bytes_per_token=gains["cache_bytes_per_token"],
             quality={"metric": prepared.metrics[0], **quality["metrics"][prepared.metrics[0]]},
             stability=quality["stability"],
             cut_max_abs=cut_max_abs,
@@ -117,6 +119,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "uncompensated": quality["uncompensated"],
                 "compensation": [asdict(fit) for fit in fits],
                 "alpha_curve": choice.alpha_curve,
+                "stability_of": _predicted(recipe),
                 "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
                 "custom_code": is_slim(slim),
                 "auto_class": AUTO_CLASSES[recipe.task],
@@ -124,6 +127,8 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "data": {
                     "labels": plan.calibration["labels"],
                     "calibration_samples": statistics.samples,
+                    "calibration_batch": statistics.batch_size,
+                    "calibration_batch_asked": min(recipe.calibration.batch_size, statistics.samples),
                     "evaluation_samples": sum(len(next(iter(batch.values()))) for batch in prepared.evaluation),
                     "evaluation_split": recipe.evaluation.split,
                     "fingerprint": statistics.fingerprint,
@@ -143,7 +148,7 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
     statistics = collect_statistics(
         prepared.model,
         prepared.calibration,
-        prepared.sites,
+        prepared.scored,
         progress=lambda batches: progress.track(batches, "score"),
     )
     calibration = {
@@ -159,11 +164,11 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
         effects = collect_effects(
             prepared.model,
             prepared.calibration,
-            prepared.sites,
+            prepared.scored,
             progress=lambda batches: progress.track(batches, "effects"),
         )
         scores = score_compensated(
-            effects, prepared.sites, progress=lambda sites: progress.track(sites, "greedy removal")
+            effects, prepared.scored, progress=lambda sites: progress.track(sites, "greedy removal")
         )
         return Choice(statistics, scores, plan_by(scores), ())
 
@@ -187,8 +192,17 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
         error = standard_error(logits, references(prepared.held_out), **options)
         return Judgement(metrics[prepared.metrics[0]], error, share)
 
-    chosen = choose_alpha(plan_at, judge_masked, alphas=tuple(progress.track(ALPHAS, "choose alpha")))
+    alphas = tuple(progress.track(ALPHAS, "choose alpha"))
+    higher_is_better = METRICS[prepared.metrics[0]].higher_is_better
+    chosen = choose_alpha(plan_at, judge_masked, alphas=alphas, higher_is_better=higher_is_better)
     return Choice(statistics, chosen.scores, chosen.plan, chosen.curve)
+
+
+def _predicted(recipe: PruningRecipe) -> str:
+    """What a prediction is, whose share that stays the same is the stability."""
+    if recipe.data.answer is not None:
+        return "answer"
+    return "next token" if recipe.task == "text-generation" else "prediction"
 
 
 def write_choice(folder: Path, choice: Choice) -> None:
@@ -225,7 +239,7 @@ def prune(
         The slim model, what compensation did, and the largest output differences of the cut and of the reload.
     """
     progress.stage("cut")
-    batch = prepared.calibration[0]
+    batch = few(prepared.calibration[0])
     slim = prune_heads(prepared.model, plan, prepared.sites)
     cut_max_abs = check_cut(prepared.model, slim, plan, batch)
     fits = []
@@ -258,12 +272,12 @@ def evaluate(
     """
     progress.stage("evaluate")
 
-    def logits_of(model: PreTrainedModel) -> Tensor:
+    def logits_of(model: PreTrainedModel) -> Predictions:
         return predict(model, prepared.evaluation, progress=lambda batches: progress.track(batches, "evaluate"))
 
     dense_logits, slim_logits = logits_of(prepared.model), logits_of(slim)
 
-    def judged(logits: Tensor) -> tuple[dict[str, float], float]:
+    def judged(logits: Predictions) -> tuple[dict[str, float], float]:
         return judge(prepared, prepared.evaluation, dense_logits, logits, recipe)
 
     uncompensated = None
@@ -283,18 +297,16 @@ def evaluate(
 def judge(
     prepared: Prepared,
     batches: list[dict[str, Tensor]],
-    dense_logits: Tensor,
-    logits: Tensor,
+    dense_logits: Predictions,
+    logits: Predictions,
     recipe: PruningRecipe,
 ) -> tuple[dict[str, float], float]:
     """Metrics of some logits, and their stability.
 
     Without labels the dense model's predictions are the reference, and its own value is perfect by definition.
     """
-    if "labels" in batches[0]:
-        expected = references(batches)
-    else:
-        expected = dense_logits.flatten() if prepared.regression else dense_logits.argmax(-1)
+    labelled = "labels" in batches[0]
+    expected = references(batches) if labelled else predicted(dense_logits, regression=prepared.regression)
     metrics = compute_metrics(logits, expected, names=prepared.metrics, regression=prepared.regression)
     tolerance = recipe.evaluation.stability_tolerance
     return metrics, stability(dense_logits, logits, regression=prepared.regression, tolerance=tolerance)
@@ -319,17 +331,16 @@ def measure_gains(
     prepared: Prepared, slim: PreTrainedModel, onnx: OnnxExport, recipe: PruningRecipe, *, progress: Progress
 ) -> dict[str, Any]:
     """Count parameters, bytes and FLOPs, and time both models on every runtime and shape."""
-    dense, shapes = prepared.model, prepared.shapes
-    batches = {s: measure.synthetic_batch(dense, batch=s[0], sequence=s[1]) for s in shapes}
+    dense, batches = prepared.model, prepared.measured
     flops = count_both_flops(dense, slim, batches)
     latency = []
     # Beside the slim one, so that both are read from the same disk; the dense graph is not kept.
     with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
         dense_folder = Path(temporary) / "onnx"
-        if any(name.startswith("onnxruntime") for name in recipe.measure.runtimes):
+        if any(name.startswith("onnxruntime") for name in prepared.runtimes):
             export(prepared, dense, recipe, dense_folder, progress=progress)
         progress.stage("measure")
-        for name in recipe.measure.runtimes:
+        for name in prepared.runtimes:
             sources = (dense, slim) if name == "torch" else (dense_folder, onnx.folder)
             latency += time_on(
                 name,
@@ -339,7 +350,8 @@ def measure_gains(
                 repeats=recipe.measure.repeats,
                 track=progress.track,
             )
-    dense_flops, slim_flops = flops[shapes[0]]
+    shape = next(iter(batches))
+    dense_flops, slim_flops = flops[shape]
     return {
         "parameters": {"dense": measure.count_parameters(dense), "slim": measure.count_parameters(slim)},
         "bytes": {
@@ -347,9 +359,16 @@ def measure_gains(
             "slim": measure.parameter_bytes(slim),
             "onnx": onnx.bytes,
         },
-        "flops": {"dense": dense_flops, "slim": slim_flops, "shape": list(shapes[0])},
+        "flops": {"dense": dense_flops, "slim": slim_flops, "shape": list(shape)},
+        "cache_bytes_per_token": _cache_bytes(dense, slim),
         "latency": latency,
     }
+
+
+def _cache_bytes(dense: PreTrainedModel, slim: PreTrainedModel) -> dict[str, int] | None:
+    """What both models remember of a token while they generate; None where they do not."""
+    found = [measure.cache_bytes_per_token(model) for model in (dense, slim)]
+    return None if found[0] is None or found[1] is None else {"dense": found[0], "slim": found[1]}
 
 
 class _Stopwatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from transformers import PreTrainedModel
 
 from .compare import model_shapes
 from .cut import auto_classes
-from .data import Columns, check_rows, load_processor, make_batches
-from .errors import RequestError
+from .data import GENERATIVE, Columns, check_rows, draw_samples, load_processor, make_batches
+from .errors import MissingRuntimeError, RequestError
 from .labels import is_regression
-from .layout import find_attention
+from .layout import find_attention, tower_of
 from .loading import find_model_class, load_config
+from .measure import synthetic_batch
 from .metrics import check_metrics, default_metrics
 from .recipe import PruningRecipe
 from .rows import load_rows
@@ -31,6 +33,8 @@ HELD_OUT_SAMPLES = 256
 AUTO_CLASSES = {
     "text-classification": "AutoModelForSequenceClassification",
     "image-classification": "AutoModelForImageClassification",
+    "text-generation": "AutoModelForCausalLM",
+    "image-text-to-text": "AutoModelForImageTextToText",
 }
 
 
@@ -40,27 +44,31 @@ class Prepared:
 
     Attributes:
         model: The dense model, in evaluation mode.
-        processor: Its tokenizer or image processor.
-        sites: Its attention modules.
+        processor: What turns its rows into tensors.
+        sites: All of its attention modules.
+        scored: Those that may lose heads.
         calibration: Batches to score on.
         held_out: Batches to choose alpha on, which heads are not scored on; empty unless alpha is auto.
         compensation: Batches to refit on, without labels; empty when the recipe asks for none.
         evaluation: Batches to judge on.
         metrics: Names of the metrics, the report's first.
         regression: Whether the model predicts a number.
-        shapes: (batch, sequence) pairs to measure.
+        runtimes: Names of the runtimes to measure on.
+        measured: Batches to measure with, by (batch, sequence).
     """
 
     model: PreTrainedModel
     processor: Any
     sites: tuple[AttentionSite, ...]
+    scored: tuple[AttentionSite, ...]
     calibration: list[dict[str, Tensor]]
     held_out: list[dict[str, Tensor]]
     compensation: list[dict[str, Tensor]]
     evaluation: list[dict[str, Tensor]]
     metrics: tuple[str, ...]
     regression: bool
-    shapes: list[tuple[int, int]]
+    runtimes: tuple[str, ...]
+    measured: dict[tuple[int, int], dict[str, Tensor]]
 
 
 def prepare(recipe: PruningRecipe) -> Prepared:
@@ -73,57 +81,118 @@ def prepare(recipe: PruningRecipe) -> Prepared:
     config = load_config(recipe.model, **hub)
     model_class = task_class(recipe.model, config, task=recipe.task, **hub)
     regression = recipe.task == "text-classification" and is_regression(config)
-    metrics = recipe.evaluation.metrics or default_metrics(regression=regression)
-    check_metrics(metrics, regression=regression)
-    columns = Columns(text=recipe.data.text, image=recipe.data.image, label=recipe.data.label)
-    source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
-    calibration, compensation = recipe.calibration, recipe.prune.compensation
+    data, calibration, compensation = recipe.data, recipe.calibration, recipe.prune.compensation
+    metrics = recipe.evaluation.metrics or default_metrics(
+        regression=regression, task=recipe.task, answers=data.answer is not None
+    )
+    check_metrics(metrics, regression=regression, task=recipe.task)
+    runtimes = _runtimes(recipe)
+    columns = Columns(text=data.text, image=data.image, label=data.label, prompt=data.prompt, answer=data.answer)
+    processor = load_processor(recipe.model, task=recipe.task, revision=recipe.revision)
+    shared: dict[str, Any] = {
+        "config": config,
+        "task": recipe.task,
+        "processor": processor,
+        "max_length": data.max_length,
+        "packing": data.packing,
+    }
+
+    def draw(split: str, samples: int | None, seed: int | None = None) -> datasets.Dataset:
+        # What generates text has samples that are not rows: blocks of packed text, questions about an image.
+        generative = recipe.task in GENERATIVE
+        options: dict[str, Any] = {"samples": samples, "shuffle_seed": seed}
+        rows = load_rows(name=data.name, files=data.files, split=split, **({} if generative else options))
+        check_rows(rows, columns=columns, config=config, task=recipe.task)
+        return draw_samples(rows, columns=columns, **shared, **options) if generative else rows
+
     held_out_samples = HELD_OUT_SAMPLES if recipe.prune.alpha == "auto" and uses_alpha(recipe.prune.criterion) else 0
     compensation_samples = 0 if compensation is None else compensation.samples
     # One draw: first the rows to score on, then those to choose alpha on; refitting starts from the first again.
     most = max(calibration.samples + held_out_samples, compensation_samples)
-    drawn = load_rows(**source, split=calibration.split, samples=most, shuffle_seed=calibration.seed)
+    drawn = draw(calibration.split, most, calibration.seed)
     if held_out_samples and len(drawn) <= calibration.samples:
         raise RequestError(
-            f"alpha: auto needs rows beyond the {calibration.samples} calibration samples, but the split "
+            f"alpha: auto needs samples beyond the {calibration.samples} to score on, but the split "
             f"{calibration.split!r} has {len(drawn)}; lower calibration.samples or set alpha"
         )
 
     def part(start: int, count: int) -> datasets.Dataset:
         return drawn.select(list(range(start, min(start + count, len(drawn)))))
 
-    evaluation_rows = load_rows(**source, split=recipe.evaluation.split, samples=recipe.evaluation.samples)
-    for rows in (drawn, evaluation_rows):
-        check_rows(rows, columns=columns, config=config, task=recipe.task)
-    processor = load_processor(recipe.model, task=recipe.task, revision=recipe.revision)
-    model = load_dense(recipe.model, model_class, dtype=recipe.dtype, **hub)
-    shapes = model_shapes(model, recipe.measure.shapes)
-    options: dict[str, Any] = {
-        "config": model.config,
-        "task": recipe.task,
-        "processor": processor,
-        "max_length": recipe.data.max_length,
-    }
+    evaluation_rows = draw(recipe.evaluation.split, recipe.evaluation.samples)
+    model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
+    shared["config"] = model.config
+    shapes = [] if recipe.task == "image-text-to-text" else model_shapes(model, recipe.measure.shapes)
 
     def batches(rows: datasets.Dataset, columns: Columns, batch_size: int) -> list[dict[str, Tensor]]:
-        return make_batches(rows, columns=columns, batch_size=batch_size, **options) if len(rows) else []
+        return make_batches(rows, columns=columns, batch_size=batch_size, **shared) if len(rows) else []
 
     size = calibration.batch_size
     calibration_batches = batches(part(0, calibration.samples), columns, size)
     sites = find_attention(model, few(calibration_batches[0]))
-    check_budget(sites, **budget_options(recipe))
+    scored = _in_towers(model, sites, recipe.prune.towers)
+    check_budget(scored, **budget_options(recipe))
+    if recipe.task == "image-text-to-text":
+        measured = _repeated(calibration_batches[0], recipe.measure.shapes)
+    else:
+        measured = {s: synthetic_batch(model, batch=s[0], sequence=s[1]) for s in shapes}
     return Prepared(
         model=model,
         processor=processor,
         sites=sites,
+        scored=scored,
         calibration=calibration_batches,
         held_out=batches(part(calibration.samples, held_out_samples), columns, size),
         compensation=batches(part(0, compensation_samples), replace(columns, label=None), size),
         evaluation=batches(evaluation_rows, columns, recipe.evaluation.batch_size),
         metrics=tuple(metrics),
         regression=regression,
-        shapes=shapes,
+        runtimes=runtimes,
+        measured=measured,
     )
+
+
+def _runtimes(recipe: PruningRecipe) -> tuple[str, ...]:
+    """The runtimes to measure on; the parts of a vision-language model are no single graph that could be timed."""
+    runtimes = recipe.measure.runtimes
+    if recipe.task != "image-text-to-text":
+        return runtimes
+    exported = [name for name in runtimes if name != "torch"]
+    if exported and "runtimes" in recipe.measure.model_fields_set:
+        raise RequestError(
+            f"a vision-language model, which is exported in parts, can be timed on torch only, but measure.runtimes "
+            f"names {', '.join(exported)}; set it to [torch]"
+        )
+    return ("torch",)
+
+
+def _in_towers(
+    model: PreTrainedModel, sites: tuple[AttentionSite, ...], towers: tuple[str, ...]
+) -> tuple[AttentionSite, ...]:
+    """The attention modules in some towers of a composite model; by default those of the language model."""
+    of = {site.name: tower_of(model, site) for site in sites}
+    known = list(dict.fromkeys(of.values()))
+    for tower in towers:
+        if tower not in known:
+            raise RequestError(
+                f"prune.towers must be among {', '.join(known)}, the towers of this model, got {tower!r}"
+            )
+    wanted = towers or (("language",) if "language" in known else tuple(known))
+    return tuple(site for site in sites if of[site.name] in wanted)
+
+
+def _repeated(
+    batch: dict[str, Tensor], shapes: tuple[tuple[int, ...], ...]
+) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """The longest sample of a batch, as often as each shape's batch says: random tokens would have no image in them."""
+    longest = int(batch["attention_mask"].sum(-1).argmax())
+    sample = {key: value[longest : longest + 1] for key, value in batch.items() if key != "labels"}
+    sizes = dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,)))
+    sequence = batch["input_ids"].shape[1]
+    return {
+        (size, sequence): {key: value.repeat(size, *[1] * (value.dim() - 1)) for key, value in sample.items()}
+        for size in sizes
+    }
 
 
 def budget_options(recipe: PruningRecipe) -> dict[str, Any]:
@@ -132,6 +201,7 @@ def budget_options(recipe: PruningRecipe) -> dict[str, Any]:
     return {
         "heads": prune.budget.heads,
         "allocation": prune.allocation,
+        "unit": prune.unit,
         "min_heads": prune.min_heads,
         "keep_layers": prune.keep_layers,
     }
@@ -157,22 +227,34 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
     return model_class
 
 
-def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, **hub: Any) -> PreTrainedModel:
+def load_dense(
+    path: str | Path, model_class: Any, *, dtype: str | None = None, device_map: str | None = None, **hub: Any
+) -> PreTrainedModel:
     """Load the model to prune, on the GPU if there is one.
 
     Args:
         path: Folder or Hub id, dense or slim.
         model_class: From `task_class`.
         dtype: Name of a torch dtype, or "auto" for the checkpoint's own; float32 on CPU and "auto" on GPU by default.
+        device_map: As in `from_pretrained`; None for one device.
         **hub: Where and how to look on the Hub, as in `from_pretrained`.
 
     Raises:
+        MissingRuntimeError: A device_map is given, and accelerate is not installed.
         RequestError: The checkpoint lacks weights.
     """
+    if device_map is not None and find_spec("accelerate") is None:
+        raise MissingRuntimeError(
+            'device_map needs accelerate, which is not installed; install it with: pip install "hies-export[big]"'
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = dtype or ("float32" if device == "cpu" else "auto")
     model, info = model_class.from_pretrained(
-        path, dtype=name if name == "auto" else getattr(torch, name), output_loading_info=True, **hub
+        path,
+        dtype=name if name == "auto" else getattr(torch, name),
+        device_map=device_map,
+        output_loading_info=True,
+        **hub,
     )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -180,4 +262,4 @@ def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, 
             f"a checkpoint must hold all weights of its model, but {path} lacks {len(missing)}, e.g. {missing[0]}; "
             "they would be random"
         )
-    return model.to(device).eval()
+    return (model if device_map is not None else model.to(device)).eval()

@@ -1,127 +1,127 @@
-"""Text from prompts: a checkpoint in torch or an exported folder in ONNX Runtime, greedy both, to compare."""
+"""Prompt and answer of a row: the template, one row per question, and which tokens are the answer."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from pathlib import Path
+import itertools
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
+import datasets
+import pyarrow
 
-from .errors import DataError, RecipeError, RequestError
-from .loading import load
-from .onnx_generate import OnnxGenerator
-from .runtimes import DECODER_FILE, ONNX_FILE
+from .errors import DataError, did_you_mean
+from .labels import STRINGS, kind_of
+from .rows import listed
 
-logger = logging.getLogger(__name__)
+LISTS = (datasets.List, datasets.LargeList)
 
 
-def generate_text(
-    folder: str | Path, prompts: Sequence[str], *, images: Sequence[str | Path] = (), max_new_tokens: int = 20
-) -> list[str]:
-    """Continue prompts with the most likely tokens.
-
-    Args:
-        folder: What `export_onnx` wrote, run in ONNX Runtime; or a checkpoint, slim or not, run in torch in float32.
-        prompts: Texts, padded on the left to run together.
-        images: Files, one for each prompt or one for all; a prompt without an image token gets it in front.
-        max_new_tokens: Tokens to add at most.
-
-    Returns:
-        The new text of each prompt, without special tokens.
+def template_fields(template: str) -> tuple[str, ...]:
+    """Return the columns that a prompt template such as "Question: {question}\\nAnswer:" names.
 
     Raises:
-        RequestError: The folder does not generate, or has no tokenizer; a prompt or an image cannot be read.
+        DataError: it is not a template, or a field has no name.
     """
-    if max_new_tokens < 1:
-        raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
-    exported = any((Path(folder) / name).is_file() for name in (ONNX_FILE, DECODER_FILE))
-    processor = load_prompt_processor(folder, images=bool(images))
-    batch = encode_prompts(processor, prompts, images)
-    if exported:
-        tokens = OnnxGenerator.from_folder(folder).generate(**batch, max_new_tokens=max_new_tokens)
-    else:
-        tokens = _generate_in_torch(folder, batch, max_new_tokens)
-    return processor.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def load_prompt_processor(folder: str | Path, *, images: bool = False) -> Any:
-    """The tokenizer of a folder, or with images its processor, that pads on the left.
-
-    Raises:
-        DataError: There is none, or its tokenizer has no token to pad with.
-    """
-    what = "a processor for text and images" if images else "a tokenizer"
     try:
-        # The Pillow backend, so that results do not depend on torchvision being installed.
-        options = {"backend": "pil"} if images else {}
-        processor: Any = (AutoProcessor if images else AutoTokenizer).from_pretrained(folder, **options)
-        tokenizer = processor.tokenizer if images else processor
-    except Exception as error:  # transformers, tokenizers, json and the Hub: each raises its own kind
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
         raise DataError(
-            f"prompts need {what}, but none could be loaded from {folder} ({str(error).strip().splitlines()[0]}); save "
-            "the one the model was trained with into that folder with save_pretrained"
+            f"data.prompt must be a template such as 'Question: {{question}}', but {template!r} is not: {error}; "
+            "write {{ and }} for braces that are text"
         ) from error
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        stand_in = tokenizer.eos_token or tokenizer.unk_token
-        if stand_in is None:
-            raise DataError(f"the tokenizer of {folder} must have a pad, eos or unk token to pad prompts with")
-        logger.info("the tokenizer has no pad token: prompts are padded with %s, masked out", stand_in)
-        tokenizer.pad_token = stand_in
-    return processor
+    for field in fields:
+        if not field.isidentifier():
+            raise DataError(f"a field of data.prompt must be the name of a column, got {{{field}}} in {template!r}")
+    return tuple(dict.fromkeys(fields))
 
 
-def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str | Path] = ()) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` (batch, sequence) of prompts, and of images `pixel_values`.
+def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
+    """Check that the columns of template and answer are there and that every row has an answer.
 
     Raises:
-        DataError: There is no prompt, one has no tokens, or an image does not decode or has no prompt.
+        DataError: a field of the template or the answer is no column; they do not hold text, numbers or lists of these;
+            the lists of a row differ in length; a row has none.
     """
-    if not prompts:
-        raise DataError("at least one prompt is needed, got none")
-    if images and len(images) not in (1, len(prompts)):
-        raise DataError(f"images must be one for all prompts or one for each of {len(prompts)}, got {len(images)}")
-    options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
-    if images:
-        pictures = [_open_image(file) for file in images]
-        token = processor.image_token
-        texts = [prompt if token in prompt else f"{token}\n{prompt}" for prompt in prompts]
-        encoded = processor(text=texts, images=pictures * (len(prompts) // len(pictures)), **options)
-    else:
-        encoded = processor(list(prompts), **options)
-    batch = {name: encoded[name] for name in ("input_ids", "attention_mask", "pixel_values") if name in encoded}
-    empty = [prompt for prompt, mask in zip(prompts, batch["attention_mask"], strict=True) if not mask.any()]
-    if empty or not batch["input_ids"].numel():
-        raise DataError(f"a prompt must have at least one token, got {(empty or prompts)[0]!r}")
-    return batch
+    for what, column in [*(("a field of data.prompt", f) for f in template_fields(prompt)), ("data.answer", answer)]:
+        if column not in rows.column_names:
+            hint = did_you_mean(column, rows.column_names)
+            raise DataError(f"{what} must be a column of the data ({listed(rows.column_names)}), got {column!r}{hint}")
+        inner = rows.features[column]
+        while isinstance(inner, LISTS):
+            inner = inner.feature
+        dtype = str(getattr(inner, "dtype", ""))
+        if dtype not in STRINGS and not dtype.startswith(("int", "uint", "float", "bool")):
+            raise DataError(f"{what} must hold text or lists of text, but {column!r} holds {kind_of(inner)}")
+        for row, value in enumerate(rows[column][:]):
+            if value is None or value == []:
+                raise DataError(f"every row must have a {column!r}, but row {row} (from 0) has none")
+    _lengths(rows, _listed_columns(rows, prompt=prompt, answer=answer))
 
 
-def _open_image(file: str | Path) -> Any:
-    from PIL import Image, UnidentifiedImageError
+def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) -> datasets.Dataset:
+    """Explode rows with lists of questions and answers: one row for each pair, in order.
 
-    try:
-        with Image.open(file) as image:
-            return image.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
-        raise DataError(f"an image must be a file that Pillow decodes, and {file} is not: {error}") from error
+    Where a column of the template holds lists, it, and every other such column and the answer where they do too, are
+    lists of one length, item by item. Where only the answer does, the list holds answers to one question.
+
+    Raises:
+        DataError: as `check_prompt`.
+    """
+    columns = _listed_columns(rows, prompt=prompt, answer=answer)
+    if not columns:
+        return rows
+    lengths = _lengths(rows, columns)
+    repeated = [row for row, length in enumerate(lengths) for _ in range(length)]
+    table = rows.with_format("arrow")[repeated] if repeated else rows.with_format("arrow")[:]
+    features = datasets.Features(rows.features)
+    for column in columns:
+        features[column] = rows.features[column].feature
+        values = pyarrow.array(list(itertools.chain(*rows[column][:])), type=features.arrow_schema.field(column).type)
+        table = table.set_column(table.column_names.index(column), column, values)
+    return datasets.Dataset(datasets.table.InMemoryTable(table), info=datasets.DatasetInfo(features=features))
 
 
-def _generate_in_torch(folder: str | Path, batch: dict[str, Tensor], max_new_tokens: int) -> Tensor:
-    """What the checkpoint's own `generate` makes of the batch, greedily."""
-    model = load(folder, dtype=torch.float32).eval()
-    if not model.can_generate():
-        raise RequestError(f"a checkpoint must generate text to be prompted, and {type(model).__name__} does not")
-    own = model.generation_config
-    padding = own.pad_token_id if own is not None else None
-    greedy = GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=0 if padding is None else padding,
-    )
-    return model.generate(**batch, generation_config=greedy)
+def _listed_columns(rows: datasets.Dataset, *, prompt: str, answer: str) -> list[str]:
+    asked = [field for field in template_fields(prompt) if isinstance(rows.features[field], LISTS)]
+    answers = [answer] if asked and answer not in asked and isinstance(rows.features[answer], LISTS) else []
+    return asked + answers
+
+
+def _lengths(rows: datasets.Dataset, columns: Sequence[str]) -> list[int]:
+    lengths = [tuple(map(len, items)) for items in zip(*(rows[column][:] for column in columns), strict=True)]
+    for row, found in enumerate(lengths):
+        if len(set(found)) > 1:
+            sizes = ", ".join(f"{column!r} {size}" for column, size in zip(columns, found, strict=True))
+            raise DataError(f"the lists of a row must be of one length, but row {row} (from 0) has {sizes}")
+    return [found[0] for found in lengths]
+
+
+def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, str]:
+    """Prompt and answer of a row; of a list of answers the most frequent one, among equals the first."""
+    given = row[answer]
+    if isinstance(given, list):
+        given = Counter(given).most_common(1)[0][0]
+    return prompt.format_map(row), str(given)
+
+
+def answer_text(prompt: str, answer: str, tokenizer: Any) -> str:
+    """What follows the prompt: a space unless the prompt ends in one, the answer, the end-of-text token if any."""
+    end = tokenizer.eos_token or ""
+    if end and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]:
+        end = ""  # the tokenizer sets it itself
+    return ("" if prompt[-1:].isspace() else " ") + answer + end
+
+
+def tokenise(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], int]:
+    """Tokens of prompt and answer together, and how many at the end are the answer's.
+
+    Tokenisers may join characters across the seam, so the answer is what differs from the prompt's own tokens.
+    """
+    special = not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token))
+    options: dict[str, Any] = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
+    alone = tokenizer(prompt, **options)["input_ids"]
+    ids = tokenizer(prompt + answer_text(prompt, answer, tokenizer), **options)["input_ids"]
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False)))
+    return list(ids), len(ids) - shared

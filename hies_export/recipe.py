@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .progress import Progress
     from .report import Report
 
-Task = Literal["text-classification", "image-classification"]
+Task = Literal["text-classification", "image-classification", "text-generation", "image-text-to-text"]
 
 
 class _Section(BaseModel):
@@ -28,18 +28,25 @@ class DataSection(_Section):
     Attributes:
         name: Hub data set, its configuration last ("nyu-mll/glue/sst2"); or
         files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not) or image folder.
-        text: One or two text columns.
+        text: One or two text columns; one for text-generation.
         image: Image column.
+        prompt: What to ask, with the columns it reads in braces: "Question: {question}"; instead of `text` in
+            text-generation, and always in image-text-to-text.
+        answer: Column of answers; the loss and the quality are those of its tokens.
         label: Label column; without one, the model's own predictions stand in for calibration.
-        max_length: Longest sequence in tokens; the model's own limit by default.
+        max_length: Longest sequence in tokens; the model's own limit by default, and at most 512 for packed text.
+        packing: Whether texts to generate are joined and cut into blocks of max_length, or are a sample each.
     """
 
     name: str | None = None
     files: dict[str, Path] | None = None
     text: tuple[str, ...] = ()
     image: str | None = None
+    prompt: str | None = None
+    answer: str | None = None
     label: str | None = None
     max_length: int | None = Field(None, ge=2)
+    packing: bool = True
 
     @field_validator("text", mode="before")
     @classmethod
@@ -53,6 +60,9 @@ class DataSection(_Section):
             raise ValueError(f"exactly one of name (a Hub data set) and files must be given, got {given}")
         if len(self.text) > 2:
             raise ValueError(f"text must be one or two columns, got {len(self.text)}")
+        if (self.prompt is None) != (self.answer is None):
+            given, missing = ("prompt", "answer") if self.answer is None else ("answer", "prompt")
+            raise ValueError(f"prompt and answer go together, got {given} without {missing}")
         return self
 
 
@@ -109,7 +119,8 @@ class PruneSection(_Section):
     """How heads are scored, chosen and made up for; see `score_heads`, `select_heads` and `compensate_heads`.
 
     `criterion: hies-compensated` (see `score_compensated`) presumes `compensation`, uses neither alpha nor labels, and
-    wants `calibration.samples: 256`.
+    wants `calibration.samples: 256`. Of a model of several towers those named in `towers` lose heads, by default the
+    language model; of others, all of it.
     """
 
     criterion: str = "hies"
@@ -117,6 +128,8 @@ class PruneSection(_Section):
     normalize: Literal["model", "layer"] = "model"
     budget: BudgetSection
     allocation: Literal["global", "uniform"] = "global"
+    unit: Literal["group", "query"] = "group"
+    towers: tuple[str, ...] = ()
     min_heads: int = Field(1, ge=1)
     keep_layers: tuple[int, ...] = ()
     compensation: CompensationSection | None = None
@@ -192,7 +205,10 @@ class PruningRecipe(_Section):
         revision: Revision of a Hub model.
         dtype: What the model is loaded, scored and saved in: float32 (default on CPU), float16, bfloat16, or "auto"
             for the checkpoint's own (default on GPU).
-        task: text-classification (regression is text-classification with one label) or image-classification.
+        device_map: Where the layers go, as in `from_pretrained`: "auto" spreads a model over all GPUs. By default the
+            GPU if there is one.
+        task: text-classification (regression is text-classification with one label), image-classification,
+            text-generation or image-text-to-text.
         data, calibration, evaluation, prune, export, measure: See the sections above.
         output: Folder to write; must not exist.
 
@@ -209,6 +225,7 @@ class PruningRecipe(_Section):
     model: str
     revision: str | None = None
     dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
+    device_map: str | None = None
     task: Task
     data: DataSection
     calibration: CalibrationSection = CalibrationSection()
@@ -226,10 +243,21 @@ class PruningRecipe(_Section):
 
     @model_validator(mode="after")
     def _columns_fit_the_task(self) -> PruningRecipe:
-        if self.task == "image-classification" and (self.data.image is None or self.data.text):
-            raise ValueError("image-classification needs data.image (a column of images) and no data.text")
-        if self.task == "text-classification" and (self.data.image is not None or not self.data.text):
-            raise ValueError("text-classification needs data.text (one or two columns) and no data.image")
+        data = self.data
+        given = {name for name in ("text", "image", "prompt", "label") if getattr(data, name)}
+        wanted: dict[str, tuple[set[str], set[str], str]] = {
+            "text-classification": ({"text"}, {"label"}, "data.text (one or two columns)"),
+            "image-classification": ({"image"}, {"label"}, "data.image (a column of images)"),
+            "image-text-to-text": ({"image", "prompt"}, set(), "data.image, data.prompt and data.answer"),
+        }
+        if self.task == "text-generation":
+            if given not in ({"text"}, {"prompt"}) or len(data.text) > 1:
+                raise ValueError("text-generation needs data.text (one column), or data.prompt and data.answer")
+            return self
+        needed, allowed, said = wanted[self.task]
+        if not needed <= given or given - needed - allowed:
+            others = ", ".join(f"data.{name}" for name in sorted(given - needed - allowed))
+            raise ValueError(f"{self.task} needs {said}" + (f" and no {others}" if others else ""))
         return self
 
     @classmethod

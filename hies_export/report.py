@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Report:
         seconds: Time spent in score, cut, export, measure.
         latency: One row per runtime and shape.
         environment: Hardware and library versions the numbers were measured with.
+        cache_bytes_per_token: What a token adds to the key/value cache, in bytes: dense, slim; None without a cache.
         details: What the renderings show beyond the summary: plan, statistics, all metrics, data.
     """
 
@@ -59,6 +60,7 @@ class Report:
     seconds: Mapping[str, float]
     latency: Sequence[Mapping[str, Any]]
     environment: Mapping[str, Any]
+    cache_bytes_per_token: Mapping[str, int] | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
@@ -80,7 +82,8 @@ class Report:
         file = path / "report.json" if path.is_dir() else path
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-            return cls(**{f.name: values[f.name] for f in fields(cls)})
+            known = {f.name: f.name in values or f.default is MISSING for f in fields(cls)}
+            return cls(**{name: values[name] for name, wanted in known.items() if wanted})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RequestError(
                 f"a report must be a report.json or a run's folder, but {path} is not ({error!r}); "
@@ -121,6 +124,7 @@ def comparison_rows(report: Report) -> list[tuple[str, str, str, str]]:
         _row("parameters", report.parameters, ""),
         _row("checkpoint weights", report.bytes, "B"),
         _row(f"FLOPs at {batch} x {sequence}", report.flops, ""),
+        *([_row("cache per token", report.cache_bytes_per_token, "B")] if report.cache_bytes_per_token else []),
         (metric, f"{dense:.4f}", f"{slim:.4f}", f"{slim - dense:+.4f}"),
         (_agreement(report), "", f"{report.stability:.1%}", ""),
         *(
@@ -246,7 +250,8 @@ def render_card(report: Report, *, folder_name: str = "slim") -> str:
 
 def _agreement(report: Report) -> str:
     tolerance = report.details.get("stability_tolerance")
-    return "same prediction" if tolerance is None else f"same within {tolerance:g}"
+    what = report.details.get("stability_of", "prediction")
+    return f"same {what}" if tolerance is None else f"same within {tolerance:g}"
 
 
 def _name(report: Report) -> str:
@@ -279,8 +284,10 @@ def _how(report: Report) -> str:
     lines = []
     if data:
         labels = "their labels" if data["labels"] == "data" else "the model's own predictions as labels"
+        asked, used = data.get("calibration_batch_asked", 0), data.get("calibration_batch", 0)
+        halved = f" ({used} at once: {asked} did not fit into memory)" if used < asked else ""
         lines.append(
-            f"Heads were scored on {data['calibration_samples']} samples with {labels}; quality is over "
+            f"Heads were scored on {data['calibration_samples']} samples{halved} with {labels}; quality is over "
             f"{data['evaluation_samples']} samples of {data['evaluation_split']}."
         )
     names = ("cpu", "gpu", "torch", "transformers", "onnxruntime")

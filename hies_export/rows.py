@@ -51,7 +51,7 @@ def load_rows(
             one sub-folder of images per class (columns `image` and `label`). The last part of a path may be a
             pattern: `train-*.parquet` reads all parts in name order. All parts have the column types of the first
             one, and a jsonl file those of its first 10 MB; in csv and tsv only an empty cell is missing.
-        split: The split to load.
+        split: The split to load, or a slice of it as `datasets` writes it: "train[:80%]", "train[100:200]".
         samples: How many rows; None for all. When there are fewer, all are returned: report `len(rows)`.
         shuffle_seed: Take the rows in a seeded random order, not in file order. The rows of an image folder are
             sorted by class, so there `samples` without a seed takes the first rows of the shuffle with seed 0.
@@ -68,6 +68,7 @@ def load_rows(
         raise DataError(f"data must give exactly one of name and files, got {given}")
     if samples is not None and samples < 1:
         raise DataError(f"samples must be at least 1, got {samples}")
+    split, bracket, slice_ = split.partition("[")
     if files is None:
         rows = _load_hub_split(str(name), split)
     else:
@@ -78,8 +79,10 @@ def load_rows(
             shuffle_seed = 0 if samples and shuffle_seed is None else shuffle_seed
         else:
             rows = _load_files(path)
+    if bracket:
+        rows = _sliced(rows, split, bracket + slice_)
     if len(rows) == 0:
-        raise DataError(f"the split {split!r} must have at least one row, but it is empty")
+        raise DataError(f"the split {split + bracket + slice_!r} must have at least one row, but it is empty")
     order: Sequence[int] | np.ndarray = range(len(rows))
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(len(rows))
@@ -103,6 +106,16 @@ def _load_hub_split(name: str, split: str) -> datasets.Dataset:
         ) from error
     _check_split(split, splits)
     return splits[split]
+
+
+def _sliced(rows: datasets.Dataset, split: str, slice_: str) -> datasets.Dataset:
+    try:
+        (part,) = datasets.ReadInstruction.from_spec(split + slice_).to_absolute({split: len(rows)})
+    except (ValueError, AssertionError) as error:
+        raise DataError(
+            f"a slice of a split must be like {split}[:80%] or {split}[100:200], got {split + slice_!r} ({said(error)})"
+        ) from error
+    return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
 
 
 def _check_split(split: str, splits: Mapping[str, Any]) -> None:

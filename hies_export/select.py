@@ -39,12 +39,14 @@ def select_heads(
 
     Args:
         scores: From `score_heads`.
-        sites: From `find_attention`, in the model's order.
+        sites: From `find_attention`, in the model's order. Those that `scores` says nothing of keep all heads, and do
+            not count in the budget.
         heads: Share of heads to remove, in (0, 1).
         allocation: "global" (uneven) or "uniform" (the same count in every module).
         unit: "group" or "query".
         min_heads: Query heads every module keeps at least.
-        keep_layers: Positions in `sites` of modules that lose nothing; negative ones count from the end.
+        keep_layers: Positions, among the modules with scores, of those that lose nothing; negative ones count from the
+            end.
         seed: Recorded in the plan.
         calibration: Recorded in the plan.
 
@@ -55,12 +57,13 @@ def select_heads(
         RecipeError: An option is out of range.
         PlanError: The constraints leave less to remove than the budget asks for.
     """
+    scored = [site for site in sites if site.name in scores.scores]
     constraints: dict[str, Any] = {"unit": unit, "min_heads": min_heads, "keep_layers": keep_layers}
-    counts = check_budget(sites, heads=heads, allocation=allocation, **constraints)
+    counts = check_budget(scored, heads=heads, allocation=allocation, **constraints)
     # Per module its bundles of query heads, worst first.
-    ranked = [_bundles(scores.scores[site.name], site, unit) for site in sites]
+    ranked = [_bundles(scores.scores[site.name], site, unit) for site in scored]
     if isinstance(counts, int):
-        most = _removable(sites, unit, min_heads, keep_layers)
+        most = _removable(scored, unit, min_heads, keep_layers)
         candidates = sorted(
             (score, -i, place) for i, found in enumerate(ranked) for place, (score, _) in enumerate(found[: most[i]])
         )
@@ -68,8 +71,11 @@ def select_heads(
     else:
         gone = {(i, place) for i, count in enumerate(counts) for place in range(count)}
     kept = {}
-    for i, site in enumerate(sites):
-        stay = sorted(q for place, (_, bundle) in enumerate(ranked[i]) if (i, place) not in gone for q in bundle)
+    positions = {site.name: i for i, site in enumerate(scored)}
+    for site in sites:
+        i = positions.get(site.name)
+        bundles = [(0.0, range(site.heads))] if i is None else ranked[i]
+        stay = sorted(q for place, (_, bundle) in enumerate(bundles) if (i, place) not in gone for q in bundle)
         kept[site.name] = KeptHeads(
             query=tuple(stay),
             key_value=tuple(sorted({q // site.group_size for q in stay})),

@@ -93,6 +93,8 @@ class HeadStatistics:
         samples: How many samples were averaged.
         labels: "data", or "predictions" when the model's own predictions stood in for labels.
         fingerprint: SHA-256 of the calibration batches.
+        batch_size: Most samples that went through the model at once; fewer than the batches hold where these did not
+            fit into memory.
     """
 
     his: Mapping[str, Tensor]
@@ -101,6 +103,7 @@ class HeadStatistics:
     samples: int
     labels: str
     fingerprint: str
+    batch_size: int = 1
 
 
 @dataclass(frozen=True)

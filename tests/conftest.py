@@ -17,8 +17,14 @@ import torch
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ViTConfig,
@@ -88,6 +94,67 @@ def llama(**options: object) -> PreTrainedModel:
         "num_labels": 3,
     }
     return shake(LlamaForSequenceClassification(LlamaConfig(**(config | options))))
+
+
+def causal_lm(**options: object) -> PreTrainedModel:
+    """A decoder whose query heads share key/value heads in pairs; no biases."""
+    config = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    }
+    return shake(LlamaForCausalLM(LlamaConfig(**(config | options))))
+
+
+def llava(**options: object) -> PreTrainedModel:
+    """An image tower of 16 patches and a class token, in front of the decoder of `causal_lm`."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlavaConfig(
+        text_config=causal_lm(**options).config,
+        vision_config=CLIPVisionConfig(**vision, image_size=16, patch_size=4),
+        image_token_index=4,
+        pad_token_id=0,
+    )
+    return shake(LlavaForConditionalGeneration(config))
+
+
+GENERATIVE_WORDS = ["<pad>", "<unk>", "<s>", "</s>", "<image>", "\n", *"abcdefghijkl", "yes", "no", "Q", "A"]
+
+
+def generative_tokenizer(**options: object) -> PreTrainedTokenizerFast:
+    """A token per word, and one for a line break; it begins a text with <s>."""
+    numbers = {word: number for number, word in enumerate(GENERATIVE_WORDS)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split("\n", "isolated"),
+            tokenizers.pre_tokenizers.Split(" ", "removed"),
+        ]
+    )
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, additional_special_tokens=["<image>"], **(special | options)
+    )
+
+
+def llava_processor(**options: object) -> LlavaProcessor:
+    """For `llava`: an image takes 16 tokens."""
+    return LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        generative_tokenizer(),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        **options,
+    )
 
 
 def cut_bert(model: PreTrainedModel, kept_heads: Sequence[int]) -> PreTrainedModel:

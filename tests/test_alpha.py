@@ -13,7 +13,7 @@ def plan_of(heads: int) -> tuple[HeadScores, PruningPlan]:
     return HeadScores("hies", {}, {}), PruningPlan({"layer": KeptHeads(kept, kept, 9, 9)}, "hies", None, 0)
 
 
-def chosen(judgements: dict[float, Judgement]) -> float:
+def chosen(judgements: dict[float, Judgement], *, higher_is_better: bool = True) -> float:
     """Every alpha has a plan of its own: one head more than the one before."""
     heads = {alpha: i + 1 for i, alpha in enumerate(judgements)}
     by_heads = {heads[alpha]: judgement for alpha, judgement in judgements.items()}
@@ -21,6 +21,7 @@ def chosen(judgements: dict[float, Judgement]) -> float:
         lambda alpha: plan_of(heads[alpha]),
         lambda plan: by_heads[len(plan.kept["layer"].query)],
         alphas=tuple(judgements),
+        higher_is_better=higher_is_better,
     )
     assert [point["alpha"] for point in choice.curve] == list(judgements)
     assert [point["stability"] for point in choice.curve] == [j.stability for j in judgements.values()]
@@ -29,6 +30,15 @@ def chosen(judgements: dict[float, Judgement]) -> float:
 
 def test_quality_decides_beyond_one_standard_error() -> None:
     assert chosen({0.1: Judgement(0.9, 0.01, 0.2), 0.5: Judgement(0.8, 0.01, 0.9)}) == 0.1
+
+
+def test_of_perplexities_the_lowest_is_best() -> None:
+    beyond = {0.1: Judgement(9.0, 0.1, 0.2), 0.5: Judgement(8.0, 0.1, 0.1), 0.9: Judgement(12.0, 0.1, 0.9)}
+    assert chosen(beyond, higher_is_better=False) == 0.5
+    within = {0.1: Judgement(8.0, 0.5, 0.2), 0.5: Judgement(8.4, 0.1, 0.3), 0.9: Judgement(8.6, 0.1, 0.9)}
+    assert chosen(within, higher_is_better=False) == 0.5
+    tie = {0.1: Judgement(8.0, 0.5, 0.5), 0.5: Judgement(8.1, 0.5, 0.5)}
+    assert chosen(tie, higher_is_better=False) == 0.1
 
 
 def test_stability_decides_within_one_standard_error() -> None:

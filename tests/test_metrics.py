@@ -106,8 +106,9 @@ def test_batches_can_be_added_one_by_one():
 
 def test_nothing_is_written_to_the_cache(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path / "cache")
-    for name in METRICS:
-        compute(name, [0, 1, 1], [1, 1, 0])
+    for name, metric in METRICS.items():
+        tokens = [{"nll": 1.0, "right": 1}, {"nll": 0.5, "right": 0}]
+        compute(name, *((tokens, [1, 2]) if metric.of == "tokens" else ([0, 1, 1], [1, 1, 0])))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -68,7 +68,7 @@ def test_defaults() -> None:
         ("prune.criterion", "compensated", "criterion must be one of hies, .*, hies-compensated, got 'compensated'"),
         ("prune.allocation", "best", "prune.allocation must be 'global' or 'uniform', got 'best'"),
         ("prune.min_heads", 0, "prune.min_heads must be greater than or equal to 1, got 0"),
-        ("task", "summarization", "task must be 'text-classification' or 'image-classification', got 'summarization'"),
+        ("task", "summarization", "task must be 'text-classification', .* or 'image-text-to-text', got 'summ"),
         ("task", "image-classification", r"needs data.image \(a column of images\) and no data.text"),
         ("data.image", "img", "text-classification needs data.text"),
         (

@@ -226,7 +226,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "image-classification needs a model fine-tuned for it",
     ),
     "too much": ({"prune.min_heads": 5}, "leave only 3 to remove"),
-    "not cuttable": ({"model": "gpt2"}, "GPT2ForSequenceClassification (gpt2) cannot be cut: no separate query"),
+    "not cuttable": ({"model": "deberta"}, "DebertaV2ForSequenceClassification (deberta-v2) computes its own"),
     "not fine-tuned": ({"model": "headless"}, "is a BertModel; fine-tune it for the task first"),
 }
 
@@ -235,15 +235,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_input_is_one_clear_sentence_before_any_calibration(
     name: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import BertModel, GPT2Config, GPT2ForSequenceClassification
+    from transformers import BertModel, DebertaV2Config, DebertaV2ForSequenceClassification
 
     overrides, message = BAD[name]
     (project / "empty.jsonl").write_text("")
     write_rows(project / "many.jsonl", 9, lambda i: i)
     if name == "not cuttable":
-        save_text_model(project / "gpt2")
-        config = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=64, pad_token_id=0)
-        GPT2ForSequenceClassification(config).save_pretrained(project / "gpt2")
+        save_text_model(project / "deberta")
+        config = DebertaV2Config(
+            vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+        )
+        DebertaV2ForSequenceClassification(config).save_pretrained(project / "deberta")
     if name == "not fine-tuned":
         save_text_model(project / "headless")
         BertModel.from_pretrained(project / "headless").save_pretrained(project / "headless")
