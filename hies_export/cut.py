@@ -14,7 +14,7 @@ from transformers.models.auto import modeling_auto
 
 from . import modeling_hies
 from .attention import AttentionCall, VisibleKeys, attend, use_attention
-from .errors import CutMismatchError, PlanError
+from .errors import CutMismatchError, PlanError, UnsupportedModelError
 from .linear import features_of, select_features
 from .modes import evaluating
 from .values import AttentionSite, KeptHeads, Projection, PruningPlan
@@ -208,7 +208,16 @@ def max_abs(one: Tensor, other: Tensor) -> float:
 
 
 def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The slim twin of a model class of transformers."""
+    """The slim twin of a model class of transformers.
+
+    Raises:
+        UnsupportedModelError: transformers does not export the class, so that no checkpoint can name it.
+    """
+    if not hasattr(modeling_hies, stock.__name__):
+        raise UnsupportedModelError(
+            f"a slim checkpoint names its model class, which transformers must export, but it does not export "
+            f"{stock.__name__}; cut a model of another class, or uniformly where its config can say it"
+        )
     return getattr(modeling_hies, stock.__name__)
 
 
@@ -289,7 +298,7 @@ def _make_slim_class(
         block["attributes"].setdefault(under_base(name), {}).update(changed)
     stock = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
     model.config.hies_export = block
-    model.config.auto_map = _auto_map(stock, type(model.base_model), model.config.model_type)
+    model.config.auto_map = _auto_map(stock, model)
     model.__class__ = slim_class(stock)
 
 
@@ -305,8 +314,15 @@ def auto_classes(name: str, model_type: str) -> list[str]:
     return found
 
 
-def _auto_map(stock: type, base: type, model_type: str) -> dict[str, str]:
+def has_auto_base(model: PreTrainedModel) -> bool:
+    """Whether `AutoModel` is the way to a model's base model: some have another class inside under that name."""
+    return "AutoModel" in auto_classes(type(model.base_model).__name__, model.config.model_type)
+
+
+def _auto_map(stock: type, model: PreTrainedModel) -> dict[str, str]:
     """Every AutoModel class of the task class, and AutoModel for its base class."""
     module = modeling_hies.__name__.rpartition(".")[2]
-    auto_map = {name: f"{module}.{stock.__name__}" for name in auto_classes(stock.__name__, model_type)}
-    return auto_map | {"AutoModel": f"{module}.{base.__name__}"}
+    names = dict.fromkeys(auto_classes(stock.__name__, model.config.model_type), stock.__name__)
+    if has_auto_base(model):
+        names["AutoModel"] = type(model.base_model).__name__
+    return {auto_class: f"{module}.{name}" for auto_class, name in names.items()}

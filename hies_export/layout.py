@@ -149,7 +149,8 @@ class _Observer:
 
     def before(self, name: str, x: Tensor) -> None:
         for site in self._waiting:
-            if not x.requires_grad or name in site.readers:
+            # Some layers run without gradients, such as those that only choose which keys are seen.
+            if not x.requires_grad or not torch.is_grad_enabled() or name in site.readers:
                 continue
             if torch.autograd.grad(x.sum(), site.output, retain_graph=True, allow_unused=True)[0] is None:
                 continue
