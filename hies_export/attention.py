@@ -28,6 +28,9 @@ AttentionFunction = Callable[["AttentionCall"], Tensor]
 # What some attention functions are given beyond a plain softmax; ignoring one would score another model.
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "cache")
 
+# Additive masks hide keys by the lowest number there is, or by this one; no weight is left at either.
+_HIDDEN = -1e4
+
 # Where torch's fused kernels cannot serve, attention maps are made for so many elements at a time.
 _MAP_ELEMENTS = 2**22
 
@@ -209,7 +212,7 @@ class VisibleKeys:
             visible = mask
             bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, -math.inf)
         else:
-            visible = mask > torch.finfo(mask.dtype).min / 2
+            visible = mask > _HIDDEN
             has_bias = bool((mask.masked_fill(~visible, 0) != 0).any())
             bias = mask.to(dtype).masked_fill(~visible, -math.inf)
         counts = visible.expand(*visible.shape[:-1], key_length).sum(-1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-ROWS, LENGTH, DECODER_LENGTH = 3, 12, 7
+ROWS, LENGTH, DECODER_LENGTH = 3, 11, 7
 LARGEST_PARAMETERS = 40_000_000  # a config that stays larger has dimensions this file does not know
 
 # One set of small dimensions, by the names configs give them. Six query heads, in three groups where there are groups.

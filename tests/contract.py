@@ -131,7 +131,7 @@ def reload(subject: Subject) -> None:
 
 def train(subject: Subject) -> None:
     """A step against the gradient lowers the loss of the slim model; every gradient is finite."""
-    model = prune_heads(subject.model, subject.plan(False), subject.sites)
+    model = copy.deepcopy(subject.slim[False])
     loss = _loss(model, subject.batch)
     loss.backward()
     with torch.no_grad():
