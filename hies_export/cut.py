@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 from . import modeling_hies
 from .attention import AttentionCall, VisibleKeys, attend, use_attention
 from .errors import CutMismatchError, PlanError, UnsupportedModelError
-from .linear import features_of, select_features
+from .linear import features_of, select_features, set_parameter
 from .modes import evaluating
 from .values import AttentionSite, KeptHeads, Projection, PruningPlan
 
@@ -47,6 +47,7 @@ def prune_heads(
     check_plan(plan, sites)
     slim = model if inplace else copy.deepcopy(model)
     resized: dict[str, list[int]] = {}
+    parameters: dict[str, list[int]] = {}
     attributes: dict[str, dict[str, Any]] = {}
     for site in sites:
         kept = plan.kept[site.name]
@@ -57,11 +58,16 @@ def prune_heads(
             owner, _, attribute = name.rpartition(".")
             setattr(slim.get_submodule(owner), attribute, layer)
             resized[name] = list(features_of(layer))
+        for name, index in row_cuts(slim, site, kept):
+            old = slim.get_parameter(name)
+            rows = old.detach().index_select(0, index.to(old.device))
+            set_parameter(slim, name, nn.Parameter(rows, requires_grad=old.requires_grad))
+            parameters[name] = list(rows.shape)
         changed = set_attributes(slim.get_submodule(site.name), site, kept)
         if changed:
             attributes[site.name] = changed
     if not _config_can_say_it(slim, plan, sites):
-        _make_slim_class(slim, resized, attributes)
+        _make_slim_class(slim, resized, parameters, attributes)
     return slim
 
 
@@ -78,6 +84,21 @@ def feature_cuts(model: nn.Module, site: AttentionSite, kept: KeptHeads) -> list
         if len(index) < features:
             cuts.append((projection.name, 0, index))
     return [*cuts, (site.output, 1, head_rows(kept.query, site.value_dim))]
+
+
+def row_cuts(model: nn.Module, site: AttentionSite, kept: KeptHeads) -> list[tuple[str, Tensor]]:
+    """What a plan leaves of the parameters of an attention module outside of its linear layers.
+
+    Returns:
+        (name of the parameter, indices of the rows that stay) per parameter that is cut.
+    """
+    cuts = []
+    for parameter in site.parameters:
+        rows = len(model.get_parameter(parameter.name))
+        index = kept_features(parameter, kept, rows)
+        if len(index) < rows:
+            cuts.append((parameter.name, index))
+    return cuts
 
 
 def kept_features(projection: Projection, kept: KeptHeads, features: int) -> Tensor:
@@ -284,7 +305,10 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _make_slim_class(
-    model: PreTrainedModel, resized: dict[str, list[int]], attributes: dict[str, dict[str, Any]]
+    model: PreTrainedModel,
+    resized: dict[str, list[int]],
+    parameters: dict[str, list[int]],
+    attributes: dict[str, dict[str, Any]],
 ) -> None:
     prefix = model.base_model_prefix + "."
     under_base = (lambda name: name.removeprefix(prefix)) if model.base_model is not model else (lambda name: name)
@@ -294,6 +318,8 @@ def _make_slim_class(
         "attributes": {},
     }
     block["linear"].update({under_base(name): shape for name, shape in resized.items()})
+    if parameters:
+        block.setdefault("parameters", {}).update({under_base(name): shape for name, shape in parameters.items()})
     for name, changed in attributes.items():
         block["attributes"].setdefault(under_base(name), {}).update(changed)
     stock = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))

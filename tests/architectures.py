@@ -32,6 +32,7 @@ _SAME = {
     64: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner hidden_dim ffn_hidden_size d_inner "
     "dim_feedforward encoder_intermediate_size decoder_intermediate_size mlp_dim filter_size "
     "max_position_embeddings n_positions max_seq_len max_source_positions max_target_positions",
+    1.5: "attn_logit_softcapping",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers encoder_num_hidden_layers decoder_num_hidden_layers depth num_experts_per_tok moe_top_k "
     "num_experts_per_token moe_topk moe_k eos_token_id decoder_start_token_id sep_token_id",
