@@ -1,6 +1,6 @@
 """The table of model types: for which of them the contract of tests/contract.py holds, and why not for the others.
 
-`scripts/architectures` earns it by running the contract on a tiny random model of every type; nothing is written by hand.
+`scripts/architectures` earns it by running the contract on a tiny random model of every type.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def markdown(table: Table) -> str:
         "| --- | ---: | --- |",
         *(f"| {step} | {number[step]} | {meaning} |" for step, meaning in STEPS.items()),
         "",
-        f"{number['refused']} are refused by name before anything is scored. A cut that would compute something else is "
-        "never saved, whatever the type.",
+        f"{number['refused']} are refused by name before anything is scored. A cut that would compute something else "
+        "is never saved, whatever the type.",
         "",
         "Written by `scripts/architectures` from what it ran; `hies-export architectures` shows the same. A type comes "
         "in with the class people prune (a task class where there is one); `config alone` means that a uniform cut "

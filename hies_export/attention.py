@@ -219,8 +219,8 @@ class VisibleKeys:
         if query_length == key_length:
             # In self-attention a padding token is one that nobody sees; its own row is no real query.
             real = visible.any(-2)
-            if real.shape[-1] == counts.shape[-1]:
-                counts = counts * real
+            if real.shape[-1] == key_length:
+                counts = counts * real  # a mask that is the same for every row has one count, of all rows
         return bias, counts.clamp(min=1).float().log(), has_bias
 
 
@@ -280,10 +280,13 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
 
 
 def _repeat_groups(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    groups = call.query.shape[1] // call.key.shape[1]
-    if groups == 1:
-        return call.key, call.value
-    return call.key.repeat_interleave(groups, dim=1), call.value.repeat_interleave(groups, dim=1)
+    """Keys and values, one for every query head."""
+    heads = call.query.shape[1]
+
+    def repeat(tensor: Tensor) -> Tensor:
+        return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+
+    return repeat(call.key), repeat(call.value)
 
 
 def _output_and_logsumexp(

@@ -200,7 +200,7 @@ class _Terminal:
 
 @contextlib.contextmanager
 def _chatter(verbose: bool, console: Console, *, libraries: bool) -> Iterator[None]:
-    """Show this package's own warnings as single lines; silence the libraries', where any is used, unless asked not to."""
+    """Show this package's own warnings as single lines; silence those of the libraries that are used unless asked."""
 
     def show(message: Any, category: Any, *_: Any, **__: Any) -> None:
         if verbose or category.__module__.startswith("hies_export"):

@@ -244,7 +244,8 @@ def architectures_command(options: argparse.Namespace, out: Console, progress: P
     # Not report.plain_table: this command answers at once, without torch.
     lines = Table("model type", "class", *STEPS, box=None, pad_edge=False, header_style="bold")
     for name, entry in table["types"].items():
-        results = [entry.get("steps", {}).get(step, entry["kind"]) for step in STEPS]
+        without = "not run" if entry["kind"] == "tried" else entry["kind"]
+        results = [entry.get("steps", {}).get(step, without) for step in STEPS]
         lines.add_row(name, entry.get("class", ""), *(_mark(result) for result in results))
     out.print(lines)
     for name in options.model_types:
@@ -257,7 +258,10 @@ def architectures_command(options: argparse.Namespace, out: Console, progress: P
 
 
 def _mark(result: str) -> str:
-    return "n/a" if result.startswith("n/a") else "no" if " " in result and result != "not tried" else result
+    """One word for the result of a step."""
+    if result in ("yes", "refused", "failed", "not tried", "not run"):
+        return result
+    return "n/a" if result.startswith("n/a") else "no"
 
 
 def report_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:

@@ -27,8 +27,7 @@ _SAME = {
     6: "num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads "
     "num_encoder_attention_heads num_decoder_attention_heads encoder_num_attention_heads decoder_num_attention_heads",
     3: "num_key_value_heads num_kv_heads n_head_kv encoder_num_key_value_heads decoder_num_key_value_heads",
-    8: "head_dim d_kv attention_head_dim kv_channels attention_head_size v_head_dim qk_nope_head_dim "
-    "index_head_dim",
+    8: "head_dim d_kv attention_head_dim kv_channels attention_head_size v_head_dim qk_nope_head_dim index_head_dim",
     64: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner hidden_dim ffn_hidden_size d_inner "
     "dim_feedforward encoder_intermediate_size decoder_intermediate_size mlp_dim filter_size "
     "max_position_embeddings n_positions max_seq_len max_source_positions max_target_positions",
@@ -37,8 +36,9 @@ _SAME = {
     "num_decoder_layers encoder_num_hidden_layers decoder_num_hidden_layers depth num_experts_per_tok moe_top_k "
     "num_experts_per_token moe_topk moe_k eos_token_id decoder_start_token_id sep_token_id",
     100: "vocab_size vocab_size_per_layer_input",
-    16: "image_size hidden_size_per_layer_input q_lora_rank kv_lora_rank moe_intermediate_size shared_expert_intermediate_size "
-    "num_mel_bins vq_embed_dim shared_intermediate_size moe_shared_expert_intermediate_size linear_key_head_dim "
+    16: "image_size hidden_size_per_layer_input q_lora_rank kv_lora_rank moe_intermediate_size "
+    "shared_expert_intermediate_size num_mel_bins vq_embed_dim shared_intermediate_size "
+    "moe_shared_expert_intermediate_size linear_key_head_dim "
     "linear_value_head_dim mamba_d_state ssm_state_size state_size",
     4: "patch_size num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim rotary_dim "
     "linear_num_key_heads linear_num_value_heads",
@@ -66,8 +66,9 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 # What these cannot say: dimensions of its own, and the class to take.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 12, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 12, "mamba_d_head": 8, "mamba_chunk_size": 8},
     "codegen": {"n_head": 4},
-    "deepseek_v2": {"num_key_value_heads": 6, "head_dim": 4},
+    "deepseek_v2": {"num_key_value_heads": 6, "head_dim": 4, "topk_method": "greedy"},
     "diffllama": {"num_key_value_heads": 2},
     "esm": {"vocab_size": 33, "position_embedding_type": "rotary"},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -82,7 +83,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 CLASSES: dict[str, str] = {}
 
-# The first task a model type has is the one people prune it for; whoever fills in masks is better known as a classifier.
+# The first task a model type has is the one people prune it for; what fills in masks is better known as a classifier.
 _TASKS = (
     "IMAGE_CLASSIFICATION",
     "VIDEO_CLASSIFICATION",
@@ -123,10 +124,12 @@ def tiny_config(
         except Exception:  # an attribute that layers may have one by one has no value of its own
             before = field.default
         size = dimensions[name]
-        if before is None and (name in _OFTEN_NONE or name in variant) or isinstance(before, (int, float, dict)) and not isinstance(before, bool):
-            values[name] = size
-        elif name == "image_size" and isinstance(before, (list, tuple)):
+        if name == "image_size" and isinstance(before, (list, tuple)):
             values[name] = [size] * len(before)
+            continue
+        is_number = isinstance(before, (int, float)) and not isinstance(before, bool)
+        if is_number or name in variant or (before is None and name in _OFTEN_NONE):
+            values[name] = copy.deepcopy(size)
     for name in config_class.sub_configs:
         child = getattr(default, name, None)
         if isinstance(child, PreTrainedConfig):
@@ -168,7 +171,8 @@ def _build(model_type: str, variant: Mapping[str, Any]) -> PreTrainedModel:
     torch.manual_seed(0)
     model = model_class(config)
     # What no checkpoint holds, such as sinusoids, must stay what the class makes of it.
-    unsaved = [re.compile(p) for p in [*(model._keys_to_ignore_on_save or ()), *(model._keys_to_ignore_on_load_missing or ())]]
+    names = [*(model._keys_to_ignore_on_save or ()), *(model._keys_to_ignore_on_load_missing or ())]
+    unsaved = [re.compile(pattern) for pattern in names]
     fixed = {
         name: p.clone()
         for name, p in model.named_parameters()
@@ -245,31 +249,41 @@ def _candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
         height, width = (size, size) if isinstance(size, int) else size if isinstance(size, (list, tuple)) else (16, 16)
         channels = getattr(vision, "num_channels", 3)
         pixels = normal(ROWS, channels if isinstance(channels, int) else 3, height, width)
+        if "noise" in accepted:
+            # What a model would draw at random to mask some patches.
+            yield {"pixel_values": pixels, "noise": torch.rand(ROWS, 16, generator=generator)}
         if "input_ids" not in accepted:
             yield {"pixel_values": pixels} | decoder
-            frames = getattr(model.config, "num_frames", getattr(model.config, "frames_per_clip", 2))
-            yield {"pixel_values": pixels[:, None].repeat(1, frames if isinstance(frames, int) else 2, 1, 1, 1)}
+            frames = _first_number(model.config, ("num_frames", "frames_per_clip"), 2)
+            yield {"pixel_values": pixels[:, None].repeat(1, frames, 1, 1, 1)}
         else:
             yield from _text_and_images(model, text, pixels)
     if "input_features" in accepted:
-        mels = next((getattr(model.config, n) for n in ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim") if hasattr(model.config, n)), 16)
+        mels = _first_number(
+            model.config, ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim"), 16
+        )
         positions = getattr(model.config, "max_source_positions", LENGTH)
         yield {"input_features": normal(ROWS, mels, 2 * positions)} | decoder
         yield {"input_features": normal(ROWS, 4 * LENGTH, mels)} | decoder
     if "input_values" in accepted:
         yield {"input_values": normal(ROWS, 4000)} | decoder
         yield {"input_values": normal(ROWS, 1, 4000)}
-        yield {"input_values": normal(ROWS, getattr(model.config, "max_length", 64) or 64, getattr(model.config, "num_mel_bins", 16))}
+        frames = _first_number(model.config, ("max_length",), 64)
+        yield {"input_values": normal(ROWS, frames, _first_number(model.config, ("num_mel_bins",), 16))}
     if "input_ids" in accepted:
         yield text | decoder
         yield {"input_ids": text["input_ids"]} | decoder
 
 
+def _first_number(config: PreTrainedConfig, names: tuple[str, ...], otherwise: int) -> int:
+    """The first attribute of a config that is a number."""
+    return next((v for name in names if isinstance(v := getattr(config, name, None), int)), otherwise)
+
+
 def _text_and_images(model: PreTrainedModel, text: dict[str, Tensor], pixels: Tensor) -> Iterator[dict[str, Tensor]]:
     """Text with as many image tokens in front as the model makes of an image, and text beside images."""
     ids, mask = text["input_ids"], text["attention_mask"]
-    config = model.config
-    token = next((v for n in ("image_token_id", "image_token_index") if isinstance(v := getattr(config, n, None), int)), 99)
+    token = _first_number(model.config, ("image_token_id", "image_token_index"), 99)
     try:
         with torch.no_grad():
             features = model.get_image_features(pixel_values=pixels)

@@ -217,6 +217,15 @@ def naive_statistics(
     """
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
+    try:
+        return _naive_statistics(model, batches, sites)
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _naive_statistics(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     his = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
     entropy = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
     samples = 0
@@ -232,19 +241,22 @@ def naive_statistics(
                     model.get_submodule(site.output).register_forward_pre_hook(_multiply(mask, site)),
                     model.get_submodule(site.name).register_forward_hook(_keep_map(found, site)),
                 ]
-            loss = model(**one).loss
-            for hook in hooks:
-                hook.remove()
+            try:
+                loss = model(**one).loss
+            except RuntimeError as error:
+                raise NotApplicable(f"transformers' eager attention fails: {error}") from error
+            finally:
+                for hook in hooks:
+                    hook.remove()
             gradients = torch.autograd.grad(loss, list(masks.values()), allow_unused=True, materialize_grads=True)
             for site, gradient in zip(sites, gradients, strict=True):
                 if not maps[site.name]:
                     raise NotApplicable(f"{site.name} does not return its attention map")
                 his[site.name] += gradient.abs().double()
                 sinks = getattr(model.get_submodule(site.name), "sinks", None) is not None
-                row_means = [_mean_entropy(p, one.get("attention_mask"), sinks) for p in maps[site.name]]
+                row_means = [_mean_entropy(p, sinks) for p in maps[site.name]]
                 entropy[site.name] += torch.stack(row_means).mean(0)
             samples += 1
-    model.set_attn_implementation(before)
     return {k: v / samples for k, v in his.items()}, {k: v / samples for k, v in entropy.items()}
 
 
@@ -258,20 +270,23 @@ def _multiply(mask: Tensor, site: AttentionSite) -> Callable[..., Tensor]:
 
 def _keep_map(found: list[Tensor], site: AttentionSite) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: object, outputs: object) -> None:
-        for output in outputs if isinstance(outputs, tuple) else ():
-            if isinstance(output, Tensor) and output.dim() == 4 and output.shape[1] == site.heads:
-                found.append(output.detach())
+        tensors = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, tuple) else []
+        maps = [o.detach() for o in tensors if o.dim() == 4 and o.shape[1] == site.heads]
+        if len(maps) == 1:  # some cut one map into that of the tokens and that of an encoder's
+            found.append(maps[0])
 
     return hook
 
 
-def _mean_entropy(p: Tensor, attention_mask: Tensor | None, sinks: bool) -> Tensor:
+def _mean_entropy(p: Tensor, sinks: bool) -> Tensor:
     """(1, heads, rows, keys) -> (heads,): mean over real rows of entropy over its maximum."""
     rows = p[0].double()
-    if attention_mask is not None and rows.shape[-2] == rows.shape[-1] == attention_mask.shape[1]:
-        rows = rows[:, attention_mask[0].bool()]
     # A weight may underflow in some head, a masked one is zero in all.
-    keys = (rows > 0).any(0).sum(-1)
+    seen = (rows > 0).any(0)
+    if rows.shape[-2] == rows.shape[-1]:
+        real = seen.any(0)  # nobody sees a padding token
+        rows, seen = rows[:, real], seen[real]
+    keys = seen.sum(-1)
     counted = keys > 1
     if not counted.any():
         return torch.zeros(rows.shape[0], dtype=torch.float64)

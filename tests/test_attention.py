@@ -47,7 +47,7 @@ def naive(call: AttentionCall) -> tuple[Tensor, Tensor]:
                 allowed = allowed.tril()
             if call.mask is not None:
                 mask = call.mask.expand(batch, heads, rows, key.shape[0])[b, h]
-                allowed = mask if mask.dtype == torch.bool else mask > -1e30
+                allowed = mask if mask.dtype == torch.bool else mask > -9999
                 bias = bias if mask.dtype == torch.bool else mask.double().where(allowed, torch.tensor(0.0).double())
             padding = ~allowed.any(0) if rows == key.shape[0] else torch.zeros(rows, dtype=torch.bool)
             found = []
@@ -82,6 +82,8 @@ CALLS = {
     "plain": lambda: make_call(),
     "padding": lambda: make_call(padding_mask()),
     "additive padding": lambda: make_call(additive(padding_mask())),
+    "padding, the same for every row": lambda: make_call(padding_mask()[:, :, :1]),
+    "hidden by -10000": lambda: make_call((~padding_mask()[:, :, :1]).float() * -1e4),
     "position bias": lambda: make_call(additive(padding_mask()) + torch.randn(1, HEADS, LENGTH, LENGTH)),
     "causal": lambda: make_call(is_causal=True),
     "causal padding": lambda: make_call(padding_mask() & torch.ones(LENGTH, LENGTH).tril().bool()),
