@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from .cut import check_plan, check_weights, feature_cuts, is_slim, prune_heads
+from .cut import check_plan, check_weights, feature_cuts, is_slim, prune_heads, row_cuts
 from .errors import ReloadMismatchError, RequestError, UnsupportedModelError
 from .folders import new_folder, refuse_existing
 from .layout import find_attention
@@ -246,6 +246,7 @@ def _inside(outer: str, site: AttentionSite) -> AttentionSite:
         name=f"{outer}.{site.name}",
         output=f"{outer}.{site.output}",
         projections=tuple(replace(p, name=f"{outer}.{p.name}") for p in site.projections),
+        parameters=tuple(replace(p, name=f"{outer}.{p.name}") for p in site.parameters),
     )
 
 
@@ -275,6 +276,7 @@ def _cuts(model: PreTrainedModel, plan: PruningPlan, sites: Sequence[AttentionSi
             cuts.setdefault(f"{name}.weight", {})[weight_axis(layer, axis)] = index
             if axis == 0 and layer.bias is not None:
                 cuts.setdefault(f"{name}.bias", {})[0] = index
+        cuts.update({name: {0: index} for name, index in row_cuts(model, site, kept)})
     return cuts
 
 

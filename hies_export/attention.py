@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from .errors import UnsupportedModelError
@@ -25,11 +26,19 @@ from .errors import UnsupportedModelError
 AttentionFunction = Callable[["AttentionCall"], Tensor]
 
 # What some attention functions are given beyond a plain softmax; ignoring one would score another model.
-_UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
+_UNSUPPORTED_ARGUMENTS = ("position_bias", "cache")
+
+# Additive masks hide keys by the lowest number there is, or by this one; no weight is left at either.
+_HIDDEN = -1e4
+
+# Where torch's fused kernels cannot serve, attention maps are made for so many elements at a time.
+_MAP_ELEMENTS = 2**22
 
 # transformers looks masks up in its global table only, so one name is registered for good, and the function that is
-# wanted is found by the module that calls: two models can be inside `use_attention` at once.
+# wanted is found by the module that calls: two models can be inside `use_attention` at once. A model that knows eager
+# attention only relies on masks that are always there and additive; the other name gives it those.
 _NAME = "hies_export"
+_NAME_EAGER = "hies_export_eager"
 _FUNCTIONS: WeakKeyDictionary[torch.nn.Module, AttentionFunction] = WeakKeyDictionary()
 
 
@@ -46,6 +55,8 @@ class AttentionCall:
         scaling: Factor on the query-key products.
         is_causal: Whether row i may see no key after i; only ever True when `mask` is None.
         dropout: Attention dropout probability; 0 in evaluation mode.
+        softcap: Bound c of scores, c * tanh(score / c), before the mask is added (Gemma 2).
+        sinks: (heads,) a score of each head that takes part in the softmax and attends to nothing (GPT-OSS).
     """
 
     module: torch.nn.Module
@@ -56,6 +67,13 @@ class AttentionCall:
     scaling: float
     is_causal: bool
     dropout: float = 0.0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the scores are query-key products and nothing else, as torch's fused kernels want them."""
+        return self.softcap is None and self.sinks is None
 
 
 @contextmanager
@@ -71,17 +89,20 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
         UnsupportedModelError: The model does not use the attention interface.
     """
 
-    AttentionInterface.register(_NAME, _attention_forward)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    for registered, mask in ((_NAME, sdpa_mask), (_NAME_EAGER, eager_mask)):
+        AttentionInterface.register(registered, _attention_forward)
+        AttentionMaskInterface.register(registered, mask)
+    fused = all(m._supports_sdpa for m in model.modules() if isinstance(m, PreTrainedModel))
+    name = _NAME if fused else _NAME_EAGER
     before = _implementations(model)
     outer = {module: _FUNCTIONS.get(module) for module in model.modules()}
     _FUNCTIONS.update(dict.fromkeys(outer, function))
     try:
         try:
-            model.set_attn_implementation(_NAME)
+            model.set_attn_implementation(name)
         except ValueError as error:
             raise UnsupportedModelError(_not_on_the_interface(model)) from error
-        if model.config._attn_implementation != _NAME:
+        if model.config._attn_implementation != name:
             raise UnsupportedModelError(_not_on_the_interface(model))
         yield
     finally:
@@ -103,6 +124,8 @@ def _attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     for argument in _UNSUPPORTED_ARGUMENTS:
@@ -122,6 +145,8 @@ def _attention_forward(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         is_causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,
         dropout=dropout,
+        softcap=softcap,
+        sinks=s_aux,
     )
     return _FUNCTIONS[module](call).transpose(1, 2).contiguous(), None
 
@@ -187,26 +212,28 @@ class VisibleKeys:
             visible = mask
             bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, -math.inf)
         else:
-            visible = mask > torch.finfo(mask.dtype).min / 2
+            visible = mask > _HIDDEN
             has_bias = bool((mask.masked_fill(~visible, 0) != 0).any())
             bias = mask.to(dtype).masked_fill(~visible, -math.inf)
         counts = visible.expand(*visible.shape[:-1], key_length).sum(-1)
         if query_length == key_length:
             # In self-attention a padding token is one that nobody sees; its own row is no real query.
             real = visible.any(-2)
-            if real.shape[-1] == counts.shape[-1]:
-                counts = counts * real
+            if real.shape[-1] == key_length:
+                counts = counts * real  # a mask that is the same for every row has one count, of all rows
         return bias, counts.clamp(min=1).float().log(), has_bias
 
 
 def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
-    """The layer's own attention, by torch's fused kernels.
+    """The layer's own attention, by torch's fused kernels where they know it.
 
     Returns:
         (batch, heads, query, value head_dim)
     """
     bias, _, _ = visible(call)
     key, value = _repeat_groups(call)
+    if not call.is_plain:
+        return _explicit_output(call, key, value, bias)
     return torch.nn.functional.scaled_dot_product_attention(
         call.query,
         key,
@@ -219,7 +246,7 @@ def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
 
 
 def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tensor, Tensor, Tensor]:
-    """The layer's own attention, and the length-normalised entropy of its rows, without an attention map.
+    """The layer's own attention, and the length-normalised entropy of its rows, without a whole attention map.
 
     With s the scaled products (plus the mask) and p = softmax(s), H(p) = logsumexp(s) - E_p[s], and
     E_p[s] = scale * q . (p K): the fused kernels give the first, and p K when K is passed as the values.
@@ -231,27 +258,35 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
     """
     bias, log_keys, has_bias = visible(call)
     key, value = _repeat_groups(call)
-    output, logsumexp = _output_and_logsumexp(call, key, value, bias)
+    if call.is_plain:
+        output, logsumexp = _output_and_logsumexp(call, key, value, bias)
+    else:
+        output, logsumexp = _explicit_output(call, key, value, bias), None
     with torch.no_grad():
         if logsumexp is None or has_bias:
-            row_entropy = _chunked_entropy(call.query, key, bias, call.scaling, call.is_causal)
+            row_entropy = _explicit_entropy(call, key, bias)
         else:
             mean_key, _ = _output_and_logsumexp(call, key, key, bias)
             expected = torch.linalg.vecdot(call.query.float(), mean_key.float()).mul_(call.scaling)
             row_entropy = logsumexp.float() - expected  # (batch, heads, query)
         log_keys = log_keys.expand(row_entropy.shape[0], -1, row_entropy.shape[2])
         counted = log_keys > 0
-        normalised = torch.where(counted, row_entropy / log_keys.where(counted, 1.0), 0.0)
+        # A sink is one more place that a row may look at.
+        most = log_keys if call.sinks is None else log_keys.exp().add(1).log()
+        normalised = torch.where(counted, row_entropy / most.where(counted, 1.0), 0.0)
         rows = counted.sum(-1).float()  # (batch, 1 or heads)
         entropy = normalised.sum(-1) / rows.clamp(min=1)
     return output, entropy, rows.amax(-1)
 
 
 def _repeat_groups(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    groups = call.query.shape[1] // call.key.shape[1]
-    if groups == 1:
-        return call.key, call.value
-    return call.key.repeat_interleave(groups, dim=1), call.value.repeat_interleave(groups, dim=1)
+    """Keys and values, one for every query head."""
+    heads = call.query.shape[1]
+
+    def repeat(tensor: Tensor) -> Tensor:
+        return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+
+    return repeat(call.key), repeat(call.value)
 
 
 def _output_and_logsumexp(
@@ -284,22 +319,52 @@ def _aligned(bias: Tensor) -> Tensor:
     return padded[..., :keys]
 
 
-def _chunked_entropy(query: Tensor, key: Tensor, bias: Tensor | None, scaling: float, is_causal: bool) -> Tensor:
-    """Row entropies by explicit softmax, a slice of rows at a time, for masks and devices the kernels cannot serve.
+def _row_slices(call: AttentionCall) -> list[slice]:
+    """Slices of query rows whose attention maps hold no more elements than `_MAP_ELEMENTS`, where they can."""
+    batch, heads, rows = call.query.shape[:3]
+    step = max(1, _MAP_ELEMENTS // (batch * heads * call.key.shape[2]))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _log_softmax(call: AttentionCall, key: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+    """Logarithms of the attention rows, float32, (batch, heads, rows, keys); a sink is one key more, the last."""
+    scores = (call.query[:, :, rows] @ key.transpose(-1, -2)).float() * call.scaling
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if bias is not None:
+        # A row that sees no key is nobody's, but must not become NaN: the gradient would spread it.
+        lowest = torch.finfo(torch.float32).min / 2
+        scores = scores + (bias if bias.shape[-2] == 1 else bias[..., rows, :]).float().clamp(min=lowest)
+    if call.is_causal:
+        row = torch.arange(rows.start, rows.stop, device=scores.device)
+        scores = scores.masked_fill(torch.arange(key.shape[2], device=scores.device) > row[:, None], -math.inf)
+    if call.sinks is not None:
+        sinks = call.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    return scores.log_softmax(-1)
+
+
+def _explicit_output(call: AttentionCall, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    """Attention by explicit softmax, a slice of rows at a time; a backward pass computes the maps anew."""
+
+    def some(rows: slice) -> Tensor:
+        p = _log_softmax(call, key, bias, rows).exp()[..., : key.shape[2]]
+        return torch.nn.functional.dropout(p, call.dropout).to(value.dtype) @ value
+
+    slices = _row_slices(call)
+    if len(slices) == 1:
+        return some(slices[0])
+    return torch.cat([checkpoint(some, rows, use_reentrant=False) for rows in slices], dim=2)
+
+
+def _explicit_entropy(call: AttentionCall, key: Tensor, bias: Tensor | None) -> Tensor:
+    """Row entropies by explicit softmax, a slice of rows at a time, for what the kernels cannot serve.
 
     Returns:
         (batch, heads, query) float32
     """
-    rows = max(1, 2**22 // (query.shape[0] * query.shape[1] * key.shape[2]))
-    keys = torch.arange(key.shape[2], device=query.device)
     out = []
-    for start in range(0, query.shape[2], rows):
-        scores = (query[:, :, start : start + rows] @ key.transpose(-1, -2)).float() * scaling
-        if bias is not None:
-            scores = scores + (bias if bias.shape[-2] == 1 else bias[..., start : start + rows, :])
-        if is_causal:
-            row = torch.arange(start, start + scores.shape[2], device=query.device)
-            scores = scores.masked_fill(keys > row[:, None], -math.inf)
-        log_p = scores.log_softmax(-1)
+    for rows in _row_slices(call):
+        log_p = _log_softmax(call, key, bias, rows)
         out.append(-(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0)).sum(-1))
     return torch.cat(out, dim=-1)

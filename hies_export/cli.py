@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     err = Console(stderr=True, highlight=False)
     interrupt = _Interrupt()
     try:
-        with interrupt, _chatter(options.verbose, err):
+        with interrupt, _chatter(options.verbose, err, libraries=options.command is not commands.architectures_command):
             options.command(options, out, _Terminal(err))
         return 0
     except (Exception, KeyboardInterrupt) as error:
@@ -176,6 +176,13 @@ def build_parser() -> argparse.ArgumentParser:
         "show the attention heads of a checkpoint and whether they can be cut",
     )
     inspect.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id")
+    architectures = add(
+        "architectures",
+        commands.architectures_command,
+        [as_json],
+        "show which model types can be scored, cut, reloaded, trained and exported, and why not the others",
+    )
+    architectures.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="as in config.json; default: all")
     report = add("report", commands.report_command, [as_json], "show the report of a finished run again")
     report.add_argument("folder", metavar="DIR", type=Path, help="a run's folder")
     return parser
@@ -198,8 +205,8 @@ class _Terminal:
 
 
 @contextlib.contextmanager
-def _chatter(verbose: bool, console: Console) -> Iterator[None]:
-    """Show this package's own warnings as single lines; silence the libraries' unless asked not to."""
+def _chatter(verbose: bool, console: Console, *, libraries: bool) -> Iterator[None]:
+    """Show this package's own warnings as single lines; silence those of the libraries that are used unless asked."""
 
     def show(message: Any, category: Any, *_: Any, **__: Any) -> None:
         if verbose or category.__module__.startswith("hies_export"):
@@ -210,7 +217,7 @@ def _chatter(verbose: bool, console: Console) -> Iterator[None]:
     logger.addHandler(handler)
     with warnings.catch_warnings():
         warnings.showwarning = show
-        if not verbose:
+        if libraries and not verbose:
             import datasets
             from transformers.utils import logging as transformers_logging
 

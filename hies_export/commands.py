@@ -263,6 +263,36 @@ def inspect_command(options: argparse.Namespace, out: Console, progress: Progres
     _print_json(options, result | {"can_be_cut": True, "attention": modules})
 
 
+def architectures_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Show what every model type earned in the contract."""
+    from rich.table import Table
+
+    from .architectures import STEPS, counts, read_table, why_not
+
+    table = read_table(options.model_types)
+    # Not report.plain_table: this command answers at once, without torch.
+    lines = Table("model type", "class", *STEPS, box=None, pad_edge=False, header_style="bold")
+    for name, entry in table["types"].items():
+        without = "not run" if entry["kind"] == "tried" else entry["kind"]
+        results = [entry.get("steps", {}).get(step, without) for step in STEPS]
+        lines.add_row(name, entry.get("class", ""), *(_mark(result) for result in results))
+    out.print(lines)
+    for name in options.model_types:
+        out.print(f"{name}: {why_not(table['types'][name]) or 'everything holds'}", markup=False, soft_wrap=True)
+    if not options.model_types:
+        number = counts(table)
+        held = ", ".join(f"{step} {number[step]}" for step in STEPS)
+        out.print(f"{number['types']} model types, {number['tried']} tried: {held}. Why not: name the model type.")
+    _print_json(options, table)
+
+
+def _mark(result: str) -> str:
+    """One word for the result of a step."""
+    if result in ("yes", "refused", "failed", "not tried", "not run"):
+        return result
+    return "n/a" if result.startswith("n/a") else "no"
+
+
 def report_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Show a finished run again."""
     from .report import Report, print_report

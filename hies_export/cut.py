@@ -16,8 +16,8 @@ from transformers.models.auto import modeling_auto
 
 from . import modeling_hies
 from .attention import AttentionCall, VisibleKeys, attend, use_attention
-from .errors import CutMismatchError, PlanError
-from .linear import features_of, select_features, weight_of
+from .errors import CutMismatchError, PlanError, UnsupportedModelError
+from .linear import features_of, select_features, set_parameter, weight_of
 from .modes import evaluating
 from .values import AttentionSite, KeptHeads, Projection, PruningPlan
 
@@ -51,6 +51,7 @@ def prune_heads(
         check_weights(plan, weight_norms(model, sites))
     slim = model if inplace else copy.deepcopy(model)
     resized: dict[str, list[int]] = {}
+    parameters: dict[str, list[int]] = {}
     attributes: dict[str, dict[str, Any]] = {}
     for site in sites:
         kept = plan.kept[site.name]
@@ -61,11 +62,16 @@ def prune_heads(
             owner, _, attribute = name.rpartition(".")
             setattr(slim.get_submodule(owner), attribute, layer)
             resized[name] = list(features_of(layer))
+        for name, index in row_cuts(slim, site, kept):
+            old = slim.get_parameter(name)
+            rows = old.detach().index_select(0, index.to(old.device))
+            set_parameter(slim, name, nn.Parameter(rows, requires_grad=old.requires_grad))
+            parameters[name] = list(rows.shape)
         changed = set_attributes(slim.get_submodule(site.name), site, kept)
         if changed:
             attributes[site.name] = changed
     if not _config_can_say_it(slim, plan, sites):
-        _make_slim_class(slim, resized, attributes)
+        _make_slim_class(slim, resized, parameters, attributes)
     return slim
 
 
@@ -82,6 +88,21 @@ def feature_cuts(model: nn.Module, site: AttentionSite, kept: KeptHeads) -> list
         if len(index) < features:
             cuts.append((projection.name, 0, index))
     return [*cuts, (site.output, 1, head_rows(kept.query, site.value_dim))]
+
+
+def row_cuts(model: nn.Module, site: AttentionSite, kept: KeptHeads) -> list[tuple[str, Tensor]]:
+    """What a plan leaves of the parameters of an attention module outside of its linear layers.
+
+    Returns:
+        (name of the parameter, indices of the rows that stay) per parameter that is cut.
+    """
+    cuts = []
+    for parameter in site.parameters:
+        rows = len(model.get_parameter(parameter.name))
+        index = kept_features(parameter, kept, rows)
+        if len(index) < rows:
+            cuts.append((parameter.name, index))
+    return cuts
 
 
 def kept_features(projection: Projection, kept: KeptHeads, features: int) -> Tensor:
@@ -237,7 +258,16 @@ def max_abs(one: Tensor, other: Tensor) -> float:
 
 
 def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The slim twin of a model class of transformers."""
+    """The slim twin of a model class of transformers.
+
+    Raises:
+        UnsupportedModelError: transformers does not export the class, so that no checkpoint can name it.
+    """
+    if not hasattr(modeling_hies, stock.__name__):
+        raise UnsupportedModelError(
+            f"a slim checkpoint names its model class, which transformers must export, but it does not export "
+            f"{stock.__name__}; cut a model of another class, or uniformly where its config can say it"
+        )
     return getattr(modeling_hies, stock.__name__)
 
 
@@ -305,7 +335,10 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _make_slim_class(
-    model: PreTrainedModel, resized: dict[str, list[int]], attributes: dict[str, dict[str, Any]]
+    model: PreTrainedModel,
+    resized: dict[str, list[int]],
+    parameters: dict[str, list[int]],
+    attributes: dict[str, dict[str, Any]],
 ) -> None:
     prefix = model.base_model_prefix + "."
     under_base = (lambda name: name.removeprefix(prefix)) if model.base_model is not model else (lambda name: name)
@@ -315,11 +348,13 @@ def _make_slim_class(
         "attributes": {},
     }
     block["linear"].update({under_base(name): shape for name, shape in resized.items()})
+    if parameters:
+        block.setdefault("parameters", {}).update({under_base(name): shape for name, shape in parameters.items()})
     for name, changed in attributes.items():
         block["attributes"].setdefault(under_base(name), {}).update(changed)
     stock = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
     model.config.hies_export = block
-    model.config.auto_map = _auto_map(stock, type(model.base_model), model.config.model_type)
+    model.config.auto_map = _auto_map(stock, model)
     model.__class__ = slim_class(stock)
 
 
@@ -335,8 +370,15 @@ def auto_classes(name: str, model_type: str) -> list[str]:
     return found
 
 
-def _auto_map(stock: type, base: type, model_type: str) -> dict[str, str]:
+def has_auto_base(model: PreTrainedModel) -> bool:
+    """Whether `AutoModel` is the way to a model's base model: some have another class inside under that name."""
+    return "AutoModel" in auto_classes(type(model.base_model).__name__, model.config.model_type)
+
+
+def _auto_map(stock: type, model: PreTrainedModel) -> dict[str, str]:
     """Every AutoModel class of the task class, and AutoModel for its base class."""
     module = modeling_hies.__name__.rpartition(".")[2]
-    auto_map = {name: f"{module}.{stock.__name__}" for name in auto_classes(stock.__name__, model_type)}
-    return auto_map | {"AutoModel": f"{module}.{base.__name__}"}
+    names = dict.fromkeys(auto_classes(stock.__name__, model.config.model_type), stock.__name__)
+    if has_auto_base(model):
+        names["AutoModel"] = type(model.base_model).__name__
+    return {auto_class: f"{module}.{name}" for auto_class, name in names.items()}

@@ -87,7 +87,9 @@ class _Found:
 
     Attributes:
         heads_of: "query", "key" or "value" -> linear layer -> the head of each feature, and whether it is used.
-        per_head: Parameters outside of linear layers whose elements each belong to one head.
+        per_head: Parameters outside of linear layers whose elements each belong to one head -> "query" or "key_value",
+            and the head of each element, in the parameter's shape.
+        sinks: (heads,) or None.
         leaves: Layers that ran in front of it -> their features.
         output: (batch, tokens, heads * value_dim), a leaf.
         readers: Linear layers whose input depends on the output directly.
@@ -101,7 +103,8 @@ class _Found:
     value: Tensor
     head_bias: bool
     heads_of: dict[str, dict[str, tuple[Tensor, Tensor]]]
-    per_head: list[str]
+    per_head: dict[str, tuple[str, Tensor]]
+    sinks: Tensor | None
     leaves: dict[str, Tensor]
     output: Tensor
     readers: list[str] = field(default_factory=list)
@@ -124,7 +127,6 @@ class _Observer:
         output = output.detach().transpose(1, 2).flatten(2).requires_grad_()  # (batch, tokens, heads * value_dim)
         if call.module not in self.found:
             roles = {"query": call.query, "key": call.key, "value": call.value}
-            parameters = _own_parameters(call.module)
             site = _Found(
                 name=self._names[id(call.module)],
                 module=call.module,
@@ -133,12 +135,8 @@ class _Observer:
                 value=call.value.detach(),
                 head_bias=call.mask is not None and call.mask.dim() == 4 and call.mask.shape[1] > 1,
                 heads_of={role: head_of_features(tensor, self._recent) for role, tensor in roles.items()},
-                per_head=[
-                    name
-                    for tensor in roles.values()
-                    for name, (heads, _) in head_of_features(tensor, parameters).items()
-                    if tensor.shape[1] > 1 and set(heads.tolist()) == set(range(tensor.shape[1]))
-                ],
+                per_head=_per_head(call, roles),
+                sinks=None if call.sinks is None else call.sinks.detach(),
                 leaves=self._recent,
                 output=output,
             )
@@ -149,7 +147,8 @@ class _Observer:
 
     def before(self, name: str, x: Tensor) -> None:
         for site in self._waiting:
-            if not x.requires_grad or name in site.readers:
+            # Some layers run without gradients, such as those that only choose which keys are seen.
+            if not x.requires_grad or not torch.is_grad_enabled() or name in site.readers:
                 continue
             if torch.autograd.grad(x.sum(), site.output, retain_graph=True, allow_unused=True)[0] is None:
                 continue
@@ -158,15 +157,28 @@ class _Observer:
             if x.shape[-1] == site.output.shape[-1]:
                 width = site.value.shape[3]
                 site.columns = head_of_columns(x, width, {"": site.output, **site.leaves, **self._recent})
+            site.leaves = {}  # the features of a whole layer; kept, they would add up
 
     def after(self, name: str, features: Tensor) -> None:
         self._recent[name] = features
 
 
-def _own_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters of an attention module that are not those of a linear layer."""
-    linears = {name for name, child in module.named_modules() if is_linear(child)}
-    return {n: p for n, p in module.named_parameters() if p.requires_grad and n.rpartition(".")[0] not in linears}
+def _per_head(call: AttentionCall, roles: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+    """Parameters of an attention module, but those of its linear layers, whose elements each belong to one head."""
+    linears = {name for name, child in call.module.named_modules() if is_linear(child)}
+    parameters = {
+        name: parameter
+        for name, parameter in call.module.named_parameters()
+        if parameter.requires_grad and name.rpartition(".")[0] not in linears
+    }
+    sinks = {} if call.sinks is None else {"sinks": call.sinks.view(1, -1, 1, 1)}
+    found = {}
+    for role, tensor in {**roles, **sinks}.items():
+        for name, (heads, _) in head_of_features(tensor, parameters).items():
+            if tensor.shape[1] > 1 and set(heads.tolist()) == set(range(tensor.shape[1])):
+                kind = "key_value" if role in ("key", "value") else "query"
+                found[name] = (kind, heads.view(parameters[name].shape))
+    return found
 
 
 def _site(found: _Found, label: str) -> AttentionSite:
@@ -200,8 +212,14 @@ def _site(found: _Found, label: str) -> AttentionSite:
         if count > 1 and (len(set(own)) > 1 or not own[0] or (role in _WHOLE and own[0] != dim)):
             layers = " and ".join(sorted(found.heads_of[role]))
             raise refuse(f"the {role} heads do not have features of their own in {layers} (they are mixed or shared)")
-    if found.per_head:
-        raise refuse(f"the parameter {found.per_head[0]} has a value for every head")
+    parameters = []
+    for parameter, (kind, head_of) in found.per_head.items():
+        of_row = head_of.flatten(1) if head_of.dim() > 1 else head_of[:, None]
+        if (of_row != of_row[:, :1]).any():
+            raise refuse(f"the parameter {parameter} has values for every head, but not in rows,")
+        count = heads if kind == "query" else key_value_heads
+        per_row = tuple(tuple((of_row[:, 0] == head).nonzero().flatten().tolist()) for head in range(count))
+        parameters.append(Projection(f"{found.name}.{parameter}".lstrip("."), **{kind: per_row}))
     if len(found.readers) != 1:
         what = "no linear layer reads the attention output"
         raise refuse(what if not found.readers else f"{' and '.join(found.readers)} all read the attention output")
@@ -229,6 +247,7 @@ def _site(found: _Found, label: str) -> AttentionSite:
         value_dim=found.value.shape[3],
         projections=projections,
         output=found.readers[0],
+        parameters=tuple(parameters),
     )
 
 
@@ -334,6 +353,10 @@ def _rehearse(
             ):
                 if not _same(tensor, dense[:, list(index)]):
                     wrong.append((site, f"it makes another {role} of its features"))
+            if site.sinks is not None and not (
+                call.sinks is not None and _same(call.sinks, site.sinks[list(heads.query)])
+            ):
+                wrong.append((site, "its sinks are not those of its heads"))
             readers.setdefault(site.readers[0], []).append(site)
         return output
 
@@ -344,20 +367,23 @@ def _rehearse(
                 wrong.append((site, "it joins the heads in another way"))
             pending.pop(site.module, None)
 
-    probe.kept = {}
+    probe.kept, probe.kept_rows = {}, {}
     try:
         for f, site in zip(found, sites, strict=True):
             set_attributes(f.module, site, kept[f.module])
             for projection in site.projections:
                 features = probe.features(projection.name)
                 probe.kept[projection.name] = kept_features(projection, kept[f.module], features)
+            for parameter in site.parameters:
+                rows = len(probe.model.get_parameter(parameter.name))
+                probe.kept_rows[parameter.name] = kept_features(parameter, kept[f.module], rows)
         with use_attention(probe.model, attention):
             probe.run(batch, before=before)
     except Exception as error:  # whatever the model's own code raises on shapes it does not expect
         if not wrong:
             wrong.append((next(iter(pending.values())), " ".join(str(error).split())[:200]))
     finally:
-        probe.kept = {}
+        probe.kept, probe.kept_rows = {}, {}
         for f, site in zip(found, sites, strict=True):
             heads, groups = tuple(range(site.heads)), tuple(range(site.key_value_heads))
             set_attributes(f.module, site, KeptHeads(heads, groups, site.heads, site.key_value_heads))

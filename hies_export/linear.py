@@ -46,3 +46,9 @@ def select_features(layer: Any, index: Tensor, axis: int) -> nn.Module:
         rows = bias.detach().index_select(0, index) if axis == 0 else bias.detach().clone()
         new.bias = nn.Parameter(rows, requires_grad=bias.requires_grad)
     return new.train(layer.training)
+
+
+def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter in the place of another, by its dotted name."""
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, parameter)

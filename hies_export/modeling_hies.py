@@ -2,8 +2,8 @@
 
 This file knows no architecture and travels with every checkpoint whose config alone cannot describe its shapes.
 `config.hies_export` maps each resized Linear or Conv1D (dotted name under the base model) to [out_features,
-in_features] and each changed attribute of a module to its value; "config.NAME" is what that module alone reads from its
-config. Apache-2.0.
+in_features], each resized parameter of other layers to its shape, and each changed attribute of a module to its value;
+"config.NAME" is what that module alone reads from its config. Apache-2.0.
 """
 
 import os
@@ -55,6 +55,11 @@ class SlimModel:
                 new = type(old)(out_features, in_features)
             owner, _, attribute = name.rpartition(".")
             setattr(self.base_model.get_submodule(owner), attribute, new.to(old.weight.device, old.weight.dtype))
+        for name, shape in config.hies_export.get("parameters", {}).items():
+            old = self.base_model.get_parameter(name)
+            owner, _, attribute = name.rpartition(".")
+            new = torch.nn.Parameter(torch.zeros(shape, dtype=old.dtype, device=old.device))
+            setattr(self.base_model.get_submodule(owner), attribute, new)
         for name, attributes in config.hies_export["attributes"].items():
             for attribute, value in attributes.items():
                 set_attribute(self.base_model.get_submodule(name), attribute, value)

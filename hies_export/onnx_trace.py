@@ -31,7 +31,8 @@ def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> d
         return rows
     length = max(4, rows["input_ids"].shape[1])
     columns = torch.arange(length) % rows["input_ids"].shape[1]
-    rows = {name: tensor[:, columns.to(tensor.device)] for name, tensor in rows.items()}
+    of_tokens = [name for name, tensor in rows.items() if tensor.shape[:2] == rows["input_ids"].shape]
+    rows |= {name: rows[name][:, columns.to(rows[name].device)] for name in of_tokens}
     rows["attention_mask"] = torch.ones_like(rows["input_ids"])
     rows["attention_mask"][1, length // 2 :] = 0
     accepted = list(inspect.signature(model.forward).parameters)
@@ -43,7 +44,8 @@ def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> d
 
 def _dynamic_axes(name: str, tensor: torch.Tensor) -> dict[int, str]:
     """Names of the axes of an input that must stay open."""
-    return {0: "batch"} if name == "pixel_values" or tensor.ndim < 2 else {0: "batch", 1: "sequence"}
+    fixed = name in ("pixel_values", "input_features") or tensor.ndim < 2
+    return {0: "batch"} if fixed else {0: "batch", 1: "sequence"}
 
 
 def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], provider: Literal["cpu", "cuda"]) -> Any:

@@ -31,7 +31,8 @@ def parity_batches(
     if "input_ids" in sample:
         length = max(3, given["input_ids"].shape[1] // 2)
         length += length == given["input_ids"].shape[1]
-        single = {name: tensor[:, :length] for name, tensor in single.items()}
+        tokens = single["input_ids"].shape
+        single = {name: t[:, :length] if t.shape[:2] == tokens else t for name, t in single.items()}
         # The first row of the sample is unpadded, the short one therefore too.
     return {"the given batch": dict(given), "a padded batch": dict(sample), "a batch of 1": single}
 

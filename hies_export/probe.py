@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .linear import features_of, is_linear
+from .linear import features_of, is_linear, set_parameter
 
 # Anything larger is an embedding or an expert, whose values cannot matter: one number stands for all of them.
 _LARGEST_REAL_PARAMETER = 2**20
@@ -31,12 +31,14 @@ class Probe:
         model: The copy, in evaluation mode, on the CPU.
         kept: Linear layer -> output features it returns; all of them where it is not named. A layer returns the same
             numbers in every run, whatever is left out.
+        kept_rows: Parameter -> rows (axis 0) it has in a run; all of them where it is not named.
         config_reads: Module -> names it read from its own config in the last run.
     """
 
     def __init__(self, model: PreTrainedModel):
         self.model = _weightless(model).eval()
         self.kept: dict[str, Tensor] = {}
+        self.kept_rows: dict[str, Tensor] = {}
         self.config_reads: dict[nn.Module, set[str]] = {}
         for module in self.model.modules():
             config = vars(module).get("config")
@@ -92,7 +94,9 @@ class Probe:
         layers = [(name, module) for name, module in self.model.named_modules() if is_linear(module)]
         for reads in self.config_reads.values():
             reads.clear()
-        with _forwards({module: stand_in(name, module) for name, module in layers}), torch.enable_grad():
+        rows = {name: self.model.get_parameter(name).detach()[kept] for name, kept in self.kept_rows.items()}
+        forwards = {module: stand_in(name, module) for name, module in layers}
+        with _forwards(forwards), _parameters(self.model, rows), torch.enable_grad():
             self.model(**{name: tensor.cpu() for name, tensor in batch.items() if name != "labels"})
 
 
@@ -197,6 +201,8 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
             vars(module).pop(name, None)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
+        # transformers puts its hooks for hidden states in place once, on the first forward pass, and remembers.
+        vars(module).pop("_output_capturing_hooks_installed", None)
     return copied
 
 
@@ -210,3 +216,16 @@ def _forwards(functions: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[
     finally:
         for module in functions:
             del module.forward
+
+
+@contextmanager
+def _parameters(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give parameters other values, of other shapes even, inside the block."""
+    before = {name: model.get_parameter(name) for name in values}
+    try:
+        for name, value in values.items():
+            set_parameter(model, name, nn.Parameter(value, requires_grad=False))
+        yield
+    finally:
+        for name, parameter in before.items():
+            set_parameter(model, name, parameter)

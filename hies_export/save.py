@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
-from .cut import auto_classes, first_output, is_slim, max_abs
+from .cut import auto_classes, first_output, has_auto_base, is_slim, max_abs
 from .errors import ReloadMismatchError
 from .folders import new_folder
 from .loading import find_model_class
@@ -63,20 +63,27 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
         ReloadMismatchError: A weight is missing, or an output differs by 1e-5 or more.
     """
     worst = 0.0
-    saved = set(model.state_dict())
+    saved = set(model.state_dict()) - set(model._keys_to_ignore_on_save or ())
     prefix = "" if model.base_model is model else model.base_model_prefix + "."
-    task_output, base_output = first_output(model, batch), first_output(model.base_model, batch)
+    task_output = first_output(model, batch)
     # For a slim checkpoint the Auto classes run the code in the folder, which is the file this package wrote there.
     remote = {"trust_remote_code": True} if is_slim(model) else {}
     ways: list[tuple[str, Any, dict[str, Any], str, Tensor]] = [
         ("hies_export.load", find_model_class(folder), {}, "", task_output),
-        ("AutoModel", AutoModel, remote, prefix, base_output),
     ]
+    if has_auto_base(model):
+        ways.append(("AutoModel", AutoModel, remote, prefix, first_output(model.base_model, batch)))
     for name in auto_classes(type(model).__name__, model.config.model_type):
         if name != "AutoModel":
             ways.append((name, getattr(transformers, name), remote, "", task_output))
     for way, loader, options, under, expected in ways:
-        loaded, info = loader.from_pretrained(folder, dtype=model.dtype, output_loading_info=True, **options)
+        try:
+            loaded, info = loader.from_pretrained(folder, dtype=model.dtype, output_loading_info=True, **options)
+        except Exception as error:  # whatever a model's own code raises on shapes it does not expect
+            raise ReloadMismatchError(
+                f"a saved model must load again, but through {way} it failed with {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}; nothing was kept"
+            ) from error
         missing = sorted(under + key for key in info["missing_keys"] if under + key in saved)
         if missing or info["mismatched_keys"]:
             raise ReloadMismatchError(

@@ -20,10 +20,11 @@ PLAN_FORMAT = 1
 class Projection:
     """A linear layer in front of the attention, with the output features that belong to one head each.
 
-    A fused layer has features of query and of key/value heads; features that all heads share belong to none.
+    A fused layer has features of query and of key/value heads; features that all heads share belong to none. Also a
+    parameter outside of linear layers, with the rows that belong to one head each.
 
     Attributes:
-        name: Dotted name of the layer.
+        name: Dotted name of the layer, or of the parameter.
         query: Per query head, its output features; empty where the layer has none.
         key_value: Per key/value head, its output features; empty where the layer has none.
     """
@@ -47,6 +48,7 @@ class AttentionSite:
         output: Dotted name of the output projection, whose inputs are the heads' outputs in order.
         attributes: Attributes of the module that follow the number of heads ("config.NAME" for one that the module
             reads from its config), and what each of them counts; see `head_count`.
+        parameters: Parameters outside of linear layers whose rows (axis 0) belong to one head each, such as sinks.
     """
 
     name: str
@@ -57,6 +59,7 @@ class AttentionSite:
     projections: tuple[Projection, ...]
     output: str
     attributes: Mapping[str, str] = field(default_factory=dict)
+    parameters: tuple[Projection, ...] = ()
 
     @property
     def group_size(self) -> int:

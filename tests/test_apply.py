@@ -99,6 +99,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "vit, older names": vit,
     "gpt2, transposed": gpt2,
     "phi3, fused": decoder("Phi3"),
+    "gpt-oss, sinks": decoder("GptOss", head_dim=8, num_local_experts=3, num_experts_per_tok=2),
+    "cohere, a norm for every head": decoder("Cohere", use_qk_norm=True),
     "mixtral, merged experts": decoder("Mixtral", num_local_experts=3),
     "llava, both towers": llava,
 }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -46,17 +47,22 @@ def naive(call: AttentionCall) -> tuple[Tensor, Tensor]:
                 allowed = allowed.tril()
             if call.mask is not None:
                 mask = call.mask.expand(batch, heads, rows, key.shape[0])[b, h]
-                allowed = mask if mask.dtype == torch.bool else mask > -1e30
+                allowed = mask if mask.dtype == torch.bool else mask > -9999
                 bias = bias if mask.dtype == torch.bool else mask.double().where(allowed, torch.tensor(0.0).double())
             padding = ~allowed.any(0) if rows == key.shape[0] else torch.zeros(rows, dtype=torch.bool)
             found = []
             for row in range(rows):
                 seen = allowed[row].nonzero().flatten()
-                scores = call.query[b, h, row].double() @ key[seen].T * call.scaling + bias[row, seen]
+                scores = call.query[b, h, row].double() @ key[seen].T * call.scaling
+                if call.softcap is not None:
+                    scores = call.softcap * torch.tanh(scores / call.softcap)
+                scores = scores + bias[row, seen]
+                if call.sinks is not None:
+                    scores = torch.cat([scores, call.sinks[h].double().view(1)])
                 p = scores.softmax(0)
-                output[b, h, row] = p @ value[seen]
+                output[b, h, row] = p[: len(seen)] @ value[seen]
                 if len(seen) > 1 and not padding[row]:
-                    found.append(-(p * p.log()).sum() / math.log(len(seen)))
+                    found.append(-(p * p.log()).sum() / math.log(len(p)))
             entropy[b, h] = torch.stack(found).mean() if found else 0
     return output, entropy
 
@@ -76,6 +82,8 @@ CALLS = {
     "plain": lambda: make_call(),
     "padding": lambda: make_call(padding_mask()),
     "additive padding": lambda: make_call(additive(padding_mask())),
+    "padding, the same for every row": lambda: make_call(padding_mask()[:, :, :1]),
+    "hidden by -10000": lambda: make_call((~padding_mask()[:, :, :1]).float() * -1e4),
     "position bias": lambda: make_call(additive(padding_mask()) + torch.randn(1, HEADS, LENGTH, LENGTH)),
     "causal": lambda: make_call(is_causal=True),
     "causal padding": lambda: make_call(padding_mask() & torch.ones(LENGTH, LENGTH).tril().bool()),
@@ -83,6 +91,9 @@ CALLS = {
     "groups": lambda: make_call(padding_mask(), key_value_heads=GROUPS),
     "cross": lambda: make_call(torch.rand(BATCH, 1, LENGTH, 5) > 0.3, key_length=5),
     "wide values": lambda: make_call(padding_mask(), value_dim=WIDTH + 2),
+    "softcap": lambda: dataclasses.replace(make_call(padding_mask().flip(-1), key_value_heads=GROUPS), softcap=1.5),
+    "sinks": lambda: dataclasses.replace(make_call(additive(padding_mask())), sinks=torch.randn(HEADS)),
+    "softcap and sinks": lambda: dataclasses.replace(make_call(is_causal=True), softcap=2.0, sinks=torch.randn(HEADS)),
 }
 
 
@@ -102,15 +113,21 @@ def test_output_and_entropy_equal_the_attention_map(name: str) -> None:
     torch.testing.assert_close(entropy.double(), expected_entropy, atol=2e-6, rtol=1e-5)
 
 
-def test_chunks_are_stitched_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = CALLS["position bias"]()
+@pytest.mark.parametrize("name", ["position bias", "causal", "softcap and sinks"])
+def test_slices_of_rows_are_stitched_together(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    call = CALLS[name]()
     bias, _, _ = VisibleKeys()(call)
-    whole = attention._chunked_entropy(call.query, call.key, bias, call.scaling, False)
-    parts = [
-        attention._chunked_entropy(call.query[:, :, i : i + 1], call.key, bias[..., i : i + 1, :], call.scaling, False)
-        for i in range(LENGTH)
-    ]
-    torch.testing.assert_close(whole, torch.cat(parts, -1))
+    key, value = attention._repeat_groups(call)
+    gradients, outputs, entropies = [], [], []
+    for elements in (2**22, call.query.shape[0] * call.query.shape[1] * LENGTH * 2):
+        monkeypatch.setattr(attention, "_MAP_ELEMENTS", elements)
+        query = call.query.clone().requires_grad_()
+        sliced = dataclasses.replace(call, query=query)
+        outputs.append(attention._explicit_output(sliced, key, value, bias))
+        gradients.append(torch.autograd.grad(outputs[-1].square().sum(), query)[0])
+        entropies.append(attention._explicit_entropy(call, key, bias))
+    for whole, parts in (outputs, gradients, entropies):
+        torch.testing.assert_close(whole, parts)
 
 
 def test_what_was_worked_out_for_a_mask_goes_with_it() -> None:
@@ -210,8 +227,8 @@ def test_masks_are_made_for_it() -> None:
 def test_attention_with_more_than_a_softmax_is_refused() -> None:
     layer = bert().bert.encoder.layer[0].attention.self
     states = (torch.randn(1, 6, 3, 8) for _ in range(3))
-    with pytest.raises(UnsupportedModelError, match="passes 'softcap'"):
-        attention._attention_forward(layer, *states, None, softcap=30.0)
+    with pytest.raises(UnsupportedModelError, match="passes 'position_bias'"):
+        attention._attention_forward(layer, *states, None, position_bias=torch.zeros(1, 6, 3, 3))
 
 
 def test_a_model_off_the_interface_is_refused() -> None:

@@ -1,56 +1,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
 from conftest import bert, image_batch, llama, text_batch, vit
+from contract import naive_statistics
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hies_export.calibrate import collect_statistics
 from hies_export.errors import DataError, NonFiniteError
 from hies_export.layout import find_attention
-from hies_export.values import AttentionSite
-
-
-def naive_statistics(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """HIS and entropy the slow way: eager attention, one sample at a time, a mask in front of each o projection."""
-    model.set_attn_implementation("eager")
-    his = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
-    entropy = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
-    samples = 0
-    for batch in batches:
-        for i in range(len(batch["labels"])):
-            one = {key: value[i : i + 1] for key, value in batch.items()}
-            masks = {s.name: torch.ones(s.heads, requires_grad=True) for s in sites}
-
-            def multiply(module, inputs, site):  # type: ignore[no-untyped-def]
-                heads = inputs[0].unflatten(-1, (site.heads, site.value_dim))
-                return (heads * masks[site.name][:, None]).flatten(-2)  # noqa: B023
-
-            hooks = [
-                model.get_submodule(s.output).register_forward_pre_hook(lambda m, x, s=s: multiply(m, x, s))
-                for s in sites
-            ]
-            outputs = model(**one, output_attentions=True)
-            for hook in hooks:
-                hook.remove()
-            gradients = torch.autograd.grad(outputs.loss, [masks[s.name] for s in sites])
-            length = outputs.attentions[0].shape[-1]
-            real = one.get("attention_mask", torch.ones(1, length))[0].bool()
-            keys = int(real.sum())
-            for site, gradient, p in zip(sites, gradients, outputs.attentions, strict=True):
-                his[site.name] += gradient.abs().double()
-                rows = p[0].double()[:, real][:, :, real]
-                h = torch.special.entr(rows).sum(-1)  # (heads, real rows)
-                entropy[site.name] += (h / math.log(keys)).mean(-1)
-            samples += 1
-    model.set_attn_implementation("sdpa")
-    return {k: v / samples for k, v in his.items()}, {k: v / samples for k, v in entropy.items()}
 
 
 def assert_equal_scores(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

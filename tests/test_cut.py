@@ -1,4 +1,4 @@
-"""The contract every architecture joins by one line: cut = masked, save = reload (both ways), and it still trains."""
+"""What a cut keeps and refuses; that it holds for every architecture is in test_architectures.py."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import pytest
 import torch
 import transformers
 from conftest import bert, image_batch, shake, text_batch, vit
-from torch import Tensor
-from transformers import AutoModel, PreTrainedModel
+from contract import random_plan
+from transformers import PreTrainedModel
 
-from hies_export.cut import check_cut, first_output, is_slim, masked_heads, max_abs, prune_heads
+from hies_export.cut import check_cut, first_output, max_abs, prune_heads
 from hies_export.errors import CutMismatchError, PlanError, UnsupportedModelError
 from hies_export.layout import find_attention
 from hies_export.loading import load
 from hies_export.save import save_slim
-from hies_export.score import score_heads
 from hies_export.select import select_heads
-from hies_export.values import AttentionSite, HeadScores, HeadStatistics, KeptHeads, PruningPlan
+from hies_export.values import HeadScores, KeptHeads, PruningPlan
 
 SMALL = {
     "vocab_size": 100,
@@ -33,7 +32,6 @@ SMALL = {
     "num_labels": 3,
     "pad_token_id": 0,
 }
-SMALL_IMAGES = SMALL | {"image_size": 16, "patch_size": 4}
 
 
 def architecture(
@@ -44,96 +42,6 @@ def architecture(
         return shake(getattr(transformers, f"{name}{task}")(config))
 
     return make
-
-
-def images(name: str, task: str = "ForImageClassification", **options: object) -> Callable[[], PreTrainedModel]:
-    return architecture(name, task, **(SMALL_IMAGES | options))
-
-
-# name -> (model, batch, whether uniform heads need no code of ours)
-ARCHITECTURES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], dict[str, Tensor]], bool]] = {
-    "bert": (bert, text_batch, False),
-    "bert base model": (architecture("Bert", "Model"), lambda: text_batch(labels=False), False),
-    "roberta": (architecture("Roberta"), text_batch, False),
-    "electra": (architecture("Electra", embedding_size=48), text_batch, False),
-    "distilbert": (architecture("DistilBert", dim=48, n_layers=3, n_heads=6, hidden_dim=64), text_batch, False),
-    "albert": (architecture("Albert", embedding_size=24), text_batch, False),
-    "vit": (vit, image_batch, True),
-    "vit base model": (images("ViT", "Model"), lambda: image_batch(labels=False), True),
-    "deit": (images("DeiT"), image_batch, True),
-    "llama": (architecture("Llama"), lambda: text_batch(padding=False), True),
-    "llama groups": (architecture("Llama", num_key_value_heads=3), lambda: text_batch(padding=False), True),
-    "gpt2": (architecture("GPT2"), text_batch, False),
-    "phi3": (architecture("Phi3", num_key_value_heads=3), text_batch, True),
-    "qwen3": (architecture("Qwen3", num_key_value_heads=3, head_dim=12), lambda: text_batch(padding=False), True),
-}
-
-
-def random_plan(sites: tuple[AttentionSite, ...], *, uniform: bool, seed: int = 0) -> PruningPlan:
-    empty = {s.name: torch.zeros(s.heads) for s in sites}
-    statistics = HeadStatistics(his=empty, entropy=empty, weight_l2=empty, samples=1, labels="data", fingerprint="")
-    scores = score_heads(statistics, criterion="random", seed=seed)
-    return select_heads(scores, sites, heads=0.4, allocation="uniform" if uniform else "global")
-
-
-@pytest.mark.parametrize("uniform", [False, True], ids=["uneven", "uniform"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_contract(name: str, uniform: bool, tmp_path: Path) -> None:
-    make_model, make_batch, plain_when_uniform = ARCHITECTURES[name]
-    dense, batch = make_model(), make_batch()
-    labels = batch.get("labels")
-    sites = find_attention(dense, batch)
-    plan = random_plan(sites, uniform=uniform)
-    dense_output = first_output(dense, batch)
-
-    slim = prune_heads(dense, plan, sites)
-    assert max_abs(first_output(dense, batch), dense_output) == 0  # the dense model is not touched
-    assert sum(p.numel() for p in slim.parameters()) < sum(p.numel() for p in dense.parameters())
-    with masked_heads(dense, plan):
-        masked = first_output(dense, batch)
-    assert max_abs(masked, dense_output) > 1e-3  # or the comparison would prove nothing
-    assert max_abs(first_output(slim, batch), masked) < 1e-5
-    assert check_cut(dense, slim, plan, batch) < 1e-5
-    assert [(s.heads, s.key_value_heads) for s in find_attention(slim, batch)] == [
-        (len(k.query), len(k.key_value)) for k in plan.kept.values()
-    ]
-    counts = {len(k.query) for k in plan.kept.values()}
-    assert is_slim(slim) == (not plain_when_uniform or len(counts) > 1)
-    assert type(slim).__name__ == type(dense).__name__
-    assert isinstance(slim, type(dense))
-
-    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=batch) == 0
-    assert (tmp_path / "slim" / "modeling_hies.py").exists() == is_slim(slim)
-    assert PruningPlan.from_file(tmp_path / "slim" / "hies_plan.json") == plan
-    loaded = load(tmp_path / "slim")
-    assert type(loaded) is type(slim)
-    assert max_abs(first_output(loaded, batch), masked) < 1e-5
-
-    if labels is not None:
-        trained_and_saved_again(loaded, batch, tmp_path / "again")
-
-
-def trained_and_saved_again(model: PreTrainedModel, batch: dict[str, Tensor], folder: Path) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    model.train()
-    for dropout in (m for m in model.modules() if isinstance(m, torch.nn.Dropout)):
-        dropout.p = 0.0
-    losses = []
-    for _ in range(3):
-        loss = model(**batch).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
-    model.eval().save_pretrained(folder)
-    expected = first_output(model, batch)
-    base_expected = first_output(model.base_model, batch)
-    again, info = type(model).from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert max_abs(first_output(again, batch), expected) == 0
-    base = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    assert max_abs(first_output(base, batch), base_expected) == 0
 
 
 @pytest.mark.parametrize("make", [bert, vit], ids=["bert", "vit"])
