@@ -47,7 +47,7 @@ class SlimModel:
     def __init__(self, config, *args, **kwargs):
         """Build the stock model of `config` and resize what `config.hies_export` names."""
         super().__init__(config, *args, **kwargs)
-        # transformers remembers a class loaded with its code, and takes it for dense checkpoints of the same type too.
+        # A class loaded with its code may be asked for a model without the block too: transformers remembers it.
         block = getattr(config, "hies_export", None) or {"linear": {}, "attributes": {}}
         for name, (out_features, in_features) in block["linear"].items():
             old = self.base_model.get_submodule(name)

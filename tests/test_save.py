@@ -12,9 +12,9 @@ from conftest import bert, image_batch, text_batch, vit
 from safetensors.torch import load_file, save_file
 from test_cut import random_plan
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hies_export.cut import first_output, max_abs, prune_heads
+from hies_export.cut import first_output, prune_heads
 from hies_export.errors import OutputExistsError, ReloadMismatchError, RequestError
 from hies_export.folders import new_folder
 from hies_export.layout import find_attention
@@ -190,18 +190,3 @@ def test_dtype_is_the_checkpoints_own_unless_asked(tmp_path: Path) -> None:
     save_slim(slim.half(), tmp_path / "slim", plan=plan, batch=text_batch())
     assert load(tmp_path / "slim").dtype == torch.float16
     assert load(tmp_path / "slim", dtype=torch.float32).dtype == torch.float32
-
-
-def test_a_dense_model_loads_after_a_slim_one_of_its_type(tmp_path: Path) -> None:
-    """transformers registers a class it loaded from a folder for the config's class, for good."""
-    dense, batch = bert(), text_batch()
-    sites = find_attention(dense, batch)
-    plan = random_plan(sites, uniform=False)
-    dense.save_pretrained(tmp_path / "dense")
-    save_slim(prune_heads(dense, plan, sites), tmp_path / "slim", plan=plan, batch=batch)
-    auto = AutoModelForSequenceClassification
-    auto.from_pretrained(tmp_path / "slim", trust_remote_code=True)
-    again = auto.from_pretrained(tmp_path / "dense", trust_remote_code=True)
-    assert max_abs(first_output(again, batch), first_output(dense, batch)) == 0
-    again.save_pretrained(tmp_path / "again")
-    assert not (tmp_path / "again" / "modeling_hies.py").exists()
