@@ -22,6 +22,8 @@ STEPS = {
     "onnx": "the exported slim model computes in ONNX Runtime what torch computes",
 }
 
+NOT_RUN = "not run yet"
+
 Table = Mapping[str, Any]
 
 
@@ -56,15 +58,16 @@ def holds(entry: Mapping[str, Any], step: str) -> bool:
 
 def whole(entry: Mapping[str, Any]) -> bool:
     """Whether every step holds, or has nothing to compare."""
-    steps = entry.get("steps", {})
-    return holds(entry, "cut") and all(result == "yes" or result.startswith("n/a") for result in steps.values())
+    steps = [entry.get("steps", {}).get(step, NOT_RUN) for step in STEPS]
+    return holds(entry, "cut") and all(result == "yes" or result.startswith("n/a") for result in steps)
 
 
 def why_not(entry: Mapping[str, Any]) -> str:
     """The reasons of a type, in one line; empty where everything holds."""
     if "steps" not in entry:
         return str(entry["refused"])
-    return "; ".join(f"{step}: {result}" for step, result in entry["steps"].items() if result != "yes")
+    results = {step: entry["steps"].get(step, NOT_RUN) for step in STEPS}
+    return "; ".join(f"{step}: {result}" for step, result in results.items() if result != "yes")
 
 
 def counts(table: Table) -> dict[str, int]:
@@ -111,7 +114,7 @@ def markdown(table: Table) -> str:
         "| --- | --- | --- |" + " --- |" * (len(STEPS) + 1),
     ]
     for name, entry in groups["whole"].items():
-        results = [result.partition(":")[0] for result in (entry["steps"].get(step, "not run") for step in STEPS)]
+        results = [result.partition(":")[0] for result in (entry["steps"][step] for step in STEPS)]
         alone = "yes" if entry.get("config_alone") else "no"
         inputs = ", ".join(i for i in entry["inputs"] if not i.endswith("mask"))
         lines.append(f"| {name} | {entry['class']} | {inputs} | {' | '.join(results)} | {alone} |")

@@ -47,7 +47,9 @@ class SlimModel:
     def __init__(self, config, *args, **kwargs):
         """Build the stock model of `config` and resize what `config.hies_export` names."""
         super().__init__(config, *args, **kwargs)
-        for name, (out_features, in_features) in config.hies_export["linear"].items():
+        # A class loaded with its code may be asked for a model without the block too: transformers remembers it.
+        block = getattr(config, "hies_export", None) or {"linear": {}, "attributes": {}}
+        for name, (out_features, in_features) in block["linear"].items():
             old = self.base_model.get_submodule(name)
             if isinstance(old, torch.nn.Linear):
                 new = torch.nn.Linear(in_features, out_features, bias=old.bias is not None)
@@ -55,24 +57,26 @@ class SlimModel:
                 new = type(old)(out_features, in_features)
             owner, _, attribute = name.rpartition(".")
             setattr(self.base_model.get_submodule(owner), attribute, new.to(old.weight.device, old.weight.dtype))
-        for name, shape in config.hies_export.get("parameters", {}).items():
+        for name, shape in block.get("parameters", {}).items():
             old = self.base_model.get_parameter(name)
             owner, _, attribute = name.rpartition(".")
             new = torch.nn.Parameter(torch.zeros(shape, dtype=old.dtype, device=old.device))
             setattr(self.base_model.get_submodule(owner), attribute, new)
-        for name, attributes in config.hies_export["attributes"].items():
+        for name, attributes in block["attributes"].items():
             for attribute, value in attributes.items():
                 set_attribute(self.base_model.get_submodule(name), attribute, value)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as the stock class does, with this file beside the weights and keys that are module names."""
+        if getattr(self.config, "hies_export", None) is None:
+            return super().save_pretrained(save_directory, *args, **kwargs)
         os.makedirs(save_directory, exist_ok=True)
         target = os.path.join(save_directory, "modeling_hies.py")
         if not os.path.exists(target) or not os.path.samefile(__file__, target):
             shutil.copyfile(__file__, target)
         # transformers renames older keys on loading by class, and skips classes from outside, such as this one.
         kwargs["save_original_format"] = False
-        super().save_pretrained(save_directory, *args, **kwargs)
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
 
 def __getattr__(name):

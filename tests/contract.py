@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from hies_export.calibrate import collect_statistics
 from hies_export.cut import check_cut, first_output, is_slim, masked_heads, max_abs, prune_heads
+from hies_export.errors import ReloadMismatchError
 from hies_export.export import export_onnx
 from hies_export.layout import find_attention
 from hies_export.loading import load
@@ -120,8 +121,16 @@ def reload(subject: Subject) -> None:
     """Both cuts come back from disk in every way (this package's, both Auto classes), and so does what came back."""
     for uniform, slim in subject.slim.items():
         with TemporaryDirectory() as folder:
-            once, twice = Path(folder) / "once", Path(folder) / "twice"
-            save_slim(slim, once, plan=subject.plan(uniform), batch=subject.batch)
+            once, twice, dense = (Path(folder) / name for name in ("once", "twice", "dense"))
+            try:
+                save_slim(slim, once, plan=subject.plan(uniform), batch=subject.batch)
+            except ReloadMismatchError:
+                subject.model.save_pretrained(dense)
+                try:
+                    check_reload(subject.model, dense, subject.batch)
+                except ReloadMismatchError as error:
+                    raise Broken(f"in transformers, the dense model does not come back either: {error}") from error
+                raise
             loaded = load(once)
             if type(loaded).__name__ != type(slim).__name__ or is_slim(loaded) != is_slim(slim):
                 raise Broken(f"a {type(slim).__name__} came back as another class")
