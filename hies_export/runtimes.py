@@ -265,7 +265,11 @@ class OnnxRuntime(Runtime):
 
     def run(self, feed: _BoundFeed) -> Any:
         """One run over the bound inputs."""
-        self._session.run_with_iobinding(feed.binding)
+        try:
+            self._session.run_with_iobinding(feed.binding)
+        except RuntimeError as error:
+            said = " ".join(str(error).split())[:300]
+            raise ExportError(f"ONNX Runtime must run the graph, and stopped: {said}; report the model") from error
         return feed.binding
 
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
