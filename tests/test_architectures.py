@@ -30,8 +30,6 @@ ENTRIES = json.loads(TABLE.read_text(encoding="utf-8"))["types"]
 REPRESENTATIVE = (
     "albert",
     "bart",
-    "bert",
-    "clip",
     "distilbert",
     "gemma2",
     "gpt2",
@@ -39,7 +37,6 @@ REPRESENTATIVE = (
     "llava",
     "modernbert",
     "phi3",
-    "qwen3_5_text",
     "vit",
     "wav2vec2",
 )
