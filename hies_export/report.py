@@ -283,7 +283,9 @@ def _how(report: Report) -> str:
     env = report.environment
     lines = []
     if data:
-        labels = "their labels" if data["labels"] == "data" else "the model's own predictions as labels"
+        own = {"answer": "their answers", "next token": "their next tokens"}
+        known = own.get(report.details.get("stability_of", ""), "their labels")
+        labels = known if data["labels"] == "data" else "the model's own predictions as labels"
         asked, used = data.get("calibration_batch_asked", 0), data.get("calibration_batch", 0)
         halved = f" ({used} at once: {asked} did not fit into memory)" if used < asked else ""
         lines.append(
