@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .errors import (
         CutMismatchError,
         DataError,
+        DropError,
         ExportError,
         HiesError,
         MissingRuntimeError,
@@ -61,6 +62,7 @@ _HOMES = {
     "errors": [
         "CutMismatchError",
         "DataError",
+        "DropError",
         "ExportError",
         "HiesError",
         "MissingRuntimeError",
@@ -95,6 +97,7 @@ __all__ = [
     "AttentionSite",
     "CutMismatchError",
     "DataError",
+    "DropError",
     "ExportError",
     "HeadScores",
     "HeadStatistics",
