@@ -34,6 +34,7 @@ from .prepare import AUTO_CLASSES, Prepared, budget_options, few, prepare
 from .progress import Progress, Silent
 from .recipe import PruningRecipe
 from .report import Report, head_map, render_card, render_markdown
+from .report_html import render_html
 from .runtimes import RUNTIMES, require_onnxruntime
 from .save import save_slim
 from .score import COMPENSATED, score_heads, uses_alpha
@@ -61,7 +62,7 @@ class Choice:
 
 
 def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | None = None) -> Report:
-    """Do the whole line and write `recipe.output`: scores.json, plan.json, slim/, onnx/, report.json, report.md.
+    """Do the whole line and write `recipe.output`: scores.json, plan.json, slim/, onnx/ and report.json, .md and .html.
 
     The folder appears only when everything is done and checked.
 
@@ -146,6 +147,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
         )
         (folder / "slim" / "README.md").write_text(render_card(report), encoding="utf-8")
         (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+        (folder / "report.html").write_text(render_html(report), encoding="utf-8")
         (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
     return report
 

@@ -322,12 +322,22 @@ class QuantizedOnnxRuntime(OnnxRuntime):
     """
 
     def _open(self, file: Path, options: Any, providers: list[str]) -> Any:
+        import onnx
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
         # Under Linux and macOS an open session outlives its file, which ONNX Runtime has read by then.
         with tempfile.TemporaryDirectory(prefix="hies-int8-") as temporary, quiet():
-            quantised = Path(temporary) / ONNX_FILE
-            quantize_dynamic(file, quantised, weight_type=QuantType.QInt8, use_external_data_format=True)
+            graph, quantised = onnx.load(str(file)), Path(temporary) / ONNX_FILE
+            # Shapes noted before the graph was fused; the quantiser infers them again, and objects to old ones.
+            del graph.graph.value_info[:]
+            quantize_dynamic(
+                graph,
+                quantised,
+                weight_type=QuantType.QInt8,
+                use_external_data_format=True,
+                # It cannot tell the type behind a fused operator.
+                extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
+            )
             return super()._open(quantised, options, providers)
 
 
