@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .errors import (
         CutMismatchError,
         DataError,
+        DropError,
         ExportError,
         HiesError,
         MissingRuntimeError,
@@ -63,6 +64,7 @@ _HOMES = {
     "errors": [
         "CutMismatchError",
         "DataError",
+        "DropError",
         "ExportError",
         "HiesError",
         "MissingRuntimeError",
@@ -97,6 +99,7 @@ __all__ = [
     "AttentionSite",
     "CutMismatchError",
     "DataError",
+    "DropError",
     "ExportError",
     "HeadScores",
     "HeadStatistics",

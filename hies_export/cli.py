@@ -162,6 +162,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="BATCHxSEQUENCE, or BATCH for images; repeatable",
     )
     bench.add_argument("--repeats", type=int, default=30, help="timed runs of each (default: 30)")
+    bench.add_argument(
+        "--min-seconds", metavar="S", type=float, default=0.0, help="go on until a shape was timed this long"
+    )
     generate = add("generate", commands.generate_command, [as_json], "continue prompts, greedily, with an ONNX folder")
     generate.add_argument("folder", metavar="FOLDER", help="ONNX folder; or a checkpoint, which runs in torch")
     generate.add_argument("--prompt", dest="prompts", action="append", required=True, help="may be repeated")

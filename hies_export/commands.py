@@ -27,7 +27,7 @@ def run_command(options: argparse.Namespace, out: Console, progress: Progress) -
     report = run(recipe, overwrite=options.overwrite, progress=progress)
     print_report(report, out)
     out.print(
-        f"\nwritten to {recipe.output}: slim/ (checkpoint), onnx/, report.md, report.json, plan.json",
+        f"\nwritten to {recipe.output}: slim/ (checkpoint), onnx/, report.html, report.md, report.json, plan.json",
         markup=False,
     )
     _print_json(options, report.summary())
@@ -50,7 +50,7 @@ def quickstart_command(options: argparse.Namespace, out: Console, progress: Prog
         f"\nA ViT was trained on handwritten digits, and half of its heads were removed. In {where}:\n"
         f"  {where}/run/slim    the slim checkpoint: hies_export.load({str(where / 'run' / 'slim')!r})\n"
         f"  {where}/run/onnx    the same for ONNX Runtime\n"
-        f"  {where}/run/report.md\n"
+        f"  {where}/run/report.html\n"
         "Try next:\n"
         f"  hies-export run {where}/recipe.yaml --set prune.budget.heads=0.25 -o {where}/quarter\n"
         f"  hies-export inspect {where}/run/slim\n"
@@ -203,6 +203,7 @@ def bench_command(options: argparse.Namespace, out: Console, progress: Progress)
         runtimes=options.runtimes,
         shapes=shapes,
         repeats=options.repeats,
+        min_seconds=options.min_seconds,
         track=progress.track,
     )
     lines = [
@@ -210,13 +211,15 @@ def bench_command(options: argparse.Namespace, out: Console, progress: Progress)
             f"{row['runtime']} {row['batch']} x {row['sequence']}",
             f"{row['dense_ms']:.2f} ms",
             f"{row['slim_ms']:.2f} ms",
-            f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]",
+            "noisy" if row["noisy"] else f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]",
             f"{row['control_ratio']:.3f} [{row['control_low']:.3f}, {row['control_high']:.3f}]",
         )
         for row in rows
     ]
     out.print(f"A {options.first}\nB {second}\n", markup=False)
     out.print(plain_table(("median latency", "A", "B", "B / A [95 %]", "A / A [95 %]"), lines))
+    if any(row["noisy"] for row in rows):
+        out.print("noisy: A against itself misses 1 by more than 2 %, so B / A says nothing; use an idle machine")
     _print_json(options, {"a": str(options.first), "b": str(second), "latency": rows, "environment": environment()})
 
 

@@ -17,7 +17,7 @@ from .errors import RequestError
 from .export import export_onnx
 from .loading import find_model_class, load, load_config
 from .onnx_multimodal import is_vision_language
-from .runtimes import ONNX_FILE, check_runtime, load_runtime, refuse_parts
+from .runtimes import ONNX_FILE, RUNTIMES, check_runtime, load_runtime, refuse_parts
 
 Shape = tuple[int, int]  # (batch, sequence)
 
@@ -30,28 +30,34 @@ def time_on(
     batches: Mapping[Shape, Mapping[str, Tensor]],
     flops: Mapping[Shape, tuple[int, int]],
     repeats: int,
+    min_seconds: float = 0.0,
     track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Time two models on one runtime, interleaved, with the first one against itself as control.
 
     Args:
         runtime: A name in `hies_export.runtimes`.
-        dense: What the ratios are relative to: a model for `torch`, an ONNX folder for ONNX Runtime.
+        dense: What the ratios are relative to: a model for torch, an ONNX folder for ONNX Runtime.
         slim: What is compared with it.
         batches: What both run, by (batch, sequence).
         flops: Of both, from `count_both_flops`, for the realised share of the saving.
-        repeats: Timed runs of each.
+        repeats, min_seconds: As in `compare_latency`.
         track: Wraps the loop over shapes, e.g. in a progress bar.
 
     Returns:
         A row of report.json's `latency` per shape: the median times in ms, the paired ratio slim / dense with its 95 %
-        bootstrap interval, and the control's.
+        bootstrap interval, and the control's. `noisy` where the control shows that nothing can be concluded.
     """
     runners = [load_runtime(runtime, source) for source in (dense, slim, dense)]
     rows, shapes = [], list(batches)
     for shape in track(shapes, f"measure {runtime}") if track else shapes:
         found = measure.compare_latency(
-            runners[0], runners[1], control=runners[2], batch=batches[shape], repeats=repeats
+            runners[0],
+            runners[1],
+            control=runners[2],
+            batch=batches[shape],
+            repeats=repeats,
+            min_seconds=min_seconds,
         )
         flops_ratio = flops[shape][1] / flops[shape][0]
         rows.append(
@@ -74,6 +80,7 @@ def time_on(
                 "control_ratio": found.control.ratio,
                 "control_low": found.control.low,
                 "control_high": found.control.high,
+                "noisy": found.noisy,
                 "repeats": found.repeats,
                 "threads": found.threads,
             }
@@ -95,6 +102,7 @@ def bench(
     runtimes: Sequence[str] = (),
     shapes: Sequence[Sequence[int]] = (),
     repeats: int = 30,
+    min_seconds: float = 0.0,
     track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Compare the latency of two checkpoints or ONNX folders; the same one twice measures the noise.
@@ -104,7 +112,7 @@ def bench(
         second: What is compared with it.
         runtimes: By default `torch` where both are checkpoints, else `onnxruntime-cpu`.
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
-        repeats: Timed runs of each.
+        repeats, min_seconds: As in `compare_latency`.
         track: Wraps the loop, e.g. in a progress bar.
 
     Returns:
@@ -128,26 +136,30 @@ def bench(
     exported = [(folder / ONNX_FILE).is_file() for folder in folders]
     runtimes = runtimes or (("onnxruntime-cpu",) if any(exported) else ("torch",))
     for folder, is_onnx in zip(folders, exported, strict=True):
-        if is_onnx and "torch" in runtimes:
-            raise RequestError(f"runtime torch needs a checkpoint, but {folder} is an ONNX folder; use onnxruntime-cpu")
+        for runtime in runtimes if is_onnx else ():
+            if RUNTIMES[runtime].reads_models:
+                raise RequestError(
+                    f"runtime {runtime} needs a checkpoint, but {folder} is an ONNX folder; use onnxruntime-cpu"
+                )
     batches = {
         shape: measure.synthetic_batch(skeletons[0], batch=shape[0], sequence=shape[1])
         for shape in model_shapes(skeletons[0], shapes)
     }
     flops = count_both_flops(skeletons[0], skeletons[1], batches)
+    timing: dict[str, Any] = {"repeats": repeats, "min_seconds": min_seconds}
     rows = []
     for runtime in runtimes:
         with contextlib.ExitStack() as stack:
             sources: list[Any] = []
             for folder, is_onnx in zip(folders, exported, strict=True):
-                if runtime == "torch":
+                if RUNTIMES[runtime].reads_models:
                     sources.append(load(folder, dtype=torch.float32).eval())
                 elif is_onnx:
                     sources.append(folder)
                 else:
                     temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hies-bench-"))
                     sources.append(_export(folder, Path(temporary) / "onnx"))
-            rows += time_on(runtime, *sources, batches=batches, flops=flops, repeats=repeats, track=track)
+            rows += time_on(runtime, *sources, batches=batches, flops=flops, **timing, track=track)
     return rows
 
 

@@ -13,7 +13,8 @@
         ├── CutMismatchError        the cut model differs from the masked model
         ├── ReloadMismatchError     the saved checkpoint does not come back as it was saved
         ├── ExportError             the exporter failed
-        └── ParityError             the exported graph differs from torch
+        ├── ParityError             the exported graph differs from torch
+        └── DropError               the refitted model lost more quality than its budget allows
 
 A message says what must hold, what was given, and what to do.
 """
@@ -90,6 +91,10 @@ class ReloadMismatchError(StepError):
 
 class ExportError(StepError):
     """The exporter failed; the message carries its reason."""
+
+
+class DropError(StepError):
+    """The compensated model loses more on the held-out rows than `max_drop` allows, though the masked one did not."""
 
 
 class ParityError(StepError):

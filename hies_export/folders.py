@@ -43,3 +43,12 @@ def refuse_existing(folder: str | Path, *, overwrite: bool = False) -> None:
         raise OutputExistsError(
             f"the output folder must not exist, but {folder} does; choose another or pass --overwrite to replace it"
         )
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file that appears whole or not at all, with the folders above it; one that exists is replaced."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as temporary:
+        written = Path(temporary) / file.name
+        written.write_text(text, encoding="utf-8")
+        written.replace(file)

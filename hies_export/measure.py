@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from .errors import RecipeError
+from .errors import NonFiniteError, RecipeError
 from .runtimes import Runtime
 from .twin import forward_inputs, share_weights
 
 BOOTSTRAP_SAMPLES = 2000
+# A comparison whose control's interval misses 1 by more than this says nothing.
+NOISE_LIMIT = 0.02
 
 # Neighbours are each other's reverse (ABBA), so linear drift cancels; over all six, each runner comes equally
 # often first, second and last, and equally often after itself, so a warm cache favours none.
@@ -179,6 +181,16 @@ class LatencyComparison:
     threads: int
     provider: str
 
+    @property
+    def noisy(self) -> bool:
+        """Whether the control shows that the machine was too busy for the comparison to mean anything."""
+        return is_noisy(self.control.low, self.control.high)
+
+
+def is_noisy(control_low: float, control_high: float) -> bool:
+    """Whether the interval of a control, one model against itself, misses 1 by more than `NOISE_LIMIT`."""
+    return control_low > 1 + NOISE_LIMIT or control_high < 1 - NOISE_LIMIT
+
 
 def compare_latency(
     dense: Runtime,
@@ -208,6 +220,7 @@ def compare_latency(
 
     Raises:
         RecipeError: repeats is below 1, warmup or min_seconds below 0, or the runtimes differ in kind.
+        NonFiniteError: An output is NaN or infinite: such numbers may take another time than real ones.
     """
     _check_timing(dense, slim, control, repeats, warmup, min_seconds)
     runners = (dense, slim, control or dense)
@@ -215,6 +228,13 @@ def compare_latency(
     for _ in range(warmup):
         for runner, feed in zip(runners, feeds, strict=True):
             runner.run(feed)
+    for name, runner, feed in zip(("dense", "slim"), runners[:2], feeds[:2], strict=True):
+        for output, values in runner.fetch(runner.run(feed)).items():
+            if not np.isfinite(values).all():
+                raise NonFiniteError(
+                    f"outputs must be finite to be timed, but {output} of the {name} model has NaN or infinity on "
+                    f"{runner.provider}; try dtype float32"
+                )
 
     rounds: list[list[int]] = []
     total_ns = 0

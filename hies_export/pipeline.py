@@ -6,10 +6,11 @@ without one.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from transformers import PreTrainedModel
 
 from . import measure
 from .alpha import ALPHAS, Judgement, choose_alpha
+from .budget import CostTable, check_reachable, counts_within, flops_table, latency_table, most_within, uniform_shares
 from .calibrate import collect_statistics
 from .compare import count_both_flops, time_on
 from .compensate import LayerFit, compensate_heads
 from .compensated import collect_effects, score_compensated
 from .cut import check_cut, is_slim, masked_heads, prune_heads, weight_norms
+from .errors import DropError, PlanError
 from .evaluate_model import Predictions, compute_metrics, predict, predicted, references, stability, standard_error
 from .export import OnnxExport, export_onnx
 from .folders import new_folder, refuse_existing
@@ -31,10 +34,11 @@ from .prepare import AUTO_CLASSES, Prepared, budget_options, few, prepare
 from .progress import Progress, Silent
 from .recipe import PruningRecipe
 from .report import Report, head_map, render_card, render_markdown
-from .runtimes import require_onnxruntime
+from .report_html import render_html
+from .runtimes import RUNTIMES, require_onnxruntime
 from .save import save_slim
-from .score import COMPENSATED, score_heads
-from .select import select_heads
+from .score import COMPENSATED, score_heads, uses_alpha
+from .select import bundle_count, check_budget, select_heads
 from .values import HeadScores, HeadStatistics, PruningPlan, dump_json
 
 
@@ -47,16 +51,18 @@ class Choice:
         scores: By the recipe's criterion.
         plan: The heads that stay.
         alpha_curve: What every alpha came to under `alpha: auto`, see `AlphaChoice`; else empty.
+        budget: What the plan promises, and why it is as large as it is.
     """
 
     statistics: HeadStatistics
     scores: HeadScores
     plan: PruningPlan
     alpha_curve: tuple[Mapping[str, Any], ...]
+    budget: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | None = None) -> Report:
-    """Do the whole line and write `recipe.output`: scores.json, plan.json, slim/, onnx/, report.json, report.md.
+    """Do the whole line and write `recipe.output`: scores.json, plan.json, slim/, onnx/ and report.json, .md and .html.
 
     The folder appears only when everything is done and checked.
 
@@ -85,9 +91,11 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
         write_choice(folder, choice)
         with seconds("cut"):
             slim, fits, cut_max_abs, reload_max_abs = prune(prepared, plan, recipe, folder / "slim", progress=progress)
+            budget = confirm_drop(prepared, slim, recipe, choice.budget, progress=progress)
         quality = evaluate(prepared, slim, plan, recipe, progress=progress)
         with seconds("export"):
-            onnx = export(prepared, slim, recipe, folder / "onnx", progress=progress)
+            progress.stage("export")
+            onnx = export(prepared, slim, recipe, folder / "onnx")
         with seconds("measure"):
             gains = measure_gains(prepared, slim, onnx, recipe, progress=progress)
         report = Report(
@@ -115,6 +123,8 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
             environment=measure.environment(),
             details={
                 "head_map": head_map(plan),
+                "heads": head_numbers(choice),
+                "budget": _measured_budget(budget, gains),
                 "metrics": quality["metrics"],
                 "uncompensated": quality["uncompensated"],
                 "compensation": [asdict(fit) for fit in fits],
@@ -137,32 +147,44 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
         )
         (folder / "slim" / "README.md").write_text(render_card(report), encoding="utf-8")
         (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+        (folder / "report.html").write_text(render_html(report), encoding="utf-8")
         (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
     return report
 
 
 def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> Choice:
     """Calibrate, score, select; with `alpha: auto`, at the alpha that does best on the held-out rows."""
-    progress.stage("score")
     prune, seed = recipe.prune, recipe.calibration.seed
+    # What a budget of cost allows is known before anything is scored.
+    table = _cost_table(prepared, recipe, progress=progress)
+    progress.stage("score")
     statistics = collect_statistics(
         prepared.model,
         prepared.calibration,
         prepared.scored,
         progress=lambda batches: progress.track(batches, "score"),
     )
-    calibration = {
-        "samples": statistics.samples,
-        "labels": "predictions" if prune.criterion == COMPENSATED else statistics.labels,
-        "fingerprint": statistics.fingerprint,
+    recorded: dict[str, Any] = {
+        "seed": seed,
+        "calibration": {
+            "samples": statistics.samples,
+            "labels": "predictions" if prune.criterion == COMPENSATED else statistics.labels,
+            "fingerprint": statistics.fingerprint,
+        },
+        "model": weight_norms(prepared.model, prepared.sites),
     }
-
-    norms = weight_norms(prepared.model, prepared.sites)
+    options = budget_options(recipe)
 
     def plan_by(scores: HeadScores) -> PruningPlan:
-        options: dict[str, Any] = {"seed": seed, "calibration": calibration, "model": norms}
-        return select_heads(scores, prepared.sites, **budget_options(recipe), **options)
+        if table is None:
+            return select_heads(scores, prepared.sites, **options, **recorded)
+        counts = counts_within(scores, prepared.scored, table, ratio=_target(recipe), **options)
+        return select_heads(scores, prepared.sites, counts=counts, **options, **recorded)
 
+    def scores_at(alpha: float) -> HeadScores:
+        return score_heads(statistics, alpha=alpha, criterion=prune.criterion, normalize=prune.normalize, seed=seed)
+
+    auto = prune.alpha == "auto" and uses_alpha(prune.criterion)
     if prune.criterion == COMPENSATED:
         effects = collect_effects(
             prepared.model,
@@ -170,18 +192,18 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
             prepared.scored,
             progress=lambda batches: progress.track(batches, "effects"),
         )
-        scores = score_compensated(
-            effects, prepared.scored, progress=lambda sites: progress.track(sites, "greedy removal")
-        )
-        return Choice(statistics, scores, plan_by(scores), ())
-
-    def plan_at(alpha: float) -> tuple[HeadScores, PruningPlan]:
-        options: dict[str, Any] = {"criterion": prune.criterion, "normalize": prune.normalize, "seed": seed}
-        scores = score_heads(statistics, alpha=alpha, **options)
-        return scores, plan_by(scores)
-
-    if not prepared.held_out:
-        return Choice(statistics, *plan_at(0.0 if prune.alpha == "auto" else prune.alpha), ())
+        candidates = [
+            score_compensated(effects, prepared.scored, progress=lambda sites: progress.track(sites, "greedy removal"))
+        ]
+    elif auto:
+        candidates = [scores_at(alpha) for alpha in ALPHAS]
+    else:
+        candidates = [scores_at(0.0 if prune.alpha == "auto" else prune.alpha)]
+    if prune.budget.max_drop is not None:
+        return _choose_by_drop(prepared, recipe, statistics, candidates, recorded, progress=progress)
+    if not auto:
+        plan = plan_by(candidates[0])
+        return Choice(statistics, candidates[0], plan, (), _budget_details(recipe, prepared, table, plan))
     progress.stage("choose alpha")
     dense_logits = predict(prepared.model, prepared.held_out)
 
@@ -195,10 +217,193 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
         error = standard_error(logits, references(prepared.held_out), **options)
         return Judgement(metrics[prepared.metrics[0]], error, share)
 
-    alphas = tuple(progress.track(ALPHAS, "choose alpha"))
-    higher_is_better = METRICS[prepared.metrics[0]].higher_is_better
-    chosen = choose_alpha(plan_at, judge_masked, alphas=alphas, higher_is_better=higher_is_better)
-    return Choice(statistics, chosen.scores, chosen.plan, chosen.curve)
+    scores_of = dict(zip(ALPHAS, candidates, strict=True))
+    chosen = choose_alpha(
+        lambda alpha: (scores_of[alpha], plan_by(scores_of[alpha])),
+        judge_masked,
+        alphas=tuple(progress.track(ALPHAS, "choose alpha")),
+        higher_is_better=METRICS[prepared.metrics[0]].higher_is_better,
+    )
+    budget = _budget_details(recipe, prepared, table, chosen.plan)
+    return Choice(statistics, chosen.scores, chosen.plan, chosen.curve, budget)
+
+
+def _target(recipe: PruningRecipe) -> float:
+    """What a budget of cost allows, as a share of the dense model's."""
+    budget = recipe.prune.budget
+    ratio = budget.flops if budget.latency is None else budget.latency.ratio
+    assert ratio is not None
+    return ratio
+
+
+def _cost_table(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> CostTable | None:
+    """What heads cost, for a budget of FLOPs or time that can be met; None for the others."""
+    budget, options = recipe.prune.budget, budget_options(recipe)
+    common: dict[str, Any] = {"unit": recipe.prune.unit}
+    if budget.latency is not None:
+        progress.stage("time cuts")
+        table = latency_table(
+            prepared.model,
+            prepared.scored,
+            runtime=budget.latency.runtime,
+            batch=prepared.measured[_budget_shape(recipe, prepared)],
+            export=lambda model, folder: export(prepared, model, recipe, folder),
+            repeats=recipe.measure.repeats,
+            min_seconds=recipe.measure.min_seconds,
+            track=progress.track,
+            **common,
+        )
+    elif budget.flops is not None:
+        table = flops_table(prepared.model, prepared.scored, batch=next(iter(prepared.measured.values())), **common)
+    else:
+        return None
+    check_reachable(prepared.scored, table, ratio=_target(recipe), **options)
+    return table
+
+
+def _budget_shape(recipe: PruningRecipe, prepared: Prepared) -> tuple[int, int]:
+    """The measured shape that a budget of time is about; images and prompts have one sequence for every batch."""
+    wanted = recipe.prune.budget.latency
+    assert wanted is not None
+    of_batch = [shape for shape in prepared.measured if shape[0] == wanted.batch]
+    return next((shape for shape in of_batch if shape[1] == wanted.sequence), of_batch[0])
+
+
+def _budget_details(
+    recipe: PruningRecipe, prepared: Prepared, table: CostTable | None, plan: PruningPlan
+) -> dict[str, Any]:
+    """What the report says of the budget; what was measured of it comes later."""
+    budget = recipe.prune.budget
+    if table is None:
+        return {"kind": "heads", "target": budget.heads}
+    lost = {
+        site.name: bundle_count(site, recipe.prune.unit) * (site.heads - len(plan.kept[site.name].query)) // site.heads
+        for site in prepared.scored
+    }
+    details = {"target": _target(recipe), "predicted": table.ratio(lost)}
+    if budget.latency is None:
+        return {"kind": "flops", **details}
+    batch, sequence = _budget_shape(recipe, prepared)
+    where = {"runtime": budget.latency.runtime, "batch": batch, "sequence": sequence}
+    return {"kind": "latency", **where, **details, "table": table.measured}
+
+
+def _choose_by_drop(
+    prepared: Prepared,
+    recipe: PruningRecipe,
+    statistics: HeadStatistics,
+    candidates: Sequence[HeadScores],
+    recorded: Mapping[str, Any],
+    *,
+    progress: Progress,
+) -> Choice:
+    """The scores and the share of heads by which most can go while the held-out metric holds."""
+    progress.stage("choose sparsity")
+    drop, options = recipe.prune.budget.max_drop, budget_options(recipe)
+    assert drop is not None
+    dense_logits = predict(prepared.model, prepared.held_out)
+    dense = held_out_metric(prepared, recipe, dense_logits, dense_logits)
+    shares = []
+    for share in uniform_shares(prepared.scored, allocation=recipe.prune.allocation, unit=recipe.prune.unit):
+        with contextlib.suppress(PlanError):  # beyond what the constraints leave
+            check_budget(prepared.scored, heads=share, **options)
+            shares.append(share)
+    if not shares:
+        raise PlanError("max_drop needs heads that may go, but the constraints leave none; loosen them")
+    judged: dict[tuple[tuple[int, ...], ...], float] = {}
+    rows = []
+    best: tuple[HeadScores, PruningPlan] | None = None
+    passed = 0
+    for scores in progress.track(candidates, "choose sparsity"):
+
+        def plan_of(step: int, scores: HeadScores = scores) -> PruningPlan:
+            return select_heads(scores, prepared.sites, heads=shares[step - 1], **options, **recorded)
+
+        def holds(step: int, scores: HeadScores = scores) -> bool:
+            plan = plan_of(step, scores)
+            key = tuple(kept.query for kept in plan.kept.values())
+            if key not in judged:
+                with masked_heads(prepared.model, plan):
+                    logits = predict(prepared.model, prepared.held_out)
+                judged[key] = held_out_metric(prepared, recipe, dense_logits, logits)
+                rows.append({"alpha": plan.alpha, "removed": plan.removed, drop.metric: judged[key]})
+            return metric_drop(drop.metric, dense, judged[key]) <= drop.by
+
+        found = most_within(holds, len(shares), at_least=passed)
+        if found > passed or best is None:
+            passed = found
+            best = (scores, plan_of(found or 1))
+    assert best is not None
+    if not passed:
+        worst = min((metric_drop(drop.metric, dense, value) for value in judged.values()), default=0.0)
+        raise PlanError(
+            f"max_drop allows {drop.metric} to get worse by {drop.by:g}, but on the held-out rows even the smallest "
+            f"cut makes it worse by {worst:.4g} (dense {dense:.4g}); allow more, or use compensation with a budget of "
+            "heads"
+        )
+    scores, plan = best
+    details = {
+        "kind": "max_drop",
+        "metric": drop.metric,
+        "by": drop.by,
+        "dense": dense,
+        "masked": judged[tuple(kept.query for kept in plan.kept.values())],
+        "samples": sum(len(next(iter(batch.values()))) for batch in prepared.held_out),
+        "judged": rows,
+    }
+    return Choice(statistics, scores, plan, (), details)
+
+
+def held_out_metric(prepared: Prepared, recipe: PruningRecipe, dense_logits: Predictions, logits: Predictions) -> float:
+    """The budget's metric on the held-out rows; without labels, against the dense model's predictions."""
+    drop = recipe.prune.budget.max_drop
+    assert drop is not None
+    metrics, _ = judge(prepared, prepared.held_out, dense_logits, logits, recipe, names=(drop.metric,))
+    return metrics[drop.metric]
+
+
+def metric_drop(metric: str, dense: float, other: float) -> float:
+    """How much worse a metric got, whichever way is better; negative where it got better."""
+    worse = dense - other if METRICS[metric].higher_is_better else other - dense
+    # 0.88 - 0.87 is a little more than 0.01.
+    return round(worse, 12)
+
+
+def confirm_drop(
+    prepared: Prepared, slim: PreTrainedModel, recipe: PruningRecipe, budget: Mapping[str, Any], *, progress: Progress
+) -> dict[str, Any]:
+    """Judge the model that was cut, and refitted, on the rows that its number of heads was chosen on.
+
+    Returns:
+        What there is to say of the budget, with `slim`, its metric.
+
+    Raises:
+        DropError: It got worse by more than the budget allows: the refit did harm.
+    """
+    drop = recipe.prune.budget.max_drop
+    if drop is None:
+        return dict(budget)
+    progress.stage("confirm")
+    dense_logits = predict(prepared.model, prepared.held_out)
+    value = held_out_metric(prepared, recipe, dense_logits, predict(slim, prepared.held_out))
+    lost = metric_drop(drop.metric, budget["dense"], value)
+    if lost > drop.by:
+        raise DropError(
+            f"{drop.metric} on the held-out rows may get worse by {drop.by:g}, and the masked model kept to it, but "
+            f"the compensated one lost {lost:.4g}; compensate on more samples, or not at all"
+        )
+    return {**budget, "slim": value}
+
+
+def _measured_budget(budget: Mapping[str, Any], gains: Mapping[str, Any]) -> dict[str, Any]:
+    """What became of a budget of cost."""
+    if budget["kind"] == "flops":
+        return {**budget, "measured": gains["flops"]["slim"] / gains["flops"]["dense"]}
+    if budget["kind"] == "latency":
+        same = ("runtime", "batch", "sequence")
+        row = next(r for r in gains["latency"] if all(r[key] == budget[key] for key in same))
+        return {**budget, "measured": row["ratio"], "noisy": row["noisy"]}
+    return dict(budget)
 
 
 def _predicted(recipe: PruningRecipe) -> str:
@@ -206,6 +411,15 @@ def _predicted(recipe: PruningRecipe) -> str:
     if recipe.data.answer is not None:
         return "answer"
     return "next token" if recipe.task == "text-generation" else "prediction"
+
+
+def head_numbers(choice: Choice) -> dict[str, dict[str, list[float]]]:
+    """Per attention module that may lose heads what was found out about each head."""
+    found = {"his": choice.statistics.his, "entropy": choice.statistics.entropy, "score": choice.scores.scores}
+    return {
+        name: {what: values[name].tolist() for what, values in found.items() if name in values}
+        for name in choice.scores.scores
+    }
 
 
 def write_choice(folder: Path, choice: Choice) -> None:
@@ -303,23 +517,22 @@ def judge(
     dense_logits: Predictions,
     logits: Predictions,
     recipe: PruningRecipe,
+    *,
+    names: Sequence[str] = (),
 ) -> tuple[dict[str, float], float]:
-    """Metrics of some logits, and their stability.
+    """Metrics of some logits, by default the report's, and their stability.
 
     Without labels the dense model's predictions are the reference, and its own value is perfect by definition.
     """
     labelled = "labels" in batches[0]
     expected = references(batches) if labelled else predicted(dense_logits, regression=prepared.regression)
-    metrics = compute_metrics(logits, expected, names=prepared.metrics, regression=prepared.regression)
+    metrics = compute_metrics(logits, expected, names=names or prepared.metrics, regression=prepared.regression)
     tolerance = recipe.evaluation.stability_tolerance
     return metrics, stability(dense_logits, logits, regression=prepared.regression, tolerance=tolerance)
 
 
-def export(
-    prepared: Prepared, model: PreTrainedModel, recipe: PruningRecipe, folder: Path, *, progress: Progress
-) -> OnnxExport:
+def export(prepared: Prepared, model: PreTrainedModel, recipe: PruningRecipe, folder: Path) -> OnnxExport:
     """Write a model, dense or slim, as the recipe wants its ONNX folder."""
-    progress.stage("export" if model is not prepared.model else "export the dense model, to compare with")
     return export_onnx(
         model,
         folder,
@@ -340,17 +553,19 @@ def measure_gains(
     # Beside the slim one, so that both are read from the same disk; the dense graph is not kept.
     with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
         dense_folder = Path(temporary) / "onnx"
-        if any(name.startswith("onnxruntime") for name in prepared.runtimes):
-            export(prepared, dense, recipe, dense_folder, progress=progress)
+        if not all(RUNTIMES[name].reads_models for name in prepared.runtimes):
+            progress.stage("export the dense model, to compare with")
+            export(prepared, dense, recipe, dense_folder)
         progress.stage("measure")
         for name in prepared.runtimes:
-            sources = (dense, slim) if name == "torch" else (dense_folder, onnx.folder)
+            sources = (dense, slim) if RUNTIMES[name].reads_models else (dense_folder, onnx.folder)
             latency += time_on(
                 name,
                 *sources,
                 batches=batches,
                 flops=flops,
                 repeats=recipe.measure.repeats,
+                min_seconds=recipe.measure.min_seconds,
                 track=progress.track,
             )
     shape = next(iter(batches))

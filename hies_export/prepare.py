@@ -23,8 +23,9 @@ from .measure import synthetic_batch
 from .metrics import check_metrics, default_metrics
 from .recipe import PruningRecipe
 from .rows import load_rows
+from .runtimes import RUNTIMES
 from .score import uses_alpha
-from .select import check_budget
+from .select import check_budget, check_constraints
 from .values import AttentionSite
 
 # How many rows alpha: auto is judged on.
@@ -48,7 +49,8 @@ class Prepared:
         sites: All of its attention modules.
         scored: Those that may lose heads.
         calibration: Batches to score on.
-        held_out: Batches to choose alpha on, which heads are not scored on; empty unless alpha is auto.
+        held_out: Batches to choose alpha or sparsity on, which heads are not scored on; empty unless alpha is auto or
+            the budget is a max_drop.
         compensation: Batches to refit on, without labels; empty when the recipe asks for none.
         evaluation: Batches to judge on.
         metrics: Names of the metrics, the report's first.
@@ -85,7 +87,9 @@ def prepare(recipe: PruningRecipe) -> Prepared:
     metrics = recipe.evaluation.metrics or default_metrics(
         regression=regression, task=recipe.task, answers=data.answer is not None
     )
-    check_metrics(metrics, regression=regression, task=recipe.task)
+    drop = recipe.prune.budget.max_drop
+    judged = metrics if drop is None else tuple(dict.fromkeys((*metrics, drop.metric)))
+    check_metrics(judged, regression=regression, task=recipe.task)
     runtimes = _runtimes(recipe)
     columns = Columns(text=data.text, image=data.image, label=data.label, prompt=data.prompt, answer=data.answer)
     processor = load_processor(recipe.model, task=recipe.task, revision=recipe.revision)
@@ -105,15 +109,17 @@ def prepare(recipe: PruningRecipe) -> Prepared:
         check_rows(rows, columns=columns, config=config, task=recipe.task)
         return draw_samples(rows, columns=columns, **shared, **options) if generative else rows
 
-    held_out_samples = HELD_OUT_SAMPLES if recipe.prune.alpha == "auto" and uses_alpha(recipe.prune.criterion) else 0
+    auto = recipe.prune.alpha == "auto" and uses_alpha(recipe.prune.criterion)
+    held_out_samples = HELD_OUT_SAMPLES if auto or drop is not None else 0
     compensation_samples = 0 if compensation is None else compensation.samples
     # One draw: first the rows to score on, then those to choose alpha on; refitting starts from the first again.
     most = max(calibration.samples + held_out_samples, compensation_samples)
     drawn = draw(calibration.split, most, calibration.seed)
     if held_out_samples and len(drawn) <= calibration.samples:
+        what, remedy = ("alpha: auto", "set alpha") if auto else ("max_drop", "choose another budget")
         raise RequestError(
-            f"alpha: auto needs samples beyond the {calibration.samples} to score on, but the split "
-            f"{calibration.split!r} has {len(drawn)}; lower calibration.samples or set alpha"
+            f"{what} needs samples beyond the {calibration.samples} to score on, but the split "
+            f"{calibration.split!r} has {len(drawn)}; lower calibration.samples or {remedy}"
         )
 
     def part(start: int, count: int) -> datasets.Dataset:
@@ -123,6 +129,9 @@ def prepare(recipe: PruningRecipe) -> Prepared:
     model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
     shared["config"] = model.config
     shapes = [] if recipe.task == "image-text-to-text" else model_shapes(model, recipe.measure.shapes)
+    timed = recipe.prune.budget.latency
+    if timed is not None and recipe.task != "image-text-to-text":
+        shapes = list(dict.fromkeys([*shapes, *model_shapes(model, [timed.shape])]))
 
     def batches(rows: datasets.Dataset, columns: Columns, batch_size: int) -> list[dict[str, Tensor]]:
         return make_batches(rows, columns=columns, batch_size=batch_size, **shared) if len(rows) else []
@@ -133,9 +142,14 @@ def prepare(recipe: PruningRecipe) -> Prepared:
     calibration_batches = batches(part(0, calibration.samples), columns, size)
     sites = find_attention(model, few(calibration_batches[0]))
     scored = _in_towers(model, sites, recipe.prune.towers)
-    check_budget(scored, **budget_options(recipe))
+    options = budget_options(recipe)
+    if recipe.prune.budget.heads is None:
+        check_constraints(scored, **options)
+    else:
+        check_budget(scored, **options)
     if recipe.task == "image-text-to-text":
-        measured = _repeated(calibration_batches[0], recipe.measure.shapes)
+        wanted = recipe.measure.shapes or ((1,), (8,))
+        measured = _repeated(calibration_batches[0], wanted if timed is None else (*wanted, timed.shape))
     else:
         measured = {s: synthetic_batch(model, batch=s[0], sequence=s[1]) for s in shapes}
     return Prepared(
@@ -157,15 +171,18 @@ def prepare(recipe: PruningRecipe) -> Prepared:
 def _runtimes(recipe: PruningRecipe) -> tuple[str, ...]:
     """The runtimes to measure on; the parts of a vision-language model are no single graph that could be timed."""
     runtimes = recipe.measure.runtimes
+    timed = recipe.prune.budget.latency
+    if timed is not None:
+        runtimes = tuple(dict.fromkeys((*runtimes, timed.runtime)))
     if recipe.task != "image-text-to-text":
         return runtimes
-    exported = [name for name in runtimes if name != "torch"]
-    if exported and "runtimes" in recipe.measure.model_fields_set:
+    exported = [name for name in runtimes if not RUNTIMES[name].reads_models]
+    if exported and ("runtimes" in recipe.measure.model_fields_set or timed is not None):
         raise RequestError(
             f"a vision-language model, which is exported in parts, can be timed on torch only, but measure.runtimes "
-            f"names {', '.join(exported)}; set it to [torch]"
+            f"or the budget names {', '.join(exported)}; set it to torch"
         )
-    return ("torch",)
+    return tuple(name for name in runtimes if name not in exported)
 
 
 def _in_towers(
@@ -189,7 +206,7 @@ def _repeated(
     """The longest sample of a batch, as often as each shape's batch says: random tokens would have no image in them."""
     longest = int(batch["attention_mask"].sum(-1).argmax())
     sample = {key: value[longest : longest + 1] for key, value in batch.items() if key != "labels"}
-    sizes = dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,)))
+    sizes = dict.fromkeys(shape[0] for shape in shapes)
     sequence = batch["input_ids"].shape[1]
     return {
         (size, sequence): {key: value.repeat(size, *[1] * (value.dim() - 1)) for key, value in sample.items()}
@@ -198,14 +215,15 @@ def _repeated(
 
 
 def budget_options(recipe: PruningRecipe) -> dict[str, Any]:
-    """What `select_heads` needs to know of a recipe."""
+    """What `select_heads` needs to know of a recipe; without `heads` where the budget is of another kind."""
     prune = recipe.prune
     return {
-        "heads": prune.budget.heads,
+        **({} if prune.budget.heads is None else {"heads": prune.budget.heads}),
         "allocation": prune.allocation,
         "unit": prune.unit,
         "min_heads": prune.min_heads,
         "keep_layers": prune.keep_layers,
+        "multiple_of": prune.multiple_of,
     }
 
 

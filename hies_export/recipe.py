@@ -92,17 +92,106 @@ class EvaluationSection(_Section):
     stability_tolerance: float = Field(0.25, gt=0)
 
 
-class BudgetSection(_Section):
-    """How much goes. `heads`: the share of heads to remove, in (0, 1)."""
+class LatencyBudget(_Section):
+    """At most this share of the dense model's time, on a runtime and at a shape.
 
-    heads: float
+    An image model's sequence follows from its image size, and so does a vision-language model's from its prompts.
+    """
+
+    ratio: float
+    runtime: str = "onnxruntime-cpu"
+    batch: int = Field(8, ge=1)
+    sequence: int | None = Field(None, ge=1)
+
+    @field_validator("ratio")
+    @classmethod
+    def _is_below_dense(cls, value: float) -> float:
+        return _share_of_dense("ratio", value)
+
+    @field_validator("runtime")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        return _known_runtime(value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch, sequence), or (batch,)."""
+        return (self.batch,) if self.sequence is None else (self.batch, self.sequence)
+
+
+class DropBudget(_Section):
+    """As many heads as can go while the metric, on held-out rows, gets worse by at most `by`."""
+
+    metric: str
+    by: float
+
+    @field_validator("metric")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        from .metrics import METRICS
+
+        if value not in METRICS:
+            raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {value!r}{did_you_mean(value, METRICS)}")
+        return value
+
+    @field_validator("by")
+    @classmethod
+    def _is_a_drop(cls, value: float) -> float:
+        if value < 0:
+            raise ValueError(f"by must be at least 0, got {value:g}; 0.01 allows an accuracy of 0.88 to become 0.87")
+        return value
+
+
+class BudgetSection(_Section):
+    """How much goes: exactly one of these; see `hies_export.budget`.
+
+    Attributes:
+        heads: Share of heads to remove, in (0, 1).
+        flops: At most this share of the dense model's FLOPs, at the first measured shape.
+        latency: At most this share of the dense model's time.
+        max_drop: As much as a metric allows.
+    """
+
+    heads: float | None = None
+    flops: float | None = None
+    latency: LatencyBudget | None = None
+    max_drop: DropBudget | None = None
 
     @field_validator("heads")
     @classmethod
-    def _is_a_share(cls, value: float) -> float:
-        if not 0 < value < 1:
+    def _is_a_share(cls, value: float | None) -> float | None:
+        if value is not None and not 0 < value < 1:
             raise ValueError(f"sparsity must be in (0, 1), got {value:g}; 0.3 removes 30 % of the heads")
         return value
+
+    @field_validator("flops")
+    @classmethod
+    def _is_below_dense(cls, value: float | None) -> float | None:
+        return value if value is None else _share_of_dense("flops", value)
+
+    @model_validator(mode="after")
+    def _is_one(self) -> BudgetSection:
+        names = list(type(self).model_fields)
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of {', '.join(names)} must be given, got {' and '.join(given) or 'none'}")
+        return self
+
+
+def _share_of_dense(name: str, value: float) -> float:
+    if not 0 < value < 1:
+        raise ValueError(
+            f"{name} must be in (0, 1), a share of the dense model's, got {value:g}; 0.85 takes 15 % of it away"
+        )
+    return value
+
+
+def _known_runtime(name: str) -> str:
+    from .runtimes import RUNTIMES
+
+    if name not in RUNTIMES:
+        raise ValueError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {name!r}{did_you_mean(name, RUNTIMES)}")
+    return name
 
 
 class CompensationSection(_Section):
@@ -134,6 +223,7 @@ class PruneSection(_Section):
     towers: tuple[str, ...] = ()
     min_heads: int = Field(1, ge=1)
     keep_layers: tuple[int, ...] = ()
+    multiple_of: int = Field(1, ge=1)
     compensation: CompensationSection | None = None
 
     @field_validator("criterion")
@@ -171,12 +261,14 @@ class MeasureSection(_Section):
     Attributes:
         runtimes: Names in `hies_export.runtimes`.
         shapes: (batch, sequence) pairs; an image model's sequence follows from its image size, so (batch,) is enough.
-        repeats: Timed runs of each model.
+        repeats: Timed runs of each model, at least.
+        min_seconds: Go on beyond `repeats` until the timed runs of a shape took this long together.
     """
 
     runtimes: tuple[str, ...] = ("torch", "onnxruntime-cpu")
     shapes: tuple[tuple[int, ...], ...] = ()
     repeats: int = Field(30, ge=2)
+    min_seconds: float = Field(0.0, ge=0)
 
     @field_validator("shapes")
     @classmethod
@@ -189,14 +281,7 @@ class MeasureSection(_Section):
     @field_validator("runtimes")
     @classmethod
     def _are_known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        from .runtimes import RUNTIMES
-
-        for name in value:
-            if name not in RUNTIMES:
-                raise ValueError(
-                    f"a runtime must be one of {', '.join(RUNTIMES)}, got {name!r}{did_you_mean(name, RUNTIMES)}"
-                )
-        return value
+        return tuple(_known_runtime(name) for name in value)
 
 
 class PruningRecipe(_Section):

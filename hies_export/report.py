@@ -126,11 +126,11 @@ def comparison_rows(report: Report) -> list[tuple[str, str, str, str]]:
         _row(f"FLOPs at {batch} x {sequence}", report.flops, ""),
         *([_row("cache per token", report.cache_bytes_per_token, "B")] if report.cache_bytes_per_token else []),
         (metric, f"{dense:.4f}", f"{slim:.4f}", f"{slim - dense:+.4f}"),
-        (_agreement(report), "", f"{report.stability:.1%}", ""),
+        (agreement(report), "", f"{report.stability:.1%}", ""),
         *(
             [
                 (f"{metric} before compensation", "", f"{before['metrics'][metric]:.4f}", ""),
-                (f"{_agreement(report)} before compensation", "", f"{before['stability']:.1%}", ""),
+                (f"{agreement(report)} before compensation", "", f"{before['stability']:.1%}", ""),
             ]
             if before
             else []
@@ -145,11 +145,42 @@ def latency_rows(report: Report) -> list[tuple[str, str, str, str, str]]:
             f"{row['runtime']} {row['batch']} x {row['sequence']}",
             f"{row['dense_ms']:.2f} ms",
             f"{row['slim_ms']:.2f} ms",
-            f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]",
-            "" if row["realised"] is None else f"{row['realised']:.0%}",
+            ratio_text(row),
+            "" if row["realised"] is None or row.get("noisy") else f"{row['realised']:.0%}",
         )
         for row in report.latency
     ]
+
+
+def ratio_text(row: Mapping[str, Any]) -> str:
+    """The ratio of a latency row with its interval; of a noisy one, that there is none."""
+    if row.get("noisy"):
+        return f"noisy: dense / dense [{row['control_low']:.3f}, {row['control_high']:.3f}]"
+    return f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
+
+
+def budget_text(report: Report) -> str:
+    """What the budget asked for and what came of it, in a sentence; empty for a share of the heads."""
+    budget = report.details.get("budget", {})
+    kind = budget.get("kind")
+    if kind == "max_drop":
+        metric = budget["metric"]
+        return (
+            f"Budget: {metric} may get worse by {budget['by']:g} on {budget['samples']} held-out samples. Dense "
+            f"{budget['dense']:.4f}, masked {budget['masked']:.4f}, slim {budget['slim']:.4f}; {len(budget['judged'])} "
+            "plans were tried."
+        )
+    if kind not in ("flops", "latency"):
+        return ""
+    what = "the FLOPs" if kind == "flops" else "the time"
+    where = f" on {budget['runtime']} at {budget['batch']} x {budget['sequence']}" if kind == "latency" else ""
+    off = abs(budget["measured"] - budget["predicted"])
+    measured = "too noisy to measure" if budget.get("noisy") else f"measured {budget['measured']:.3f}"
+    apart = "" if budget.get("noisy") or kind == "flops" else f", {100 * off:.1f} points apart"
+    return (
+        f"Budget: at most {budget['target']:g} of {what} of the dense model{where}. "
+        f"Predicted {budget['predicted']:.3f}, {measured}{apart}."
+    )
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -158,10 +189,12 @@ def print_report(report: Report, console: Console) -> None:
     console.print(head_map_text(report.details["head_map"]))
     console.print()
     console.print(plain_table(("", "dense", "slim", "change"), comparison_rows(report)))
+    if budget_text(report):
+        console.print(f"\n{budget_text(report)}", markup=False)
     if report.latency:
         console.print()
         console.print(plain_table(LATENCY_HEADER, latency_rows(report)))
-        console.print(_latency_note(report), style="dim")
+        console.print(latency_note(report), style="dim")
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -177,10 +210,11 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 def render_markdown(report: Report) -> str:
     """The report as a Markdown page."""
     parts = [
-        f"# {_title(report)}",
-        f"`{report.model}` · {report.task} · {_criterion(report)} · seed {report.seed}",
+        f"# {title(report)}",
+        f"`{report.model}` · {report.task} · {criterion_text(report)} · seed {report.seed}",
         "## What changed",
         _markdown_table(("", "dense", "slim", "change"), comparison_rows(report)),
+        *([budget_text(report)] if budget_text(report) else []),
         "## Heads",
         _markdown_head_map(report),
     ]
@@ -188,7 +222,7 @@ def render_markdown(report: Report) -> str:
         parts += [
             "## Latency",
             _markdown_table(LATENCY_HEADER, latency_rows(report)),
-            _latency_note(report),
+            latency_note(report),
         ]
     parts += [
         "## Checks",
@@ -201,7 +235,7 @@ def render_markdown(report: Report) -> str:
             ],
         ),
         "## How it was measured",
-        _how(report),
+        how_measured(report),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -225,10 +259,10 @@ def render_card(report: Report, *, folder_name: str = "slim") -> str:
             "tags: [hies-export, pruning, attention-heads]",
             "---",
             "",
-            f"# {_title(report)}",
+            f"# {title(report)}",
             "",
-            f"{report.heads['removed']} of the {report.heads['total']} attention heads of `{_name(report)}` were "
-            f"removed by hies_export ({_criterion(report)}), without retraining. {note}",
+            f"{report.heads['removed']} of the {report.heads['total']} attention heads of `{model_name(report)}` were "
+            f"removed by hies_export ({criterion_text(report)}), without retraining. {note}",
             "",
             _markdown_table(("", "dense", "slim", "change"), comparison_rows(report)),
             "",
@@ -242,43 +276,54 @@ def render_card(report: Report, *, folder_name: str = "slim") -> str:
             "",
             _markdown_head_map(report),
             "",
-            _how(report),
+            how_measured(report),
             "",
         ]
     )
 
 
-def _agreement(report: Report) -> str:
+def agreement(report: Report) -> str:
+    """What stability counts."""
     tolerance = report.details.get("stability_tolerance")
     what = report.details.get("stability_of", "prediction")
     return f"same {what}" if tolerance is None else f"same within {tolerance:g}"
 
 
-def _name(report: Report) -> str:
+def model_name(report: Report) -> str:
     """The Hub id, or the folder's name: what a card says must not depend on where a machine keeps its models."""
     path = Path(report.model)
     return path.name if path.is_absolute() or path.exists() else report.model
 
 
-def _title(report: Report) -> str:
-    return f"{_name(report)}, {report.heads['removed'] / report.heads['total']:.0%} of its attention heads removed"
+def title(report: Report) -> str:
+    """The report's headline."""
+    return f"{model_name(report)}, {report.heads['removed'] / report.heads['total']:.0%} of its attention heads removed"
 
 
-def _criterion(report: Report) -> str:
+def criterion_text(report: Report) -> str:
+    """What heads were chosen by."""
     refitted = ", output projections refitted in closed form" if report.details.get("compensation") else ""
     return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}") + refitted
 
 
-def _latency_note(report: Report) -> str:
+def latency_note(report: Report) -> str:
+    """How latency was measured, and the control's range."""
     controls = [row["control_ratio"] for row in report.latency]
     return (
         "Timed interleaved in one process; the ratio is the median of paired ratios with its 95 % bootstrap interval. "
         f"The dense model against itself gave {min(controls):.3f} to {max(controls):.3f}. "
         "Realised: the share of the FLOPs saving that became time."
+        + (
+            " Where that misses 1 by more than 2 % the row is noisy, and its ratio says nothing: measure again on an "
+            "idle machine."
+            if any(row.get("noisy") for row in report.latency)
+            else ""
+        )
     )
 
 
-def _how(report: Report) -> str:
+def how_measured(report: Report) -> str:
+    """Data and environment, in sentences."""
     data = report.details.get("data", {})
     env = report.environment
     lines = []
@@ -312,10 +357,10 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 def _row(name: str, values: Mapping[str, Any], unit: str) -> tuple[str, str, str, str]:
     dense, slim = values["dense"], values["slim"]
-    return (name, f"{_si(dense)}{unit}", f"{_si(slim)}{unit}", _change(dense, slim))
+    return (name, f"{si(dense)}{unit}", f"{si(slim)}{unit}", _change(dense, slim))
 
 
-def _si(number: float) -> str:
+def si(number: float) -> str:
     """Three significant digits and an SI prefix."""
     power = min(max(0, (len(str(int(number))) - 1) // 3), 4)
     scaled = number / 1000**power

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
+import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .errors import DataError, ExportError, MissingRuntimeError, RecipeError, did_you_mean
+from .quiet import quiet
 from .twin import forward_inputs, positions_of, share_weights
 
 ONNX_FILE = "model.onnx"
@@ -51,10 +55,12 @@ class Runtime(ABC):
 
     Attributes:
         name: The name it is registered under.
+        reads_models: Whether it runs a `PreTrainedModel`; otherwise an ONNX file or folder.
         threads: CPU threads one run uses within an operator.
     """
 
     name: ClassVar[str]
+    reads_models: ClassVar[bool] = False
     threads: int
 
     @property
@@ -98,7 +104,7 @@ def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: in
 
     Args:
         name: A registered runtime, such as `torch` or `onnxruntime-cpu`.
-        source: A `PreTrainedModel` for `torch`; an ONNX file, or a folder with `model.onnx`, for
+        source: A `PreTrainedModel` for `torch` and `torch-compile`; an ONNX file, or a folder with `model.onnx`, for
             ONNX Runtime.
         threads: CPU threads within an operator; by default torch's own number, so that runtimes compare.
 
@@ -120,9 +126,11 @@ class TorchRuntime(Runtime):
     A decoder prefills as its ONNX graph does: it returns its cache, and positions follow the attention mask.
     """
 
+    reads_models: ClassVar[bool] = True
+
     def __init__(self, source: PreTrainedModel, *, threads: int):
         if not isinstance(source, PreTrainedModel):
-            raise RecipeError([f"runtime 'torch' needs a PreTrainedModel, got {type(source).__name__}"])
+            raise RecipeError([f"runtime {self.name!r} needs a PreTrainedModel, got {type(source).__name__}"])
         self.threads = threads
         self._model = share_weights(source).eval()
 
@@ -159,6 +167,29 @@ class TorchRuntime(Runtime):
         for index, layer in enumerate(getattr(result.get("past_key_values"), "layers", ())):
             tensors |= {f"present.{index}.key": layer.keys, f"present.{index}.value": layer.values}
         return {name: value.detach().float().cpu().numpy() for name, value in tensors.items()}
+
+
+@register_runtime("torch-compile")
+class CompiledTorchRuntime(TorchRuntime):
+    """The same, compiled for every shape it is run on; the first run compiles, and belongs into the warm-up."""
+
+    def __init__(self, source: PreTrainedModel, *, threads: int):
+        super().__init__(source, threads=threads)
+        compilers = (os.environ.get("CXX"), "c++", "g++", "clang++")
+        if self._model.device.type == "cpu" and not any(name and shutil.which(name) for name in compilers):
+            raise MissingRuntimeError(
+                f"runtime {self.name!r} needs a C++ compiler on the CPU, and found none; install one (such as g++), or "
+                "use runtime 'torch'"
+            )
+        self._compiled: Any = torch.compile(self._model, dynamic=False)
+
+    def run(self, feed: dict[str, Any]) -> Any:
+        """One forward pass."""
+        with torch_threads(self.threads), torch.inference_mode():
+            output = self._compiled(**feed)
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize(self._model.device)
+        return output
 
 
 @contextmanager
@@ -223,7 +254,7 @@ class OnnxRuntime(Runtime):
         available = ort.get_available_providers()
         wanted = [self.requested] if self.requested in available else available[-1:]
         try:
-            self._session: Any = ort.InferenceSession(str(file), options, providers=wanted)
+            self._session = self._open(file, options, wanted)
         except Exception as error:  # ONNX Runtime has a class for each status, and no common one
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ExportError(f"ONNX Runtime must load {file.name}, and refused: {said}") from error
@@ -235,6 +266,11 @@ class OnnxRuntime(Runtime):
         self.inputs = tuple(node.name for node in self._session.get_inputs())
         self.outputs = tuple(node.name for node in self._session.get_outputs())
         self._cache_sizes = _cache_sizes(self._session)
+
+    def _open(self, file: Path, options: Any, providers: list[str]) -> Any:
+        import onnxruntime as ort
+
+        return ort.InferenceSession(str(file), options, providers=providers)
 
     @property
     def provider(self) -> str:
@@ -280,6 +316,33 @@ class OnnxRuntime(Runtime):
     def values(self, result: Any) -> dict[str, Any]:
         """The outputs by name as ONNX Runtime's own values, not copied: `prepare` takes them as inputs again."""
         return dict(zip(self.outputs, result.get_outputs(), strict=True))
+
+
+@register_runtime("onnxruntime-cpu-int8")
+class QuantizedOnnxRuntime(OnnxRuntime):
+    """The same with weights in int8 and activations quantised as they come, by ONNX Runtime's own quantiser.
+
+    Only its time is of interest here: whether the quantised model still predicts well is not checked.
+    """
+
+    def _open(self, file: Path, options: Any, providers: list[str]) -> Any:
+        import onnx
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        # Under Linux and macOS an open session outlives its file, which ONNX Runtime has read by then.
+        with tempfile.TemporaryDirectory(prefix="hies-int8-") as temporary, quiet():
+            graph, quantised = onnx.load(str(file)), Path(temporary) / ONNX_FILE
+            # Shapes noted before the graph was fused; the quantiser infers them again, and objects to old ones.
+            del graph.graph.value_info[:]
+            quantize_dynamic(
+                graph,
+                quantised,
+                weight_type=QuantType.QInt8,
+                use_external_data_format=True,
+                # It cannot tell the type behind a fused operator.
+                extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
+            )
+            return super()._open(quantised, options, providers)
 
 
 _NUMPY_TYPES = {

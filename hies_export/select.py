@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from .errors import PlanError, RecipeError
@@ -18,16 +19,18 @@ def select_heads(
     scores: HeadScores,
     sites: Sequence[AttentionSite],
     *,
-    heads: float,
+    heads: float | None = None,
+    counts: Sequence[int] | None = None,
     allocation: str = "global",
     unit: str = "group",
     min_heads: int = 1,
     keep_layers: Sequence[int] = (),
+    multiple_of: int = 1,
     seed: int = 0,
     calibration: Mapping[str, Any] | None = None,
     model: Mapping[str, float] | None = None,
 ) -> PruningPlan:
-    """Plan the removal of a share of the heads.
+    """Plan the removal of a share of the heads, or of given numbers of them.
 
     What is removed or kept together is a bundle of heads. By default (`unit: group`) it is a key/value head with its
     query heads, which in ordinary attention is one head; in grouped-query attention the cache shrinks with it. Under
@@ -38,16 +41,22 @@ def select_heads(
     keeps its best `min_heads`; no other choice of as many keeps a greater total score. Under `uniform`, every module
     loses round(share * its bundles), its own smallest. Ties go to the later module, then the later bundle.
 
+    With `multiple_of`, for tensor-parallel serving, every module that loses heads keeps a multiple of it: of key/value
+    heads, or of query heads under `unit: query`. Then at most as many go as the share asks for.
+
     Args:
         scores: From `score_heads`.
         sites: From `find_attention`, in the model's order. Those that `scores` says nothing of keep all heads, and do
             not count in the budget.
-        heads: Share of heads to remove, in (0, 1).
+        heads: Share of heads to remove, in (0, 1); or
+        counts: Per module with scores, how many bundles go, its own smallest; `allocation` and the constraints are then
+            the caller's affair. See `hies_export.budget`.
         allocation: "global" (uneven) or "uniform" (the same count in every module).
         unit: "group" or "query".
         min_heads: Query heads every module keeps at least.
         keep_layers: Positions, among the modules with scores, of those that lose nothing; negative ones count from the
             end.
+        multiple_of: What the number of heads kept in a pruned module must be a multiple of.
         seed: Recorded in the plan.
         calibration: Recorded in the plan.
         model: Recorded in the plan, from `weight_norms`.
@@ -60,18 +69,36 @@ def select_heads(
         PlanError: The constraints leave less to remove than the budget asks for.
     """
     scored = [site for site in sites if site.name in scores.scores]
-    constraints: dict[str, Any] = {"unit": unit, "min_heads": min_heads, "keep_layers": keep_layers}
-    counts = check_budget(scored, heads=heads, allocation=allocation, **constraints)
+    constraints: dict[str, Any] = {
+        "unit": unit,
+        "min_heads": min_heads,
+        "keep_layers": keep_layers,
+        "multiple_of": multiple_of,
+    }
     # Per module its bundles of query heads, worst first.
     ranked = [_bundles(scores.scores[site.name], site, unit) for site in scored]
-    if isinstance(counts, int):
+    size: int | Sequence[int]
+    if counts is None:
+        if heads is None:
+            raise RecipeError(["select_heads needs heads (a share) or counts (bundles per module), got neither"])
+        size = check_budget(scored, heads=heads, allocation=allocation, **constraints)
+    else:
+        _check_counts(counts, ranked)
+        size = counts
+    if isinstance(size, int) and multiple_of > 1:
+        options = removable_counts(scored, **constraints)
+        lost = [lost_scores(scores.scores[site.name], site, unit=unit) for site in scored]
+        best, trace = least_loss(options, [[row[k] for k in o] for row, o in zip(lost, options, strict=True)], size)
+        chosen = trace(int(np.flatnonzero(np.isfinite(best))[-1]))
+        size = [o[place] for o, place in zip(options, chosen, strict=True)]
+    if isinstance(size, int):
         most = _removable(scored, unit, min_heads, keep_layers)
         candidates = sorted(
             (score, -i, place) for i, found in enumerate(ranked) for place, (score, _) in enumerate(found[: most[i]])
         )
-        gone = {(-i, place) for _, i, place in candidates[:counts]}
+        gone = {(-i, place) for _, i, place in candidates[:size]}
     else:
-        gone = {(i, place) for i, count in enumerate(counts) for place in range(count)}
+        gone = {(i, place) for i, count in enumerate(size) for place in range(count)}
     kept = {}
     positions = {site.name: i for i, site in enumerate(scored)}
     for site in sites:
@@ -103,8 +130,9 @@ def check_budget(
     unit: str = "group",
     min_heads: int,
     keep_layers: Sequence[int],
+    multiple_of: int = 1,
 ) -> int | list[int]:
-    """Check, before anything is scored, that a budget can be met.
+    """Check, before anything is scored, that a budget of heads can be met.
 
     Returns:
         How many bundles of heads will go: of all under `global`, of each module under `uniform`.
@@ -113,21 +141,15 @@ def check_budget(
         RecipeError: An option is out of range.
         PlanError: The constraints leave less to remove than the budget asks for, or it rounds to nothing.
     """
-    problems = []
-    if not 0 < heads < 1:
-        problems.append(f"sparsity (budget.heads) must be in (0, 1), got {heads}")
-    if allocation not in ALLOCATIONS:
-        problems.append(f"allocation must be global or uniform, got {allocation!r}")
-    if unit not in UNITS:
-        problems.append(f"unit must be group or query, got {unit!r}")
-    if min_heads < 1:
-        problems.append(f"min_heads must be at least 1, got {min_heads}")
-    for layer in keep_layers:
-        if not -len(sites) <= layer < len(sites):
-            problems.append(f"keep_layers must name layers 0 to {len(sites) - 1}, got {layer}")
-    if problems:
-        raise RecipeError(problems)
-    bundles = [_bundle_count(site, unit) for site in sites]
+    share = [] if 0 < heads < 1 else [f"sparsity (budget.heads) must be in (0, 1), got {heads}"]
+    constraints: dict[str, Any] = {
+        "unit": unit,
+        "min_heads": min_heads,
+        "keep_layers": keep_layers,
+        "multiple_of": multiple_of,
+    }
+    check_constraints(sites, allocation=allocation, problems=share, **constraints)
+    bundles = [bundle_count(site, unit) for site in sites]
     most = _removable(sites, unit, min_heads, keep_layers)
     protected = sorted({i % len(sites) for i in keep_layers})
     counts = [0 if i in protected else round(heads * count) for i, count in enumerate(bundles)]
@@ -150,17 +172,136 @@ def check_budget(
         raise PlanError(
             f"the budget must remove at least one head, but heads: {heads} of {of} rounds to none; raise the share"
         )
-    return wanted if allocation == "global" else counts
+    if multiple_of == 1:
+        return wanted if allocation == "global" else counts
+    options = removable_counts(sites, **constraints)
+    # Of every module, at most what its share asks for.
+    fewer = [max(k for k in option if k <= count) for option, count in zip(options, counts, strict=True)]
+    smallest = min((k for option in options for k in option if k), default=wanted + 1)
+    if smallest > wanted if allocation == "global" else not any(fewer):
+        raise PlanError(
+            f"the budget must remove at least one head, but heads: {heads} asks for {wanted} of {of} {what}, and "
+            f"multiple_of {multiple_of} allows no such number; raise the share or lower multiple_of"
+        )
+    return wanted if allocation == "global" else fewer
 
 
-def _bundle_count(site: AttentionSite, unit: str) -> int:
+def check_constraints(
+    sites: Sequence[AttentionSite],
+    *,
+    allocation: str = "global",
+    unit: str = "group",
+    min_heads: int = 1,
+    keep_layers: Sequence[int] = (),
+    multiple_of: int = 1,
+    problems: Sequence[str] = (),
+) -> None:
+    """Check what any budget is subject to; see `select_heads`.
+
+    Args:
+        sites: The modules that may lose heads.
+        allocation, unit, min_heads, keep_layers, multiple_of: As in `select_heads`.
+        problems: What is already known to be wrong.
+
+    Raises:
+        RecipeError: An option is out of range; all problems at once.
+    """
+    problems = list(problems)
+    if allocation not in ALLOCATIONS:
+        problems.append(f"allocation must be global or uniform, got {allocation!r}")
+    if unit not in UNITS:
+        problems.append(f"unit must be group or query, got {unit!r}")
+    if min_heads < 1:
+        problems.append(f"min_heads must be at least 1, got {min_heads}")
+    if multiple_of < 1:
+        problems.append(f"multiple_of must be at least 1, got {multiple_of}")
+    for layer in keep_layers:
+        if not -len(sites) <= layer < len(sites):
+            problems.append(f"keep_layers must name layers 0 to {len(sites) - 1}, got {layer}")
+    if problems:
+        raise RecipeError(problems)
+
+
+def removable_counts(
+    sites: Sequence[AttentionSite],
+    *,
+    unit: str = "group",
+    min_heads: int = 1,
+    keep_layers: Sequence[int] = (),
+    multiple_of: int = 1,
+) -> list[list[int]]:
+    """Per module the numbers of bundles it may lose, ascending from none."""
+    found = []
+    for site, most in zip(sites, _removable(sites, unit, min_heads, keep_layers), strict=True):
+        count = bundle_count(site, unit)
+        # Under unit: query every bundle has a head in each group.
+        heads = site.key_value_heads if unit == "query" and site.group_size > 1 else 1
+        found.append([0, *(k for k in range(1, most + 1) if (count - k) * heads % multiple_of == 0)])
+    return found
+
+
+def lost_scores(scores: Tensor, site: AttentionSite, *, unit: str = "group") -> list[float]:
+    """The total score that a module loses with its 0, 1, 2, ... worst bundles."""
+    worst_first = [score for score, _ in _bundles(scores, site, unit)]
+    return [float(total) for total in np.cumsum([0.0, *worst_first])]
+
+
+def least_loss(
+    costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], limit: int
+) -> tuple[np.ndarray, Callable[[int], list[int]]]:
+    """Solve a multiple-choice knapsack exactly by dynamic programming: one option of every module.
+
+    Args:
+        costs: Per module and option its cost, whole numbers from 0.
+        losses: Per module and option its loss.
+        limit: Greatest total cost of interest.
+
+    Returns:
+        The least loss of every exact total cost, (limit + 1,), infinite where no choice costs that; and a function
+        from a total cost to the option of every module. Ties go to the earlier option.
+    """
+    best = np.full(limit + 1, np.inf)
+    best[0] = 0.0
+    picks = []
+    for cost, loss in zip(costs, losses, strict=True):
+        new, pick = np.full(limit + 1, np.inf), np.zeros(limit + 1, dtype=np.int32)
+        for option, (c, lost) in enumerate(zip(cost, loss, strict=True)):
+            if c > limit:
+                continue
+            candidate = best[: limit + 1 - c] + lost
+            better = candidate < new[c:]
+            new[c:][better] = candidate[better]
+            pick[c:][better] = option
+        best = new
+        picks.append(pick)
+
+    def trace(total: int) -> list[int]:
+        chosen = []
+        for cost, pick in zip(reversed(costs), reversed(picks), strict=True):
+            chosen.append(int(pick[total]))
+            total -= cost[chosen[-1]]
+        return chosen[::-1]
+
+    return best, trace
+
+
+def bundle_count(site: AttentionSite, unit: str) -> int:
+    """How many bundles of heads, which go together, a module has."""
     return site.key_value_heads if unit == "group" or site.group_size == 1 else site.group_size
+
+
+def _check_counts(counts: Sequence[int], ranked: Sequence[Sequence[Any]]) -> None:
+    most = [len(bundles) - 1 for bundles in ranked]
+    if len(counts) != len(most) or any(not 0 <= k <= m for k, m in zip(counts, most, strict=True)):
+        raise PlanError(
+            f"counts must say for each of {len(most)} modules how many heads go, at most {most}, got {list(counts)}"
+        )
 
 
 def _removable(sites: Sequence[AttentionSite], unit: str, min_heads: int, keep_layers: Sequence[int]) -> list[int]:
     """How many bundles each module may lose at the most."""
     protected = {i % len(sites) for i in keep_layers}
-    bundles = [_bundle_count(site, unit) for site in sites]
+    bundles = [bundle_count(site, unit) for site in sites]
     return [
         0 if i in protected else max(0, count - -(-min_heads // (site.heads // count)))
         for i, (site, count) in enumerate(zip(sites, bundles, strict=True))

@@ -1,0 +1,329 @@
+"""report.html: the report as one page that needs nothing but a browser, at a desk or on a phone, in light or dark.
+
+The page is rendered from the `Report` alone; style, figures (inline SVG) and the few lines of script that show a head's
+numbers are in the file itself, and nothing is loaded from anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from .report import (
+    CUT,
+    Report,
+    agreement,
+    budget_text,
+    comparison_rows,
+    criterion_text,
+    how_measured,
+    latency_note,
+    model_name,
+    title,
+)
+
+# What is drawn of every head, and how it is called.
+MAPS = {
+    "score": ("Score", "what decided: the smallest go first"),
+    "his": ("Importance (HIS)", "how much the loss moves with the head"),
+    "entropy": ("Attention entropy", "0: looks at one token, 1: at all alike"),
+}
+
+# The browser itself sees to it that nothing is loaded.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def render_html(report: Report) -> str:
+    """The report as one self-contained HTML page."""
+    sections = [
+        ("What was cut", _cut_section(report)),
+        ("What it cost", _cost_section(report)),
+        ("What it gained", _gain_section(report)),
+        ("How it was measured", _method_section(report)),
+        ("How to load it", _load_section(report)),
+    ]
+    body = "".join(f"<section><h2>{name}</h2>{content}</section>" for name, content in sections)
+    subtitle = f"{model_name(report)} · {report.task} · {criterion_text(report)} · seed {report.seed}"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<title>{escape(title(report))}</title><style>{_asset('report.css')}</style></head><body><main>"
+        f"<header><h1>{escape(title(report))}</h1><p class=muted>{escape(subtitle)}</p>{_tiles(report)}</header>"
+        f"{body}</main><script>{_asset('report.js')}</script></body></html>\n"
+    )
+
+
+def _asset(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _tiles(report: Report) -> str:
+    """The five numbers a reader came for."""
+    metric, dense, slim = (report.quality[key] for key in ("metric", "dense", "slim"))
+    total, removed = report.heads["total"], report.heads["removed"]
+    tiles = [
+        ("attention heads", f"{total - removed}", f"of {total}"),
+        (metric, f"{slim:.4g}", f"dense {dense:.4g}"),
+        (agreement(report), f"{report.stability:.1%}", "of the dense model's"),
+    ]
+    quiet = [row for row in report.latency if not row.get("noisy")]
+    if quiet:
+        best = min(quiet, key=lambda row: row["ratio"])
+        where = f"{best['runtime']} {best['batch']} × {best['sequence']}"
+        tiles.append(("time, at best", f"{best['ratio']:.1%}", f"of dense · {where}"))
+    parameters = report.parameters
+    tiles.append(("parameters", f"{parameters['slim'] / parameters['dense']:.1%}", "of dense"))
+    return (
+        "<ul class=tiles>"
+        + "".join(
+            f"<li><span>{escape(name)}</span><b>{escape(value)}</b><span>{escape(note)}</span></li>"
+            for name, value, note in tiles
+        )
+        + "</ul>"
+    )
+
+
+def _cut_section(report: Report) -> str:
+    """Maps of all heads, layers down and heads across, the same head at the same place in each."""
+    lines: Mapping[str, str] = report.details["head_map"]
+    numbers: Mapping[str, Mapping[str, Sequence[float]]] = report.details.get("heads", {})
+    figures = [_figure("Plan", "filled: kept; crossed: cut", _map_svg(lines, None, "plan"))]
+    for what, (name, note) in MAPS.items():
+        values = [list(numbers.get(module, {}).get(what, ())) for module in lines]
+        if any(values):
+            low, high = min(v for row in values for v in row), max(v for row in values for v in row)
+            scale = f"{_short(low)} <i></i> {_short(high)}"
+            svg = _map_svg(lines, [[(v - low) / (high - low or 1) for v in row] for row in values], what)
+            figures.append(_figure(name, note, svg, scale))
+    data = [
+        {
+            "name": module,
+            "cut": [int(mark == CUT) for mark in line],
+            **{what: [float(f"{v:.4g}") for v in row] for what, row in numbers.get(module, {}).items()},
+        }
+        for module, line in lines.items()
+    ]
+    # "</script" would end the element that holds it.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    kept = ", ".join(str(k) for k in report.heads["kept_per_layer"])
+    return (
+        f"<div class=maps>{''.join(figures)}</div>"
+        "<p id=head class=readout aria-live=polite>Point at a head, or tap it, to see its numbers.</p>"
+        "<p class=muted>Layers run down, heads across; a cut head is crossed in every map. Heads kept per layer: "
+        f'{kept}.</p><script type="application/json" id=heads>{text}</script>'
+    )
+
+
+def _figure(name: str, note: str, svg: str, scale: str = "") -> str:
+    legend = f"<span class=scale>{scale}</span>" if scale else ""
+    return f"<figure><figcaption><b>{name}</b> <span class=muted>{note}</span></figcaption>{svg}{legend}</figure>"
+
+
+def _map_svg(lines: Mapping[str, str], shades: Sequence[Sequence[float]] | None, what: str) -> str:
+    """A cell per head, shaded by its number in [0, 1]; a plan has no numbers."""
+    widest, cell, left = max(len(line) for line in lines.values()), 20, 24
+    parts = []
+    for row, line in enumerate(lines.values()):
+        if len(lines) <= 16 or row % 4 == 0:
+            parts.append(f'<text x="{left - 6}" y="{row * cell + 14}" text-anchor="end">{row}</text>')
+        for head, mark in enumerate(line):
+            x, y = left + head * cell, row * cell
+            known = shades is None or head < len(shades[row])
+            shade = (mark != CUT) * 1.0 if shades is None else shades[row][head] if known else 0.0
+            parts.append(
+                f'<rect x="{x + 1}" y="{y + 1}" width="18" height="18" rx="3" fill-opacity="{0.06 + 0.94 * shade:.2f}" '
+                f'data-i="{row},{head}"/>'
+            )
+            if mark == CUT:
+                parts.append(f'<path d="M{x + 6} {y + 6}l8 8m0-8l-8 8"/>')
+    width, height = left + widest * cell, len(lines) * cell
+    label = f"{MAPS[what][0] if what in MAPS else 'Plan'}, {len(lines)} layers by {widest} heads"
+    return (
+        f'<svg class="map {what}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    )
+
+
+def _cost_section(report: Report) -> str:
+    rows = []
+    metrics: Mapping[str, Mapping[str, float]] = report.details.get("metrics") or {
+        report.quality["metric"]: report.quality
+    }
+    before = report.details.get("uncompensated")
+    for name, values in metrics.items():
+        cells = [name, f"{values['dense']:.4f}", f"{values['slim']:.4f}", f"{values['slim'] - values['dense']:+.4f}"]
+        rows.append([*cells, f"{before['metrics'][name]:.4f}"] if before else cells)
+    same = [agreement(report), "", f"{report.stability:.1%}", ""]
+    rows.append([*same, f"{before['stability']:.1%}"] if before else same)
+    header = ["", "dense", "slim", "change"] + (["before compensation"] if before else [])
+    parts = [_table(header, rows), _stability_bar(report, before)]
+    if budget_text(report):
+        parts.insert(0, f"<p class=callout>{escape(budget_text(report))}</p>")
+    parts.append(_alpha_figure(report))
+    return "".join(parts)
+
+
+def _stability_bar(report: Report, before: Mapping[str, Any] | None) -> str:
+    bars = [("slim", report.stability)] + ([("before compensation", before["stability"])] if before else [])
+    what = report.details.get("stability_of", "prediction")
+    return (
+        f"<h3>{escape(what.capitalize())}s that stay the same</h3><div class=bars>"
+        + "".join(
+            _bar(name, value, f"{value:.1%}", "slim" if i == 0 else "other") for i, (name, value) in enumerate(bars)
+        )
+        + "</div>"
+    )
+
+
+def _alpha_figure(report: Report) -> str:
+    """Quality of every alpha that was tried, where alpha was chosen on data."""
+    points = [p for p in report.details.get("alpha_curve", ()) if p["quality"] is not None]
+    if len(points) < 2:
+        return ""
+    low, high = min(p["quality"] for p in points), max(p["quality"] for p in points)
+    placed = [(40 + 540 * p["alpha"], 20 + 100 * (high - p["quality"]) / (high - low or 1), p) for p in points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in placed)
+    dots = "".join(
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{7 if p["alpha"] == report.alpha else 4}" '
+        f'class="{"slim" if p["alpha"] == report.alpha else "other"}"><title>alpha {p["alpha"]:g}: '
+        f"{p['quality']:.4f}, stability {p['stability']:.1%}</title></circle>"
+        for x, y, p in placed
+    )
+    ends = "".join(f'<text x="34" y="{y}" text-anchor="end">{v:.3g}</text>' for y, v in ((24, high), (124, low)))
+    axis = '<text x="40" y="150">0: entropy</text><text x="580" y="150" text-anchor="end">importance: 1</text>'
+    return (
+        f"<h3>{escape(report.quality['metric'])} on held-out samples by alpha</h3>"
+        f'<svg class=plot viewBox="0 0 600 156" role=img aria-label="quality by alpha"><polyline points="{line}"/>'
+        f"{dots}{ends}{axis}</svg>"
+    )
+
+
+def _gain_section(report: Report) -> str:
+    sizes = []
+    names = {"parameters": report.parameters, "checkpoint weights": report.bytes, "FLOPs": report.flops}
+    if report.cache_bytes_per_token:
+        names["cache per token"] = report.cache_bytes_per_token
+    shown = {row[0]: row for row in comparison_rows(report)}
+    for name, values in names.items():
+        _, dense, slim, change = next(row for key, row in shown.items() if key.startswith(name))
+        sizes.append(_bar(name, values["slim"] / values["dense"], f"{slim} of {dense} ({change})", "slim"))
+    parts = [f"<div class=bars>{''.join(sizes)}</div>"]
+    if report.latency:
+        parts = ["<h3>Time of the slim model, relative to the dense one</h3>", _latency_figure(report)]
+        parts += [f"<p class=muted>{escape(latency_note(report))}</p>", "<h3>Size</h3>"]
+        parts += [f"<div class=bars>{''.join(sizes)}</div>"]
+        rows = [
+            [
+                f"{row['runtime']} {row['batch']} × {row['sequence']}",
+                f"{row['dense_ms']:.2f}",
+                f"{row['slim_ms']:.2f}",
+                f"{row['dense_p90_ms']:.2f}" if "dense_p90_ms" in row else "",
+                f"{row['slim_p90_ms']:.2f}" if "slim_p90_ms" in row else "",
+                "noisy" if row.get("noisy") else "" if row["realised"] is None else f"{row['realised']:.0%}",
+            ]
+            for row in report.latency
+        ]
+        header = ["milliseconds", "dense p50", "slim p50", "dense p90", "slim p90", "realised"]
+        parts.append(f"<details><summary>All times</summary>{_table(header, rows)}</details>")
+    return "".join(parts)
+
+
+def _latency_figure(report: Report) -> str:
+    """Per runtime and shape the paired ratio with its interval, over the control's interval around 1."""
+    rows = report.latency
+    ends = [row[key] for row in rows for key in ("ratio_low", "control_low", "ratio_high", "control_high")]
+    low, high = min(0.95, *ends), max(1.05, *ends)
+    # One noisy row must not squeeze all the others.
+    low, high = max(low, 0.3) - 0.02, min(high, 1.5) + 0.02
+
+    def x(ratio: float) -> float:
+        return 100 * (min(max(ratio, low), high) - low) / (high - low)
+
+    out = []
+    for row in rows:
+        name = f"{row['runtime']} <span class=muted>{row['batch']} × {row['sequence']}</span>"
+        times = f"{row['dense_ms']:.1f} → {row['slim_ms']:.1f} ms"
+        noisy = bool(row.get("noisy"))
+        value = "noisy" if noisy else f"{row['ratio']:.3f}"
+        control = (
+            f"<i class=control style='left:{x(row['control_low']):.2f}%;"
+            f"width:{max(0.4, x(row['control_high']) - x(row['control_low'])):.2f}%'></i>"
+        )
+        found = (
+            f"<i class=interval style='left:{x(row['ratio_low']):.2f}%;"
+            f"width:{max(0.4, x(row['ratio_high']) - x(row['ratio_low'])):.2f}%'></i>"
+            f"<i class=dot style='left:{x(row['ratio']):.2f}%'></i>"
+        )
+        says = (
+            f"slim / dense {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]; dense / dense "
+            f"{row['control_ratio']:.3f} [{row['control_low']:.3f}, {row['control_high']:.3f}]"
+        )
+        out.append(
+            f"<div class='lat{' noisy' if noisy else ''}' title='{says}'><div class=name>{name}<b>{value}</b></div>"
+            f"<div class=track><i class=one style='left:{x(1):.2f}%'></i>{control}{found}</div>"
+            f"<div class='name muted'><span>{says}</span><span>{times}</span></div></div>"
+        )
+    legend = (
+        "<p class=legend><span><i class=dot></i> slim / dense, with its 95 % interval</span>"
+        "<span><i class=control></i> dense / dense, the control</span>"
+        "<span><i class=one></i> as fast as dense</span></p>"
+    )
+    return f"<div class=latency>{''.join(out)}</div>{legend}"
+
+
+def _method_section(report: Report) -> str:
+    checks = [
+        ["cut model against masked model", f"{report.cut_max_abs:.2g}"],
+        ["reloaded checkpoint against saved model", f"{report.reload_max_abs:.2g}"],
+        ["ONNX Runtime against torch", f"{report.onnx_max_abs:.2g}"],
+    ]
+    seconds = [[name, f"{value:.1f} s"] for name, value in report.seconds.items()]
+    environment = [[name, str(value)] for name, value in report.environment.items() if value is not None]
+    return (
+        f"<p>{escape(how_measured(report))}</p>"
+        f"<div class=columns><div><h3>Largest difference of any output</h3>{_table(['', ''], checks)}</div>"
+        f"<div><h3>Time spent</h3>{_table(['', ''], seconds)}</div></div>"
+        f"<details><summary>Environment</summary>{_table(['', ''], environment)}</details>"
+    )
+
+
+def _load_section(report: Report) -> str:
+    auto_class = report.details.get("auto_class", "AutoModel")
+    custom = report.details.get("custom_code", False)
+    remote = ", trust_remote_code=True" if custom else ""
+    code = f'from transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained("slim"{remote})'
+    note = (
+        "Or <code>hies_export.load('slim')</code>, which runs no code from the folder. Layers have different "
+        "numbers of heads, which a plain config cannot say: <code>modeling_hies.py</code> in the folder rebuilds "
+        "the shapes."
+        if custom
+        else "A plain checkpoint: stock transformers loads it with no extra code."
+    )
+    return (
+        f"<pre><code>{escape(code)}</code></pre><p>{note}</p>"
+        "<p>For ONNX Runtime: <code>onnx/</code>, beside this page. Which heads went, by their original numbers: "
+        "<code>plan.json</code>.</p>"
+    )
+
+
+def _bar(name: str, share: float, text: str, kind: str) -> str:
+    width = 100 * min(max(share, 0.0), 1.0)
+    return (
+        f"<div class=bar><div class=name>{escape(name)}<b>{escape(text)}</b></div>"
+        f"<div class=track><i class={kind} style='width:{width:.2f}%'></i></div></div>"
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    top = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
+    return f"<div class=scroll><table>{top}<tbody>{lines}</tbody></table></div>"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}"

@@ -1,0 +1,245 @@
+"""report.html: what it says, that it loads nothing, and how a real browser shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hies_export.report import CUT, KEPT, Report, render_markdown
+from hies_export.report_html import render_html
+
+
+def latency_row(runtime: str, ratio: float, **other: Any) -> dict[str, Any]:
+    row = {
+        **{"runtime": runtime, "provider": "cpu", "batch": 8, "sequence": 128, "dense_ms": 100.0},
+        **{"slim_ms": 100 * ratio, "ratio": ratio, "ratio_low": ratio - 0.01, "ratio_high": ratio + 0.012},
+        **{"dense_p90_ms": 110.0, "slim_p90_ms": 110 * ratio, "realised": 0.9, "noisy": False},
+        **{"control_ratio": 1.001, "control_low": 0.995, "control_high": 1.006},
+    }
+    return row | other
+
+
+def make_report(*, layers: int = 3, heads: int = 4, **details: Any) -> Report:
+    modules = [f"encoder.layer.{i}" for i in range(layers)]
+    lines = {m: "".join(CUT if (i + h) % 4 == 0 else KEPT for h in range(heads)) for i, m in enumerate(modules)}
+    numbers = {
+        m: {
+            "his": [0.01 * (i * heads + h) for h in range(heads)],
+            "entropy": [0.5 + 0.1 * (h % 4) for h in range(heads)],
+            "score": [0.123456 + 0.01 * h for h in range(heads)],
+        }
+        for i, m in enumerate(modules)
+    }
+    kept = [line.count(KEPT) for line in lines.values()]
+    return Report(
+        model="some/model",
+        task="text-classification",
+        criterion="hies",
+        alpha=0.5,
+        seed=0,
+        heads={"total": layers * heads, "removed": layers * heads - sum(kept), "kept_per_layer": kept},
+        parameters={"dense": 1000, "slim": 800},
+        bytes={"dense": 4000, "slim": 3200, "onnx": 3300},
+        flops={"dense": 10**9, "slim": 8 * 10**8, "shape": [8, 128]},
+        quality={"metric": "accuracy", "dense": 0.9, "slim": 0.89},
+        stability=0.97,
+        cut_max_abs=1e-6,
+        reload_max_abs=0.0,
+        onnx_max_abs=2e-6,
+        seconds={"score": 1.0, "measure": 2.0},
+        latency=[
+            latency_row("torch", 0.83),
+            latency_row("onnxruntime-cpu", 0.81),
+            latency_row("onnxruntime-cpu-int8", 0.7, noisy=True, control_low=1.03, control_high=1.2),
+        ],
+        environment={"cpu": "A Processor With A Very Long Name @ 2.00GHz", "torch": "2.13.0", "gpu": None},
+        details={
+            "head_map": lines,
+            "heads": numbers,
+            "metrics": {"accuracy": {"dense": 0.9, "slim": 0.89}, "f1": {"dense": 0.8, "slim": 0.81}},
+            "alpha_curve": [{"alpha": a, "quality": 0.8 + a / 10, "stability": 0.9} for a in (0.0, 0.5, 0.9)],
+            "uncompensated": {"metrics": {"accuracy": 0.85, "f1": 0.7}, "stability": 0.8},
+            **details,
+        },
+    )
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.open.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_every_head_is_there_with_its_numbers() -> None:
+    report = make_report()
+    page = Page(render_html(report))
+    cells = [attributes for tag, attributes in page.tags if tag == "rect"]
+    assert len(cells) == 4 * 12  # plan, score, HIS, entropy
+    crosses = [attributes for tag, attributes in page.tags if tag == "path"]
+    assert len(crosses) == 4 * report.heads["removed"]
+    data = json.loads(next(text for text in page.words if text.startswith("[{")))
+    assert data[2] == {
+        "name": "encoder.layer.2",
+        "cut": [0, 0, 1, 0],
+        "score": [0.1235, 0.1335, 0.1435, 0.1535],
+        "his": pytest.approx([0.08, 0.09, 0.1, 0.11]),
+        "entropy": [0.5, 0.6, 0.7, 0.8],
+    }
+
+
+def test_noisy_rows_give_no_ratio() -> None:
+    text = "".join(Page(render_html(make_report())).words)
+    assert "0.810" in text
+    assert "81.0%" in text
+    assert "noisy" in text
+    assert "70.0%" not in text
+    markdown = render_markdown(make_report())
+    assert "noisy: dense / dense [1.030, 1.200]" in markdown
+    assert "0.700" not in markdown
+    assert "measure again on an idle machine" in markdown
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (
+            {"kind": "latency", "runtime": "torch", "batch": 8, "sequence": 128, "target": 0.85}
+            | {"predicted": 0.84, "measured": 0.86, "noisy": False},
+            "at most 0.85 of the time of the dense model on torch at 8 x 128. Predicted 0.840, measured 0.860, 2.0",
+        ),
+        (
+            {"kind": "flops", "target": 0.85, "predicted": 0.84, "measured": 0.84},
+            "at most 0.85 of the FLOPs of the dense model. Predicted 0.840, measured 0.840.",
+        ),
+        (
+            {"kind": "max_drop", "metric": "accuracy", "by": 0.01, "samples": 256, "dense": 0.9, "masked": 0.895}
+            | {"slim": 0.897, "judged": [{}, {}]},
+            "accuracy may get worse by 0.01 on 256 held-out samples. Dense 0.9000, masked 0.8950, slim 0.8970; 2 plans",
+        ),
+    ],
+)
+def test_the_budget_is_told_everywhere(budget: dict[str, Any], said: str) -> None:
+    report = make_report(budget=budget)
+    assert said in "".join(Page(render_html(report)).words)
+    assert said in render_markdown(report)
+
+
+def test_reports_of_older_runs_still_render() -> None:
+    report = make_report()
+    details = {"head_map": report.details["head_map"]}
+    latency = [{k: v for k, v in row.items() if k not in ("noisy", "dense_p90_ms")} for row in report.latency]
+    text = render_html(Report(**{**vars(report), "details": details, "latency": latency}))
+    assert len([1 for tag, _ in Page(text).tags if tag == "rect"]) == 12
+    assert "noisy" not in "".join(Page(text).words[3:])
+
+
+def test_names_cannot_become_markup() -> None:
+    report = make_report()
+    evil = "</script><script>alert(1)</script>"
+    details = {**report.details, "head_map": {evil: KEPT * 4}, "heads": {evil: {"his": [0, 1, 2, 3]}}}
+    text = render_html(Report(**{**vars(report), "model": evil, "details": details}))
+    assert [tag for tag, _ in Page(text).tags].count("script") == 2
+    assert "<script>alert" not in text
+
+
+def test_nothing_is_loaded_from_anywhere() -> None:
+    text = render_html(make_report())
+    page = Page(text)
+    for _, attributes in page.tags:
+        assert not (attributes.keys() & {"src", "srcset", "action"})
+        assert attributes.get("href", "data:,") == "data:,"
+    assert not re.search(r"https?:|url\(|@import", text)
+    policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+
+
+@pytest.fixture
+def chromium() -> str:
+    """A headless Chromium: $CHROME_PATH, or one on the path."""
+    names = (os.environ.get("CHROME_PATH", ""), "chromium", "chromium-browser", "google-chrome", "chrome")
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no Chromium here: set CHROME_PATH, or install one")
+    return found
+
+
+def browse(chromium: str, folder: Path, page: str, *, width: int, script: str = "", dark: bool = False) -> str:
+    """Show a page at a width, run a script in it and return what it reports; fail on any message of the console.
+
+    A window has a least width, a frame in it has none.
+    """
+    report = f"<script>addEventListener('load',()=>{{{script};parent.postMessage(RESULT,'*')}})</script>"
+    (folder / "page.html").write_text(page.replace("</body>", report + "</body>"))
+    (folder / "frame.html").write_text(
+        f"<body style='margin:0'><iframe src=page.html style='border:0;width:{width}px;height:2400px'></iframe>"
+        "<script>onmessage=e=>document.body.dataset.result=JSON.stringify(e.data)</script>"
+    )
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    options += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
+    options += [f"--window-size={max(500, width)},2400", "--virtual-time-budget=2000"]
+    options += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    name = f"report-{width}{'-dark' if dark else ''}.png"
+    address = (folder / "frame.html").as_uri()
+    shot = subprocess.run(
+        [chromium, *options, f"--screenshot={folder / name}", "--dump-dom", address],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    console = [line for line in shot.stderr.splitlines() if "CONSOLE" in line]
+    assert not console, console
+    assert (folder / name).stat().st_size > 10_000
+    found = re.search(r'data-result="([^"]*)"', shot.stdout)
+    assert found is not None, shot.stdout[:500]
+    return found.group(1).replace("&quot;", '"')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, False), (390, True)])
+def test_a_browser_shows_it_whole(chromium: str, tmp_path: Path, width: int, dark: bool) -> None:
+    page = render_html(make_report(layers=24, heads=16))
+    script = "const RESULT={wide:document.documentElement.scrollWidth,seen:innerWidth}"
+    result = json.loads(browse(chromium, tmp_path, page, width=width, script=script, dark=dark))
+    assert result == {"wide": width, "seen": width}
+
+
+@pytest.mark.slow
+def test_a_tap_shows_the_numbers_of_a_head(chromium: str, tmp_path: Path) -> None:
+    script = (
+        "document.querySelector('.his rect[data-i=\"2,3\"]').dispatchEvent(new MouseEvent('click',{bubbles:true}));"
+        "const RESULT={text:document.getElementById('head').textContent,on:document.querySelectorAll('.on').length}"
+    )
+    result = json.loads(browse(chromium, tmp_path, render_html(make_report()), width=390, script=script))
+    assert result == {"text": "layer 2, head 3: kept · score 0.1535 · HIS 0.11 · entropy 0.8", "on": 4}
+
+
+def test_a_browser_would_have_complained(chromium: str, tmp_path: Path) -> None:
+    page = render_html(make_report()).replace("</body>", "<img src='https://example.org/x.png'></body>")
+    with pytest.raises(AssertionError, match="has been blocked"):
+        browse(chromium, tmp_path, page, width=390, script="const RESULT={}")
