@@ -6,8 +6,9 @@ that are equal are evaluated once. What is finished stands in a journal: a sweep
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,10 +119,10 @@ class Cell:
     samples: int
     compensation: str
 
-    @property
-    def key(self) -> str:
-        """Its name in the journal."""
-        return "|".join(str(value) for value in asdict(self).values())
+    def key(self, grid: SweepGrid) -> str:
+        """Its name in the journal; one alpha for all sparsities depends on what these are."""
+        over = [grid.sparsities] if self.alpha == "auto-area" else []
+        return "|".join(str(value) for value in (*asdict(self).values(), *over))
 
 
 @dataclass(frozen=True)
@@ -150,14 +151,15 @@ def sweep(
     """Try every cell of a grid and write sweep.json, details.json, sweep.csv, tables.md and tables.tex.
 
     Without compensation a plan is judged masked, nothing is cut; with it, the model is cut and refitted from moments of
-    the dense model. Stopped half-way, it goes on where it was when it is called again with the same arguments.
+    the dense model. Stopped half-way, it goes on where it was when it is called again; with another grid, finished rows
+    that are in it are taken from the journal.
 
     Args:
         recipe: Model, data, evaluation and constraints; its criterion, alpha, budget, compensation method, calibration
             seed and size give way to the grid's.
         grid: What to try.
-        folder: Where to write; new, or with the journal of the same sweep.
-        overwrite: Begin anew where there is a journal of another sweep.
+        folder: Where to write; new, or with the journal of a sweep of the same recipe.
+        overwrite: Begin anew where there is a journal.
         progress: Told about stages and loops.
 
     Raises:
@@ -165,7 +167,7 @@ def sweep(
         StepError: A step failed; what was finished stays in the journal.
     """
     progress = progress or Silent()
-    with Journal(folder, asked=_asked(recipe, grid), overwrite=overwrite) as journal:
+    with Journal(folder, asked=_asked(recipe), overwrite=overwrite) as journal:
         runner = _Runner(recipe, grid, journal, progress)
         rows = runner.run()
         write_results(folder, rows, details=runner.details())
@@ -180,17 +182,17 @@ def weighted_area(sparsities: Sequence[float], values: Sequence[float]) -> float
     points = sorted(zip(sparsities, values, strict=True))
     if len(points) == 1:
         return points[0][1]
-    pairs = list(zip(points, points[1:], strict=False))
+    pairs = list(itertools.pairwise(points))
     area = sum((t - s) * (s * v + t * w) / 2 for (s, v), (t, w) in pairs)
     return area / sum((t - s) * (s + t) / 2 for (s, _), (t, _) in pairs)
 
 
-def _asked(recipe: PruningRecipe, grid: SweepGrid) -> dict[str, Any]:
-    """What decides the results, by the field a person would change."""
+def _asked(recipe: PruningRecipe) -> dict[str, Any]:
+    """What decides every row beside its cell, by the field a person would change: a grid may be widened later."""
     fields = recipe.model_dump(mode="json", exclude={"output", "export", "measure"})
     fields["calibration"] = {k: fields["calibration"][k] for k in ("split", "batch_size")}
     fields["prune"] = {k: v for k, v in fields["prune"].items() if k not in ("criterion", "alpha", "budget")}
-    return fields | asdict(grid) | {"versions": library_versions()}
+    return fields | {"versions": library_versions()}
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class _Runner:
 
     def run(self) -> list[dict[str, Any]]:
         cells = self._grid.cells()
-        waiting = [cell for cell in cells if cell.key not in self._journal.rows]
+        waiting = [cell for cell in cells if cell.key(self._grid) not in self._journal.rows]
         if len(waiting) < len(cells):
             self._progress.stage(f"{len(cells) - len(waiting)} of {len(cells)} rows are in the journal")
         started, part = time.perf_counter(), None
@@ -235,7 +237,7 @@ class _Runner:
                 known = "" if left is None else f", about {left / 60:.0f} min left"
                 name = f"seed {cell.seed}, compensation {cell.compensation}"
                 self._progress.stage(f"{name}: {number} of {len(waiting)} rows done{known}")
-            self._journal.add(cell.key, self._do(cell))
+            self._journal.add(cell.key(self._grid), self._do(cell))
         return [self._row(cell) for cell in cells]
 
     def details(self) -> dict[str, Any]:
@@ -248,7 +250,7 @@ class _Runner:
         ]
         plans = {}
         for cell in cells:
-            entry = self._journal.rows[cell.key]
+            entry = self._journal.rows[cell.key(self._grid)]
             scores = self._scores(cell, entry["alpha"])
             kept = {name: kept.query for name, kept in self._plan(scores, cell).kept.items()}
             label = {"criterion": cell.criterion, "alpha": entry["alpha"], "sparsity": cell.sparsity}
@@ -275,7 +277,7 @@ class _Runner:
         return {"judged": judged, "alpha": alpha, "samples": samples, "result": self._judged[judged]}
 
     def _row(self, cell: Cell) -> dict[str, Any]:
-        entry = self._journal.rows[cell.key]
+        entry = self._journal.rows[cell.key(self._grid)]
         return {
             "criterion": cell.criterion,
             "alpha": entry["alpha"],

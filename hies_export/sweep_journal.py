@@ -19,7 +19,7 @@ FORMAT = 1
 class Journal:
     """The journal of a folder, open for the length of a `with` block.
 
-    Its first line says, as a digest per field, what was asked: the journal of another request is refused.
+    Its first line says, as a digest per field, what was asked: the journal of another recipe is refused.
 
     Attributes:
         rows: Finished cells by name.
@@ -32,7 +32,7 @@ class Journal:
 
     Raises:
         OutputExistsError: The folder holds something, but no journal.
-        RequestError: The journal is of another sweep; the message names the fields that differ.
+        RequestError: The journal is of another recipe; the message names the fields that differ.
     """
 
     def __init__(self, folder: Path, *, asked: Mapping[str, Any], overwrite: bool = False):
@@ -104,8 +104,8 @@ class Journal:
         differ = [field for field in {**asked, **digests} if asked.get(field) != digests.get(field)]
         if differ:
             raise RequestError(
-                f"the journal in {self._path.parent} must be of the same sweep to go on with it, but it was asked with "
-                f"other {', '.join(differ)}; choose another folder or pass --overwrite to begin anew"
+                f"the journal in {self._path.parent} must be of the same recipe to go on with it, but it has another "
+                f"{', '.join(differ)}; choose another folder or pass --overwrite to begin anew"
             )
         return whole
 
