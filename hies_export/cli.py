@@ -165,6 +165,19 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--min-seconds", metavar="S", type=float, default=0.0, help="go on until a shape was timed this long"
     )
+    sweep = add(
+        "sweep",
+        commands.sweep_command,
+        [recipe, as_json],
+        "judge many ways to prune: tables and figures; goes on where it was when it is started again",
+    )
+    sweep.add_argument("--criteria", metavar="A,B,...", help="default: hies,his,ad,l2,random")
+    sweep.add_argument("--alphas", metavar="A,B,...", help="numbers, auto (per sparsity), auto-area; default: auto")
+    sweep.add_argument("--sparsities", metavar="S,T,...", help="shares of heads (default: 0.1,0.3,0.5,0.7)")
+    sweep.add_argument("--seeds", metavar="M,N,...", help="of the calibration rows (default: 0,1,2)")
+    sweep.add_argument("--calibration-sizes", metavar="M,N,...", help="default: the recipe's")
+    sweep.add_argument("--compensations", metavar="A,B,...", help="none, bias, least_squares (default: none)")
+    sweep.add_argument("--no-figures", action="store_true", help="do not draw; figures need the extra 'plots'")
     generate = add("generate", commands.generate_command, [as_json], "continue prompts, greedily, with an ONNX folder")
     generate.add_argument("folder", metavar="FOLDER", help="ONNX folder; or a checkpoint, which runs in torch")
     generate.add_argument("--prompt", dest="prompts", action="append", required=True, help="may be repeated")

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -223,6 +224,41 @@ def bench_command(options: argparse.Namespace, out: Console, progress: Progress)
     _print_json(options, {"a": str(options.first), "b": str(second), "latency": rows, "environment": environment()})
 
 
+def sweep_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Judge many ways to prune."""
+    from .sweep import SweepGrid, sweep
+    from .sweep_tables import sweep_tables, terminal_table
+
+    if not options.no_figures:
+        from .figures import require_matplotlib
+
+        require_matplotlib()
+    recipe = _recipe(options)
+    given = {
+        "criteria": _list("criteria", options.criteria, str),
+        "alphas": _list("alphas", options.alphas, _number_or_word),
+        "sparsities": _list("sparsities", options.sparsities, float),
+        "seeds": _list("seeds", options.seeds, int),
+        "calibration_sizes": _list("calibration-sizes", options.calibration_sizes, int)
+        or (recipe.calibration.samples,),
+        "compensations": _list("compensations", options.compensations, str),
+    }
+    grid = SweepGrid(**{name: values for name, values in given.items() if values is not None})
+    result = sweep(recipe, grid, recipe.output, overwrite=options.overwrite, progress=progress)
+    if not options.no_figures:
+        from .figures import draw_figures
+
+        progress.stage("draw")
+        draw_figures(recipe.output)
+    for table in sweep_tables(result.rows):
+        out.print(f"\n{table.title}", markup=False)
+        out.print(terminal_table(table))
+    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
+    out.print(f"\n{result.evaluations} models judged; {spent}", markup=False, soft_wrap=True)
+    out.print(f"written to {recipe.output}: sweep.json, sweep.csv, tables.md, tables.tex", markup=False)
+    _print_json(options, {"rows": result.rows, "seconds": result.seconds, "evaluations": result.evaluations})
+
+
 def generate_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Continue prompts."""
     from .generate import generate_text
@@ -317,6 +353,24 @@ def _recipe(options: argparse.Namespace) -> PruningRecipe:
     if options.output is not None:
         overrides["output"] = options.output
     return PruningRecipe.from_yaml(options.recipe, overrides)
+
+
+def _list(name: str, text: str | None, convert: Callable[[str], Any]) -> tuple[Any, ...] | None:
+    """The values of a comma-separated option."""
+    if text is None:
+        return None
+    try:
+        return tuple(convert(part.strip()) for part in text.split(",") if part.strip())
+    except ValueError:
+        kind = {int: "whole numbers", float: "numbers"}.get(convert, "values")  # type: ignore[call-overload]
+        raise RecipeError([f"--{name} takes {kind}, separated by commas, got {text!r}"]) from None
+
+
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _shape(text: str) -> tuple[int, ...]:

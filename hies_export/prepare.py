@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +25,11 @@ from .metrics import check_metrics, default_metrics
 from .recipe import PruningRecipe
 from .rows import load_rows
 from .runtimes import RUNTIMES
-from .score import uses_alpha
+from .score import COMPENSATED, uses_alpha
 from .select import check_budget, check_constraints
 from .values import AttentionSite
+
+logger = logging.getLogger(__name__)
 
 # How many rows alpha: auto is judged on.
 HELD_OUT_SAMPLES = 256
@@ -73,8 +76,12 @@ class Prepared:
     measured: dict[tuple[int, int], dict[str, Tensor]]
 
 
-def prepare(recipe: PruningRecipe) -> Prepared:
+def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepared:
     """Load model and data; cheap checks come first, so that a wrong request fails at once.
+
+    Args:
+        recipe: What to load.
+        loaded: From a recipe that differs only in its calibration; model and evaluation batches are taken from there.
 
     Raises:
         RequestError: Something the recipe names is missing or does not fit; the message says what.
@@ -90,6 +97,12 @@ def prepare(recipe: PruningRecipe) -> Prepared:
     drop = recipe.prune.budget.max_drop
     judged = metrics if drop is None else tuple(dict.fromkeys((*metrics, drop.metric)))
     check_metrics(judged, regression=regression, task=recipe.task)
+    if recipe.prune.criterion == COMPENSATED and compensation is None:
+        logger.warning(
+            "%s ranks heads by what least squares cannot make up for, but prune.compensation is not set, so nothing "
+            "makes up for them; add compensation: {method: least_squares}",
+            COMPENSATED,
+        )
     runtimes = _runtimes(recipe)
     columns = Columns(text=data.text, image=data.image, label=data.label, prompt=data.prompt, answer=data.answer)
     processor = load_processor(recipe.model, task=recipe.task, revision=recipe.revision)
@@ -125,8 +138,11 @@ def prepare(recipe: PruningRecipe) -> Prepared:
     def part(start: int, count: int) -> datasets.Dataset:
         return drawn.select(list(range(start, min(start + count, len(drawn)))))
 
-    evaluation_rows = draw(recipe.evaluation.split, recipe.evaluation.samples)
-    model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
+    if loaded is None:
+        evaluation_rows = draw(recipe.evaluation.split, recipe.evaluation.samples)
+        model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
+    else:
+        model = loaded.model
     shared["config"] = model.config
     shapes = [] if recipe.task == "image-text-to-text" else model_shapes(model, recipe.measure.shapes)
     timed = recipe.prune.budget.latency
@@ -160,7 +176,7 @@ def prepare(recipe: PruningRecipe) -> Prepared:
         calibration=calibration_batches,
         held_out=batches(part(calibration.samples, held_out_samples), columns, size),
         compensation=batches(part(0, compensation_samples), replace(columns, label=None), size),
-        evaluation=batches(evaluation_rows, columns, recipe.evaluation.batch_size),
+        evaluation=loaded.evaluation if loaded else batches(evaluation_rows, columns, recipe.evaluation.batch_size),
         metrics=tuple(metrics),
         regression=regression,
         runtimes=runtimes,
