@@ -79,14 +79,16 @@ def test_effects_are_of_the_log_probability_of_the_text(
     assert order[0][1] == pytest.approx(min(costs), rel=1e-3)
 
 
-def test_labels_only_say_which_tokens_count() -> None:
+def test_the_labels_are_the_text_and_say_which_tokens_count() -> None:
     model, batch = causal_lm(), padded([9, 4, 6], "right", answers=[2, 3, 1])
     sites = find_attention(model, batch)
+    one = collect_effects(model, [batch], sites).layers[sites[0].name]
     other = batch | {"labels": torch.where(batch["labels"] == -100, -100, 7)}
-    one, two = (collect_effects(model, [b], sites).layers[sites[0].name] for b in (batch, other))
-    assert torch.equal(one.gradients, two.gradients)
     fewer = batch | {"labels": padded([9, 4, 6], "right", answers=[1, 1, 1])["labels"]}
-    assert not torch.allclose(one.gradients, collect_effects(model, [fewer], sites).layers[sites[0].name].gradients)
+    for changed in (other, fewer):
+        found = collect_effects(model, [changed], sites).layers[sites[0].name]
+        assert torch.equal(found.inputs, one.inputs)
+        assert not torch.allclose(found.gradients, one.gradients)
     with pytest.raises(DataError, match="labels must say which tokens of a language model count"):
         collect_effects(model, [{k: v for k, v in batch.items() if k != "labels"}], sites)
 
