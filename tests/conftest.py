@@ -7,6 +7,9 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many workers as cores: threads of their own would only be in each other's way, those of subprocesses too.
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
