@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from .recipe import PruningRecipe
 from .report import Report, head_map, render_card, render_markdown
 from .runtimes import require_onnxruntime
 from .save import save_slim
-from .score import COMPENSATED, score_heads
+from .score import COMPENSATED, SIGNAL_CRITERIA, score_heads
 from .select import select_heads
+from .signals import collect_signals
 from .values import HeadScores, HeadStatistics, PruningPlan, dump_json
 
 
@@ -151,6 +152,9 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
         prepared.scored,
         progress=lambda batches: progress.track(batches, "score"),
     )
+    if prune.criterion in SIGNAL_CRITERIA:
+        signals = collect_signals(prepared.model, prepared.calibration, prepared.scored)
+        statistics = replace(statistics, signals=signals)
     calibration = {
         "samples": statistics.samples,
         "labels": "predictions" if prune.criterion == COMPENSATED else statistics.labels,

@@ -223,7 +223,7 @@ def test_refitting_from_moments_of_all_inputs_equals_a_pass_of_its_own(make: Any
 def test_batches_by_length_predict_the_same(side: str) -> None:
     model = bert() if side == "right" else causal_lm()
     batches = []
-    for size, length in ((4, 10), (3, 24), (4, 17)):
+    for size, length in ((4, 24), (3, 10), (4, 17)):
         batch = text_batch(size, length, labels=side == "right")
         if side == "left":
             batch = {k: v.flip(-1) % 32 if k == "input_ids" else v.flip(-1) for k, v in batch.items()}
