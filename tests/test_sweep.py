@@ -227,7 +227,7 @@ def test_batches_by_length_predict_the_same(side: str) -> None:
         batch = text_batch(size, length, labels=side == "right")
         if side == "left":
             batch = {k: v.flip(-1) % 32 if k == "input_ids" else v.flip(-1) for k, v in batch.items()}
-            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"].cumsum(-1) < 2, -100)
             batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         batches.append(batch)
     ordered = by_length(batches, config=model.config)
