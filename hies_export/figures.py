@@ -89,11 +89,7 @@ def draw_figures(folder: Path) -> list[Path]:
 
 def curves(rows: Sequence[Row], what: str) -> Any:
     """Quality or stability against sparsity, a panel per compensation; bands are one standard deviation over seeds."""
-    size = rows[0]["calibration_samples"]
-    automatic = [r for r in rows if r["alpha_by"] != "given"]
-    shown = [r for r in rows if r["calibration_samples"] == size or r["criterion"] == "hies-compensated"]
-    if len({_name(r) for r in shown}) > len(COLOURS):
-        shown = [r for r in shown if r in automatic]
+    shown = _not_too_many(_of_first_size(rows))
     panels = list(dict.fromkeys(r["compensation"] for r in shown))
     figure = _figure(1.2 + 4.2 * len(panels), 4.4)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -172,7 +168,8 @@ def importance_bars(details: Mapping[str, Any]) -> Any:
         layers, positions, values = zip(*bars, strict=True)
         place = ([h - 0.35 for h in positions], [n - 0.35 for n in layers], [0.0] * len(bars))
         axis.bar3d(*place, 0.7, 0.7, values, color=[colours(v) for v in values], shade=True)
-        axis.set(xlabel="head", ylabel="layer", zlabel="score, 0 to 1", title=label)
+        axis.set(ylabel="layer", zlabel="score, 0 to 1", zlim=(0, 1), title=label)
+        axis.set_xlabel("head", labelpad=10)
         axis.set_yticks(range(0, len(modules), max(1, len(modules) // 6)))
         axis.set_box_aspect(None, zoom=0.85)
         axis.view_init(elev=32, azim=-58)
@@ -211,14 +208,16 @@ def calibration_sizes(rows: Sequence[Row]) -> Any:
     if len(sizes) < 2:
         return None
     sparsity = _middle(rows)
-    at = [
-        r
-        for r in rows
-        if r["sparsity"] == sparsity
-        and r["compensation"] == rows[0]["compensation"]
-        and r["criterion"] != "hies-compensated"
-    ]
-    figure = _figure(6.0, 4.6)
+    at = _not_too_many(
+        [
+            r
+            for r in rows
+            if r["sparsity"] == sparsity
+            and r["compensation"] == rows[0]["compensation"]
+            and r["criterion"] != "hies-compensated"
+        ]
+    )
+    figure = _figure(6.0, 4.8)
     axis = figure.subplots()
     for index, name in enumerate(list(dict.fromkeys(_name(r) for r in at))[: len(COLOURS)]):
         chosen = [{**r, "sparsity": r["calibration_samples"]} for r in at if _name(r) == name]
@@ -228,7 +227,7 @@ def calibration_sizes(rows: Sequence[Row]) -> Any:
     axis.set_xlabel("calibration samples")
     axis.set_ylabel(_axis_name(rows, "stability"))
     axis.set_title(f"{sparsity:.0%} of the heads removed")
-    axis.legend(frameon=False, fontsize=9)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
@@ -239,8 +238,9 @@ def seeds(rows: Sequence[Row]) -> Any:
     from .sweep_tables import grouped
 
     sparsity = _middle(rows)
-    found = {name: values[sparsity] for name, values in grouped(rows, "stability").items() if sparsity in values}
-    figure = _figure(7.0, 1.3 + 0.34 * len(found))
+    shown = grouped(_of_first_size(rows), "stability")
+    found = {name: values[sparsity] for name, values in shown.items() if sparsity in values}
+    figure = _figure(8.0, 1.3 + 0.34 * len(found))
     axis = figure.subplots()
     for place, values in enumerate(reversed(found.values())):
         shares = [100 * value for value in values]
@@ -249,7 +249,8 @@ def seeds(rows: Sequence[Row]) -> Any:
         axis.scatter(shares, [place] * len(shares), color=COLOURS[0], s=26, alpha=0.8, zorder=3)
     axis.set_yticks(range(len(found)), list(reversed(found)))
     axis.set_xlabel(_axis_name(rows, "stability"))
-    axis.set_title(f"Every seed, mean and deviation: {sparsity:.0%} of the heads removed", loc="left", fontsize=10)
+    axis.set_ylim(-0.7, len(found) - 0.3)
+    axis.set_title(f"Every seed; {sparsity:.0%} of the heads removed")
     return figure
 
 
@@ -274,6 +275,8 @@ def _line(axis: Any, rows: Sequence[Row], what: str, index: int, name: str, *, s
     x = [s * scale[1] for s in points]
     axis.plot(x, means, color=colour, marker=marker, label=name)
     lower, upper = ([m + sign * d for m, d in zip(means, spread, strict=True)] for sign in (-1, 1))
+    if what == "stability":
+        lower, upper = [max(v, 0.0) for v in lower], [min(v, 100.0) for v in upper]
     axis.fill_between(x, lower, upper, color=colour, alpha=0.15, linewidth=0)
 
 
@@ -282,6 +285,18 @@ def _name(row: Row) -> str:
     from .sweep_tables import method_label
 
     return method_label({**row, "compensation": "none"}, [row])
+
+
+def _of_first_size(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the first calibration size; `hies-compensated` has its own."""
+    size = next((r["calibration_samples"] for r in rows if r["criterion"] != "hies-compensated"), None)
+    return [r for r in rows if r["calibration_samples"] == size or r["criterion"] == "hies-compensated"]
+
+
+def _not_too_many(rows: Sequence[Row]) -> list[Row]:
+    """All rows, or without the given alphas where there are more methods than colours."""
+    chosen = [r for r in rows if r["alpha_by"] != "given"]
+    return chosen if chosen and len({_name(r) for r in rows}) > len(COLOURS) else list(rows)
 
 
 def _means(rows: Sequence[Row], what: str) -> tuple[list[float], list[float]]:
@@ -303,7 +318,7 @@ def _scale(rows: Sequence[Row]) -> float:
 def _axis_name(rows: Sequence[Row], what: str) -> str:
     if what == "stability":
         return "stability: predictions kept, %"
-    return rows[0]["metric"].replace("_", " ") + (" x 100" if _scale(rows) > 1 else "")
+    return rows[0]["metric"].replace("_", " ").capitalize() + (" x 100" if _scale(rows) > 1 else "")
 
 
 def _sparsity_axis(axis: Any, rows: Sequence[Row]) -> None:

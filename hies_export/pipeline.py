@@ -10,7 +10,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ from .report import Report, head_map, render_card, render_markdown
 from .report_html import render_html
 from .runtimes import RUNTIMES, require_onnxruntime
 from .save import save_slim
-from .score import COMPENSATED, score_heads, uses_alpha
+from .score import COMPENSATED, SIGNAL_CRITERIA, score_heads, uses_alpha
 from .select import bundle_count, check_budget, select_heads
+from .signals import collect_signals
 from .values import HeadScores, HeadStatistics, PruningPlan, dump_json
 
 
@@ -164,6 +165,9 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
         prepared.scored,
         progress=lambda batches: progress.track(batches, "score"),
     )
+    if prune.criterion in SIGNAL_CRITERIA:
+        signals = collect_signals(prepared.model, prepared.calibration, prepared.scored)
+        statistics = replace(statistics, signals=signals)
     recorded: dict[str, Any] = {
         "seed": seed,
         "calibration": {

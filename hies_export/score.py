@@ -74,6 +74,50 @@ def random(statistics: HeadStatistics, *, seed: int) -> Mapping[str, Tensor]:
     }
 
 
+@criterion
+def activation_l2(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """Mean norm of what the head gives: heads that give little go first."""
+    return min_max(statistics.signals["activation_l2"], normalize=normalize, what="activation norm")
+
+
+@criterion
+def output_norm(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """E |W_h x_h|, the mean norm of what the head writes into the residual stream; forward only."""
+    return min_max(statistics.signals["output_norm"], normalize=normalize, what="output norm")
+
+
+@criterion
+def obs(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """What losing the head alone costs once the others have made up for it (optimal brain surgeon, by groups)."""
+    return min_max(statistics.signals["obs"], normalize=normalize, what="OBS score")
+
+
+@criterion
+def llm_pruner_block(statistics: HeadStatistics) -> Mapping[str, Tensor]:
+    """First-order Taylor importance of a head's weights, as LLM-Pruner's block-wise mode (Ma et al. 2023).
+
+    It keeps the first three layers and the last; here, of models of at least 8 layers, these lose heads only where the
+    others have none left. What is approximated: only attention is pruned, and key/value groups are not fixed to heads.
+    """
+    found = min_max(statistics.signals["taylor"], normalize="model", what="Taylor importance")
+    last = len(found) - 1
+    kept = {0, 1, 2, last} if last >= 7 else set()
+    return {name: values + (1.0 if layer in kept else 0.0) for layer, (name, values) in enumerate(found.items())}
+
+
+def ae_and_activation_l2(statistics: HeadStatistics, *, alpha: float, normalize: str) -> Mapping[str, Tensor]:
+    """HIES with the norm of the head's output in the place of its HIS (the paper's last appendix)."""
+    norm = min_max(statistics.signals["activation_l2"], normalize=normalize, what="activation norm")
+    entropy = min_max(statistics.entropy, normalize=normalize, what="entropy")
+    return {name: alpha * norm[name] + (1 - alpha) * (1 - entropy[name]) for name in norm}
+
+
+CRITERIA["ae + activation-l2"] = ae_and_activation_l2
+
+# Those that read `HeadStatistics.signals`, which `collect_signals` fills in a pass of its own.
+SIGNAL_CRITERIA = ("activation-l2", "output-norm", "obs", "llm-pruner-block", "ae + activation-l2")
+
+
 def criterion_names() -> tuple[str, ...]:
     """Every criterion a recipe may name."""
     return (*CRITERIA, COMPENSATED)
@@ -115,6 +159,8 @@ def score_heads(
         problems.append(f"alpha must be in [0, 1), got {alpha}; for importance alone use criterion: his")
     if normalize not in NORMALIZE:
         problems.append(f"normalize must be model or layer, got {normalize!r}")
+    if criterion in SIGNAL_CRITERIA and not statistics.signals:
+        problems.append(f"{criterion} needs statistics with signals; add those of collect_signals")
     if problems:
         raise RecipeError(problems)
     function = CRITERIA[criterion]

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from .pipeline import judge
 from .prepare import Prepared, budget_options, prepare
 from .progress import Progress, Silent
 from .recipe import PruningRecipe
-from .score import COMPENSATED, criterion_names, score_heads, uses_alpha
+from .score import COMPENSATED, SIGNAL_CRITERIA, criterion_names, score_heads, uses_alpha
 from .select import check_budget, select_heads
+from .signals import collect_signals
 from .sweep_journal import Journal
 from .sweep_tables import write_results
 from .twin import share_weights
@@ -324,9 +325,17 @@ class _Runner:
         if cell.criterion == COMPENSATED:
             return self._of_seed(cell.seed, "compensated scores", self._compensated_scores)
         statistics = self._calibrated(cell.seed, cell.samples).statistics
+        if cell.criterion in SIGNAL_CRITERIA:
+            signals = self._of_seed(cell.seed, f"signals of {cell.samples}", lambda _: self._signals(cell))
+            statistics = replace(statistics, signals=signals)
         normalize = self._recipe.prune.normalize
         given = {} if alpha is None else {"alpha": alpha}
         return score_heads(statistics, criterion=cell.criterion, normalize=normalize, seed=cell.seed, **given)
+
+    def _signals(self, cell: Cell) -> dict[str, dict[str, Tensor]]:
+        batches = self._calibrated(cell.seed, cell.samples).prepared.calibration
+        with self._timed("signals"):
+            return collect_signals(self._base.model, batches, self._base.scored)
 
     def _alpha(self, cell: Cell) -> float:
         if cell.alpha == "auto":

@@ -98,6 +98,7 @@ class HeadStatistics:
         fingerprint: SHA-256 of the calibration batches.
         batch_size: Most samples that went through the model at once; fewer than the batches hold where these did not
             fit into memory.
+        signals: What some baselines need beyond that, from `collect_signals`; empty unless one asks for it.
     """
 
     his: Mapping[str, Tensor]
@@ -107,6 +108,7 @@ class HeadStatistics:
     labels: str
     fingerprint: str
     batch_size: int = 1
+    signals: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
