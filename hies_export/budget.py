@@ -273,29 +273,6 @@ def uniform_shares(sites: Sequence[AttentionSite], *, allocation: str = "global"
     return [k / steps for k in range(1, steps)]
 
 
-def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0) -> int:
-    """How many of the steps 1..count pass, by bisection: those up to the last that does.
-
-    Presumes that a step which passes is not behind one that does not; only steps that were tried are promised.
-
-    Args:
-        passes: Whether a step passes.
-        count: Number of steps.
-        at_least: A step that is known to pass; 0 for none.
-    """
-    low, high = at_least, count + 1
-    # Where one more step already fails, as it mostly does for the next candidate of several, one trial is enough.
-    if low and low < count and not passes(low + 1):
-        return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        if passes(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 def default_cache() -> Path:
     """Where tables are kept: $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hies_export" / "latency"

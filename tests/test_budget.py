@@ -21,10 +21,10 @@ from hies_export.budget import (
     counts_within,
     flops_table,
     latency_table,
-    most_within,
     uniform_shares,
 )
 from hies_export.cli import main
+from hies_export.drop import metric_drop, most_within
 from hies_export.errors import PlanError, RecipeError
 from hies_export.measure import count_flops, is_noisy
 from hies_export.recipe import BudgetSection, PruningRecipe
@@ -159,6 +159,12 @@ def test_bisection_finds_the_last_that_passes(right: int, known: int) -> None:
 
     assert most_within(passes, 8, at_least=known) == max(right, known)
     assert len(tried) <= 5
+
+
+def test_a_drop_is_what_got_worse() -> None:
+    assert metric_drop("accuracy", 0.88, 0.87) == 0.01
+    assert metric_drop("accuracy", 0.88, 0.89) == -0.01
+    assert metric_drop("perplexity", 6.5, 7.0) == 0.5
 
 
 def test_shares_step_through_every_number_of_heads() -> None:
