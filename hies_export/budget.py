@@ -37,6 +37,8 @@ from .values import AttentionSite, HeadScores, PruningPlan
 LEVELS = (0.75, 0.5, 0.25, 0.0)
 # Costs are whole numbers of this share of the dense model's, rounded so that no budget is exceeded.
 GRID = 100_000
+# A table is kept only where every ratio is known to this width of its 95 % interval.
+WIDEST_INTERVAL = 0.05
 TABLE_FORMAT = 1
 
 
@@ -102,7 +104,7 @@ def latency_table(
 
     The saving of a module is that of the whole model at the same share of heads kept (linear between the timed ones),
     times the module's share of the FLOPs that heads cost. A table is kept, and read again for the same hardware,
-    versions, runtime, shape and model dimensions; a noisy one is not kept.
+    versions, runtime, shape and model dimensions; one from a busy machine is not kept.
 
     Args:
         model: The dense model.
@@ -130,11 +132,11 @@ def latency_table(
             track=track,
             timing={"repeats": repeats, "min_seconds": min_seconds},
         )
-        if any(measure.is_noisy(p["control_low"], p["control_high"]) for p in points):
+        if not all(_is_sharp(point) for point in points):
             logging.getLogger(__name__).warning(
-                "the machine is too noisy for a table that can be kept: the dense model against itself missed 1 by "
-                "more than %g %%; what is predicted may be off",
-                100 * measure.NOISE_LIMIT,
+                "the machine is too busy for a table of times that can be kept: a ratio is not known to %g points, or "
+                "the dense model against itself misses 1; what is predicted may be off",
+                100 * WIDEST_INTERVAL,
             )
         else:
             replace_file(file, json.dumps({"key": key, "points": points}, indent=1))
@@ -196,6 +198,11 @@ def _time_cuts(
                 }
             )
     return points
+
+
+def _is_sharp(point: Mapping[str, float]) -> bool:
+    noisy = measure.is_noisy(point["control_low"], point["control_high"])
+    return not noisy and point["ratio_high"] - point["ratio_low"] <= WIDEST_INTERVAL
 
 
 def counts_within(
@@ -271,29 +278,6 @@ def uniform_shares(sites: Sequence[AttentionSite], *, allocation: str = "global"
     bundles = [bundle_count(site, unit) for site in sites]
     steps = sum(bundles) if allocation == "global" else max(bundles)
     return [k / steps for k in range(1, steps)]
-
-
-def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0) -> int:
-    """How many of the steps 1..count pass, by bisection: those up to the last that does.
-
-    Presumes that a step which passes is not behind one that does not; only steps that were tried are promised.
-
-    Args:
-        passes: Whether a step passes.
-        count: Number of steps.
-        at_least: A step that is known to pass; 0 for none.
-    """
-    low, high = at_least, count + 1
-    # Where one more step already fails, as it mostly does for the next candidate of several, one trial is enough.
-    if low and low < count and not passes(low + 1):
-        return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        if passes(middle):
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def default_cache() -> Path:

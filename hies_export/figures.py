@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COMPENSATIONS = {"none": "no compensation", "bias": "bias", "least_squares": "least squares"}
-_STYLE = {
+_STYLE: Any = {
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,

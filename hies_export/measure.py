@@ -211,7 +211,7 @@ def compare_latency(
         slim: The model to compare.
         batch: The batch each of them runs, prepared once.
         repeats: Timed runs of each; a multiple of 6 balances the order exactly.
-        warmup: Untimed rounds before.
+        warmup: Untimed rounds before; in the first, outputs are checked.
         min_seconds: Go on beyond `repeats` until the timed runs took this long together.
         seed: Of the bootstrap.
         control: The dense model loaded a second time; by default `dense` itself, which cannot show
@@ -225,16 +225,12 @@ def compare_latency(
     _check_timing(dense, slim, control, repeats, warmup, min_seconds)
     runners = (dense, slim, control or dense)
     feeds = [runner.prepare(batch) for runner in runners]
-    for _ in range(warmup):
-        for runner, feed in zip(runners, feeds, strict=True):
-            runner.run(feed)
-    for name, runner, feed in zip(("dense", "slim"), runners[:2], feeds[:2], strict=True):
-        for output, values in runner.fetch(runner.run(feed)).items():
-            if not np.isfinite(values).all():
-                raise NonFiniteError(
-                    f"outputs must be finite to be timed, but {output} of the {name} model has NaN or infinity on "
-                    f"{runner.provider}; try dtype float32"
-                )
+    for round_number in range(warmup):
+        for name, runner, feed in zip(("dense", "slim", "control"), runners, feeds, strict=True):
+            result = runner.run(feed)
+            if round_number == 0:
+                _check_finite(runner.fetch(result), name=name, provider=runner.provider)
+            del result
 
     rounds: list[list[int]] = []
     total_ns = 0
@@ -269,6 +265,15 @@ def compare_latency(
         threads=dense.threads,
         provider=dense.provider,
     )
+
+
+def _check_finite(outputs: Mapping[str, np.ndarray], *, name: str, provider: str) -> None:
+    for output, values in outputs.items():
+        if not np.isfinite(values).all():
+            raise NonFiniteError(
+                f"outputs must be finite to be timed, but {output} of the {name} model has NaN or infinity on "
+                f"{provider}; try dtype float32"
+            )
 
 
 def _check_timing(

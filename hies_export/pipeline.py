@@ -19,12 +19,13 @@ from transformers import PreTrainedModel
 
 from . import measure
 from .alpha import ALPHAS, Judgement, choose_alpha
-from .budget import CostTable, check_reachable, counts_within, flops_table, latency_table, most_within, uniform_shares
+from .budget import CostTable, check_reachable, counts_within, flops_table, latency_table, uniform_shares
 from .calibrate import collect_statistics
 from .compare import count_both_flops, time_on
 from .compensate import LayerFit, compensate_heads
 from .compensated import collect_effects, score_compensated
 from .cut import check_cut, is_slim, masked_heads, prune_heads, weight_norms
+from .drop import choose_by_drop, metric_drop
 from .errors import DropError, PlanError
 from .evaluate_model import Predictions, compute_metrics, predict, predicted, references, stability, standard_error
 from .export import OnnxExport, export_onnx
@@ -314,48 +315,31 @@ def _choose_by_drop(
             shares.append(share)
     if not shares:
         raise PlanError("max_drop needs heads that may go, but the constraints leave none; loosen them")
-    judged: dict[tuple[tuple[int, ...], ...], float] = {}
-    rows = []
-    best: tuple[HeadScores, PruningPlan] | None = None
-    passed = 0
-    for scores in progress.track(candidates, "choose sparsity"):
 
-        def plan_of(step: int, scores: HeadScores = scores) -> PruningPlan:
-            return select_heads(scores, prepared.sites, heads=shares[step - 1], **options, **recorded)
+    def judge_masked(plan: PruningPlan) -> float:
+        with masked_heads(prepared.model, plan):
+            logits = predict(prepared.model, prepared.held_out)
+        return held_out_metric(prepared, recipe, dense_logits, logits)
 
-        def holds(step: int, scores: HeadScores = scores) -> bool:
-            plan = plan_of(step, scores)
-            key = tuple(kept.query for kept in plan.kept.values())
-            if key not in judged:
-                with masked_heads(prepared.model, plan):
-                    logits = predict(prepared.model, prepared.held_out)
-                judged[key] = held_out_metric(prepared, recipe, dense_logits, logits)
-                rows.append({"alpha": plan.alpha, "removed": plan.removed, drop.metric: judged[key]})
-            return metric_drop(drop.metric, dense, judged[key]) <= drop.by
-
-        found = most_within(holds, len(shares), at_least=passed)
-        if found > passed or best is None:
-            passed = found
-            best = (scores, plan_of(found or 1))
-    assert best is not None
-    if not passed:
-        worst = min((metric_drop(drop.metric, dense, value) for value in judged.values()), default=0.0)
-        raise PlanError(
-            f"max_drop allows {drop.metric} to get worse by {drop.by:g}, but on the held-out rows even the smallest "
-            f"cut makes it worse by {worst:.4g} (dense {dense:.4g}); allow more, or use compensation with a budget of "
-            "heads"
-        )
-    scores, plan = best
+    chosen = choose_by_drop(
+        progress.track(candidates, "choose sparsity"),
+        lambda scores, step: select_heads(scores, prepared.sites, heads=shares[step - 1], **options, **recorded),
+        judge_masked,
+        steps=len(shares),
+        metric=drop.metric,
+        dense=dense,
+        by=drop.by,
+    )
     details = {
         "kind": "max_drop",
         "metric": drop.metric,
         "by": drop.by,
         "dense": dense,
-        "masked": judged[tuple(kept.query for kept in plan.kept.values())],
+        "masked": chosen.value,
         "samples": sum(len(next(iter(batch.values()))) for batch in prepared.held_out),
-        "judged": rows,
+        "judged": chosen.judged,
     }
-    return Choice(statistics, scores, plan, (), details)
+    return Choice(statistics, chosen.scores, chosen.plan, (), details)
 
 
 def held_out_metric(prepared: Prepared, recipe: PruningRecipe, dense_logits: Predictions, logits: Predictions) -> float:
@@ -364,13 +348,6 @@ def held_out_metric(prepared: Prepared, recipe: PruningRecipe, dense_logits: Pre
     assert drop is not None
     metrics, _ = judge(prepared, prepared.held_out, dense_logits, logits, recipe, names=(drop.metric,))
     return metrics[drop.metric]
-
-
-def metric_drop(metric: str, dense: float, other: float) -> float:
-    """How much worse a metric got, whichever way is better; negative where it got better."""
-    worse = dense - other if METRICS[metric].higher_is_better else other - dense
-    # 0.88 - 0.87 is a little more than 0.01.
-    return round(worse, 12)
 
 
 def confirm_drop(

@@ -312,13 +312,13 @@ def latency_note(report: Report) -> str:
     return (
         "Timed interleaved in one process; the ratio is the median of paired ratios with its 95 % bootstrap interval. "
         f"The dense model against itself gave {min(controls):.3f} to {max(controls):.3f}. "
-        "Realised: the share of the FLOPs saving that became time."
         + (
-            " Where that misses 1 by more than 2 % the row is noisy, and its ratio says nothing: measure again on an "
-            "idle machine."
+            "Where its interval misses 1 by more than 2 % the row is noisy, and its ratio says nothing: measure "
+            "again on an idle machine. "
             if any(row.get("noisy") for row in report.latency)
             else ""
         )
+        + "Realised: the share of the FLOPs saving that became time."
     )
 
 

@@ -22,6 +22,7 @@ from .report import (
     how_measured,
     latency_note,
     model_name,
+    ratio_text,
     title,
 )
 
@@ -140,7 +141,8 @@ def _map_svg(lines: Mapping[str, str], shades: Sequence[Sequence[float]] | None,
                 f'data-i="{row},{head}"/>'
             )
             if mark == CUT:
-                parts.append(f'<path d="M{x + 6} {y + 6}l8 8m0-8l-8 8"/>')
+                on = ' class="dark"' if shade > 0.5 else ""
+                parts.append(f'<path{on} d="M{x + 6} {y + 6}l8 8m0-8l-8 8"/>')
     width, height = left + widest * cell, len(lines) * cell
     label = f"{MAPS[what][0] if what in MAPS else 'Plan'}, {len(lines)} layers by {widest} heads"
     return (
@@ -159,7 +161,7 @@ def _cost_section(report: Report) -> str:
         rows.append([*cells, f"{before['metrics'][name]:.4f}"] if before else cells)
     same = [agreement(report), "", f"{report.stability:.1%}", ""]
     rows.append([*same, f"{before['stability']:.1%}"] if before else same)
-    header = ["", "dense", "slim", "change"] + (["before compensation"] if before else [])
+    header = ["", "dense", "slim", "change"] + (["cut alone"] if before else [])
     parts = [_table(header, rows), _stability_bar(report, before)]
     if budget_text(report):
         parts.insert(0, f"<p class=callout>{escape(budget_text(report))}</p>")
@@ -245,7 +247,7 @@ def _latency_figure(report: Report) -> str:
 
     out = []
     for row in rows:
-        name = f"{row['runtime']} <span class=muted>{row['batch']} × {row['sequence']}</span>"
+        name = f"<span>{row['runtime']} <span class=muted>{row['batch']} × {row['sequence']}</span></span>"
         times = f"{row['dense_ms']:.1f} → {row['slim_ms']:.1f} ms"
         noisy = bool(row.get("noisy"))
         value = "noisy" if noisy else f"{row['ratio']:.3f}"
@@ -258,10 +260,8 @@ def _latency_figure(report: Report) -> str:
             f"width:{max(0.4, x(row['ratio_high']) - x(row['ratio_low'])):.2f}%'></i>"
             f"<i class=dot style='left:{x(row['ratio']):.2f}%'></i>"
         )
-        says = (
-            f"slim / dense {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]; dense / dense "
-            f"{row['control_ratio']:.3f} [{row['control_low']:.3f}, {row['control_high']:.3f}]"
-        )
+        control_says = f"dense / dense {row['control_ratio']:.3f} [{row['control_low']:.3f}, {row['control_high']:.3f}]"
+        says = f"{ratio_text(row)}; {control_says}" if not noisy else f"{control_says} misses 1: nothing can be said"
         out.append(
             f"<div class='lat{' noisy' if noisy else ''}' title='{says}'><div class=name>{name}<b>{value}</b></div>"
             f"<div class=track><i class=one style='left:{x(1):.2f}%'></i>{control}{found}</div>"
@@ -287,7 +287,7 @@ def _method_section(report: Report) -> str:
         f"<p>{escape(how_measured(report))}</p>"
         f"<div class=columns><div><h3>Largest difference of any output</h3>{_table(['', ''], checks)}</div>"
         f"<div><h3>Time spent</h3>{_table(['', ''], seconds)}</div></div>"
-        f"<details><summary>Environment</summary>{_table(['', ''], environment)}</details>"
+        f"<details class=wrap><summary>Environment</summary>{_table(['', ''], environment)}</details>"
     )
 
 

@@ -21,10 +21,10 @@ from hies_export.budget import (
     counts_within,
     flops_table,
     latency_table,
-    most_within,
     uniform_shares,
 )
 from hies_export.cli import main
+from hies_export.drop import metric_drop, most_within
 from hies_export.errors import PlanError, RecipeError
 from hies_export.measure import count_flops, is_noisy
 from hies_export.recipe import BudgetSection, PruningRecipe
@@ -161,6 +161,12 @@ def test_bisection_finds_the_last_that_passes(right: int, known: int) -> None:
     assert len(tried) <= 5
 
 
+def test_a_drop_is_what_got_worse() -> None:
+    assert metric_drop("accuracy", 0.88, 0.87) == 0.01
+    assert metric_drop("accuracy", 0.88, 0.89) == -0.01
+    assert metric_drop("perplexity", 6.5, 7.0) == 0.5
+
+
 def test_shares_step_through_every_number_of_heads() -> None:
     shares = uniform_shares(sites_of(4, 4))
     scores = scores_of(torch.rand(2, 4))
@@ -177,8 +183,10 @@ def test_a_timed_table_is_kept_unless_it_is_noisy(tmp_path: Path, caplog: pytest
     options: dict[str, Any] = {"runtime": "torch", "batch": batch, "export": no_export, "cache": tmp_path}
     table = latency_table(model, sites, **options, repeats=6, min_seconds=0)
     assert [round(6 * point["kept"]) for point in table.measured] == [4, 3, 2, 1]
-    noisy = any(is_noisy(p["control_low"], p["control_high"]) for p in table.measured)
-    assert ("too noisy" in caplog.text) == noisy
+    noisy = any(
+        is_noisy(p["control_low"], p["control_high"]) or p["ratio_high"] - p["ratio_low"] > 0.05 for p in table.measured
+    )
+    assert ("too busy" in caplog.text) == noisy
     assert len(list(tmp_path.glob("*.json"))) == (0 if noisy else 1)
     # What all modules save at a timed cut is what was timed.
     for point in table.measured:
@@ -191,6 +199,7 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
 ) -> None:
     # A machine that calls nothing noisy keeps every table.
     monkeypatch.setattr("hies_export.measure.NOISE_LIMIT", 1e9)
+    monkeypatch.setattr("hies_export.budget.WIDEST_INTERVAL", 1e9)
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)
     options: dict[str, Any] = {

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hies_export import measure
-from hies_export.errors import RecipeError
+from hies_export.errors import NonFiniteError, RecipeError
 from hies_export.measure import (
     compare_latency,
     count_flops,
@@ -293,3 +293,39 @@ def test_environment_tells_versions_and_nobodys_name():
 
 def test_environment_without_a_package_says_none(monkeypatch):
     assert measure._version("no-such-package-at-all") is None
+
+
+def test_a_control_that_misses_one_makes_the_comparison_noisy(clock):
+    alike = compare_latency(*trio(clock, [10.0], [8.0], [10.1])[:2], batch={}, repeats=6)
+    assert not alike.noisy
+    dense, slim, control = trio(clock, [10.0], [8.0], [10.3])
+    found = compare_latency(dense, slim, control=control, batch={}, repeats=6)
+    assert found.noisy
+    assert found.control.ratio == pytest.approx(1.03)
+    assert [measure.is_noisy(*ends) for ends in ((0.97, 1.0), (0.9, 0.97), (1.02, 1.1), (1.021, 1.1))] == [
+        *(False, True, False, True)
+    ]
+
+
+def test_outputs_that_are_no_numbers_are_not_timed(clock):
+    dense, slim, control = trio(clock, [10.0], [8.0], [10.0])
+    slim.fetch = lambda result: {"logits": np.array([1.0, np.nan])}
+    with pytest.raises(NonFiniteError, match="logits of the slim model has NaN or infinity on fake; try dtype float32"):
+        compare_latency(dense, slim, control=control, batch={}, repeats=6)
+
+
+def test_timing_a_call_costs_microseconds():
+    class Nothing(Runtime):
+        provider, threads = "nothing", 1
+
+        def prepare(self, batch):
+            return batch
+
+        def run(self, feed):
+            return None
+
+        def fetch(self, result):
+            return {}
+
+    found = compare_latency(Nothing(), Nothing(), batch={}, repeats=600)
+    assert found.dense.p50_ms < 0.02

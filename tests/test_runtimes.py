@@ -120,7 +120,7 @@ def test_onnxruntime_missing(folder, monkeypatch):
 
 
 def test_wrong_requests(folder, model):
-    with pytest.raises(RecipeError, match=r"one of .*torch, got 'onnx-cpu'; did you mean 'onnxruntime-cpu'\?"):
+    with pytest.raises(RecipeError, match=r"one of .*torch, .*got 'onnx-cpu'; did you mean 'onnxruntime-cpu'\?"):
         load_runtime("onnx-cpu", folder)
     with pytest.raises(RecipeError, match="threads must be at least 1, got 0"):
         load_runtime("torch", model, threads=0)
@@ -199,3 +199,43 @@ def test_onnxruntime_fills_in_positions_and_an_empty_cache(tmp_path, named):
     cache = {"past_key_values.0.key": runtime.values(result)["present.0.key"]}
     step = runtime.prepare({"input_ids": IDS[:, :1], "attention_mask": mask, **cache})
     assert runtime.fetch(runtime.run(step))["logits"].tolist() == [[2], [6]]
+
+
+def small_graph(folder, scale=1.0):
+    """A matrix product, which is what dynamic quantisation replaces."""
+    text = """<ir_version: 10, opset_import: ["" : 20]>
+    g (int64[b, s] input_ids, int64[b, s] attention_mask) => (float[b, 4] logits) <float[8, 4] weight = {VALUES}> {
+      numbers = Cast<to=1>(input_ids)
+      logits = MatMul(numbers, weight)
+    }"""
+    values = ", ".join(f"{scale * (i % 7 - 3):g}" for i in range(32))
+    onnx.save(onnx.parser.parse_model(text.replace("VALUES", values)), folder / "model.onnx")
+    return folder
+
+
+def test_int8_runs_quantised_and_near(tmp_path):
+    batch = {"input_ids": torch.arange(16).view(2, 8)}
+    plain, quantised = (load_runtime(n, small_graph(tmp_path)) for n in ("onnxruntime-cpu", "onnxruntime-cpu-int8"))
+    one, two = (runtime.fetch(runtime.run(runtime.prepare(batch)))["logits"] for runtime in (plain, quantised))
+    np.testing.assert_allclose(
+        one, batch["input_ids"].float() @ torch.arange(32).remainder(7).sub(3).float().view(8, 4)
+    )
+    # Eight bits each way: near, and not the same.
+    assert 0 < np.abs(one - two).max() < 0.03 * np.abs(one).max()
+    assert quantised.provider == "CPUExecutionProvider"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch imports it itself
+def test_compiled_torch_computes_the_same(model):
+    runtime = load_runtime("torch-compile", model)
+    got = runtime.fetch(runtime.run(runtime.prepare({"input_ids": IDS})))["logits"]
+    with torch.no_grad():
+        np.testing.assert_allclose(got, model.eval()(input_ids=IDS).logits.numpy(), atol=1e-5)
+
+
+def test_compiled_torch_needs_a_compiler(model, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MissingRuntimeError, match=r"needs a C\+\+ compiler on the CPU, and found none"):
+        load_runtime("torch-compile", model)

@@ -1,0 +1,113 @@
+"""The budget `max_drop`: as many heads as can go while a metric on held-out rows gets no worse than allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import PlanError
+from .metrics import METRICS
+from .values import HeadScores, PruningPlan
+
+
+@dataclass(frozen=True)
+class DropChoice:
+    """The scores and the plan by which most heads go.
+
+    Attributes:
+        scores: The candidate that was taken.
+        plan: Its plan.
+        value: The metric of the dense model with the plan's heads masked.
+        judged: Per plan that was tried alpha, heads removed, and the metric.
+    """
+
+    scores: HeadScores
+    plan: PruningPlan
+    value: float
+    judged: tuple[Mapping[str, Any], ...]
+
+
+def choose_by_drop(
+    candidates: Iterable[HeadScores],
+    plan_at: Callable[[HeadScores, int], PruningPlan],
+    judge: Callable[[PruningPlan], float],
+    *,
+    steps: int,
+    metric: str,
+    dense: float,
+    by: float,
+) -> DropChoice:
+    """Find, by bisection over masked evaluations, the last step whose metric holds, and the scores that go furthest.
+
+    Statistics are reused, and no plan is judged twice. A later candidate must go further than the best so far; for
+    most of them one evaluation shows that it does not.
+
+    Args:
+        candidates: Scores to choose from, e.g. one per alpha.
+        plan_at: The plan of some scores at step 1..steps, each removing at least as much as the one before.
+        judge: The metric of a plan, on rows that heads were not scored on.
+        steps: How many steps there are.
+        metric: A name in `METRICS`, which says whether more is better.
+        dense: The dense model's metric on the same rows.
+        by: How much worse it may get, in units of the metric.
+
+    Raises:
+        PlanError: Even the smallest cut costs more.
+    """
+    values: dict[tuple[tuple[int, ...], ...], float] = {}
+    judged: list[Mapping[str, Any]] = []
+
+    def value_of(plan: PruningPlan) -> float:
+        key = tuple(kept.query for kept in plan.kept.values())
+        if key not in values:
+            values[key] = judge(plan)
+            judged.append({"alpha": plan.alpha, "removed": plan.removed, metric: values[key]})
+        return values[key]
+
+    best: tuple[HeadScores, PruningPlan] | None = None
+    passed = 0
+    for scores in candidates:
+
+        def holds(step: int, scores: HeadScores = scores) -> bool:
+            return metric_drop(metric, dense, value_of(plan_at(scores, step))) <= by
+
+        found = most_within(holds, steps, at_least=passed)
+        if found > passed:
+            passed, best = found, (scores, plan_at(scores, found))
+    if best is None:
+        least = min((metric_drop(metric, dense, value) for value in values.values()), default=0.0)
+        raise PlanError(
+            f"max_drop allows {metric} to get worse by {by:g}, but on the held-out rows even the smallest cut makes it "
+            f"worse by {least:.4g} (dense {dense:.4g}); allow more, or use compensation with a budget of heads"
+        )
+    return DropChoice(*best, value=value_of(best[1]), judged=tuple(judged))
+
+
+def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0) -> int:
+    """How many of the steps 1..count pass, by bisection: those up to the last that does.
+
+    Presumes that a step which passes is not behind one that does not; only steps that were tried are promised.
+
+    Args:
+        passes: Whether a step passes.
+        count: Number of steps.
+        at_least: A step that is known to pass, for another candidate; 0 for none.
+    """
+    low, high = at_least, count + 1
+    if low and low < count and not passes(low + 1):
+        return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        if passes(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def metric_drop(metric: str, dense: float, other: float) -> float:
+    """How much worse a metric got, whichever way is better; negative where it got better."""
+    worse = dense - other if METRICS[metric].higher_is_better else other - dense
+    # 0.88 - 0.87 is a little more than 0.01.
+    return round(worse, 12)
