@@ -65,8 +65,8 @@ def quickstart_command(options: argparse.Namespace, out: Console, progress: Prog
 
 def score_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Write scores.json and plan.json."""
+    from .choice import choose, write_choice
     from .folders import new_folder
-    from .pipeline import choose, write_choice
     from .prepare import prepare
 
     recipe = _recipe(options)
@@ -80,9 +80,10 @@ def score_command(options: argparse.Namespace, out: Console, progress: Progress)
 
 def prune_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Write a slim checkpoint."""
+    from .choice import choose
     from .cut import check_plan, check_weights, weight_norms
     from .folders import refuse_existing
-    from .pipeline import choose, prune
+    from .pipeline import prune
     from .prepare import prepare
     from .values import PruningPlan
 

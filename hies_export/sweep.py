@@ -26,9 +26,9 @@ from .evaluate_model import Predictions, predict, references, standard_error
 from .lengths import by_length
 from .measure import count_flops
 from .metrics import METRICS
-from .pipeline import judge
 from .prepare import Prepared, budget_options, prepare
 from .progress import Progress, Silent
+from .quality import judge
 from .recipe import PruningRecipe
 from .score import COMPENSATED, SIGNAL_CRITERIA, criterion_names, score_heads, uses_alpha
 from .select import check_budget, select_heads

@@ -17,6 +17,7 @@ import yaml
 from conftest import bert, causal_lm, llama, save_text_model, text_batch, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
+from hies_export.choice import choose
 from hies_export.cli import main
 from hies_export.compensate import collect_moments, compensate_heads, refit_heads
 from hies_export.cut import prune_heads
@@ -25,9 +26,9 @@ from hies_export.evaluate_model import predict
 from hies_export.layout import find_attention
 from hies_export.lengths import by_length
 from hies_export.measure import count_flops
-from hies_export.pipeline import choose, evaluate
 from hies_export.prepare import prepare
 from hies_export.progress import Silent
+from hies_export.quality import evaluate
 from hies_export.recipe import PruningRecipe
 from hies_export.select import select_heads
 from hies_export.sweep import SweepGrid, sweep, weighted_area

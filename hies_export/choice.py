@@ -1,0 +1,263 @@
+"""Calibrate, score and select as a recipe says: which heads stay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .alpha import ALPHAS, Judgement, choose_alpha
+from .budget import CostTable, check_reachable, counts_within, flops_table, latency_table, uniform_shares
+from .calibrate import collect_statistics
+from .compensated import collect_effects, score_compensated
+from .cut import masked_heads, weight_norms
+from .drop import choose_by_drop
+from .errors import PlanError
+from .evaluate_model import predict, references, standard_error
+from .gains import export
+from .metrics import METRICS
+from .prepare import Prepared, budget_options
+from .progress import Progress
+from .quality import held_out_metric, judge
+from .recipe import PruningRecipe
+from .score import COMPENSATED, SIGNAL_CRITERIA, score_heads, uses_alpha
+from .select import bundle_count, check_budget, select_heads
+from .signals import collect_signals
+from .values import HeadScores, HeadStatistics, PruningPlan, dump_json
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was found out about the heads, and which of them stay.
+
+    Attributes:
+        statistics: From calibration.
+        scores: By the recipe's criterion.
+        plan: The heads that stay.
+        alpha_curve: What every alpha came to under `alpha: auto`, see `AlphaChoice`; else empty.
+        budget: What the plan promises, and why it is as large as it is.
+    """
+
+    statistics: HeadStatistics
+    scores: HeadScores
+    plan: PruningPlan
+    alpha_curve: tuple[Mapping[str, Any], ...]
+    budget: Mapping[str, Any] = field(default_factory=dict)
+
+
+def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> Choice:
+    """Calibrate, score, select; with `alpha: auto`, at the alpha that does best on the held-out rows."""
+    prune, seed = recipe.prune, recipe.calibration.seed
+    # What a budget of cost allows is known before anything is scored.
+    table = _cost_table(prepared, recipe, progress=progress)
+    progress.stage("score")
+    statistics = collect_statistics(
+        prepared.model,
+        prepared.calibration,
+        prepared.scored,
+        progress=lambda batches: progress.track(batches, "score"),
+    )
+    if prune.criterion in SIGNAL_CRITERIA:
+        signals = collect_signals(prepared.model, prepared.calibration, prepared.scored)
+        statistics = replace(statistics, signals=signals)
+    recorded: dict[str, Any] = {
+        "seed": seed,
+        "calibration": {
+            "samples": statistics.samples,
+            "labels": "predictions" if prune.criterion == COMPENSATED else statistics.labels,
+            "fingerprint": statistics.fingerprint,
+        },
+        "model": weight_norms(prepared.model, prepared.sites),
+    }
+    options = budget_options(recipe)
+
+    def plan_by(scores: HeadScores) -> PruningPlan:
+        if table is None:
+            return select_heads(scores, prepared.sites, **options, **recorded)
+        counts = counts_within(scores, prepared.scored, table, ratio=_target(recipe), **options)
+        return select_heads(scores, prepared.sites, counts=counts, **options, **recorded)
+
+    def scores_at(alpha: float) -> HeadScores:
+        return score_heads(statistics, alpha=alpha, criterion=prune.criterion, normalize=prune.normalize, seed=seed)
+
+    auto = prune.alpha == "auto" and uses_alpha(prune.criterion)
+    if prune.criterion == COMPENSATED:
+        effects = collect_effects(
+            prepared.model,
+            prepared.calibration,
+            prepared.scored,
+            progress=lambda batches: progress.track(batches, "effects"),
+        )
+        candidates = [
+            score_compensated(effects, prepared.scored, progress=lambda sites: progress.track(sites, "greedy removal"))
+        ]
+    elif auto:
+        candidates = [scores_at(alpha) for alpha in ALPHAS]
+    else:
+        candidates = [scores_at(0.0 if prune.alpha == "auto" else prune.alpha)]
+    if prune.budget.max_drop is not None:
+        return _choose_by_drop(prepared, recipe, statistics, candidates, recorded, progress=progress)
+    if not auto:
+        plan = plan_by(candidates[0])
+        return Choice(statistics, candidates[0], plan, (), _budget_details(recipe, prepared, table, plan))
+    progress.stage("choose alpha")
+    dense_logits = predict(prepared.model, prepared.held_out)
+
+    def judge_masked(plan: PruningPlan) -> Judgement:
+        with masked_heads(prepared.model, plan):
+            logits = predict(prepared.model, prepared.held_out)
+        metrics, share = judge(prepared, prepared.held_out, dense_logits, logits, recipe)
+        if "labels" not in prepared.held_out[0]:
+            return Judgement(None, 0.0, share)
+        options: dict[str, Any] = {"name": prepared.metrics[0], "regression": prepared.regression}
+        error = standard_error(logits, references(prepared.held_out), **options)
+        return Judgement(metrics[prepared.metrics[0]], error, share)
+
+    scores_of = dict(zip(ALPHAS, candidates, strict=True))
+    chosen = choose_alpha(
+        lambda alpha: (scores_of[alpha], plan_by(scores_of[alpha])),
+        judge_masked,
+        alphas=tuple(progress.track(ALPHAS, "choose alpha")),
+        higher_is_better=METRICS[prepared.metrics[0]].higher_is_better,
+    )
+    budget = _budget_details(recipe, prepared, table, chosen.plan)
+    return Choice(statistics, chosen.scores, chosen.plan, chosen.curve, budget)
+
+
+def write_choice(folder: Path, choice: Choice) -> None:
+    """Write scores.json (statistics and scores per head) and plan.json."""
+    statistics, scores, plan = choice.statistics, choice.scores, choice.plan
+    written = {
+        "criterion": scores.criterion,
+        "parameters": scores.parameters,
+        "scores": scores.scores,
+        "his": statistics.his,
+        "entropy": statistics.entropy,
+        "weight_l2": statistics.weight_l2,
+        "samples": statistics.samples,
+        "labels": statistics.labels,
+        "fingerprint": statistics.fingerprint,
+        "alpha_curve": choice.alpha_curve,
+    }
+    (folder / "scores.json").write_text(dump_json(written), encoding="utf-8")
+    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+
+
+def head_numbers(choice: Choice) -> dict[str, dict[str, list[float]]]:
+    """Per attention module that may lose heads what was found out about each head."""
+    found = {"his": choice.statistics.his, "entropy": choice.statistics.entropy, "score": choice.scores.scores}
+    return {
+        name: {what: values[name].tolist() for what, values in found.items() if name in values}
+        for name in choice.scores.scores
+    }
+
+
+def _target(recipe: PruningRecipe) -> float:
+    """What a budget of cost allows, as a share of the dense model's."""
+    budget = recipe.prune.budget
+    ratio = budget.flops if budget.latency is None else budget.latency.ratio
+    assert ratio is not None
+    return ratio
+
+
+def _cost_table(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> CostTable | None:
+    """What heads cost, for a budget of FLOPs or time that can be met; None for the others."""
+    budget, options = recipe.prune.budget, budget_options(recipe)
+    common: dict[str, Any] = {"unit": recipe.prune.unit}
+    if budget.latency is not None:
+        progress.stage("time cuts")
+        table = latency_table(
+            prepared.model,
+            prepared.scored,
+            runtime=budget.latency.runtime,
+            batch=prepared.measured[_budget_shape(recipe, prepared)],
+            export=lambda model, folder: export(prepared, model, recipe, folder),
+            repeats=recipe.measure.repeats,
+            min_seconds=recipe.measure.min_seconds,
+            track=progress.track,
+            **common,
+        )
+    elif budget.flops is not None:
+        table = flops_table(prepared.model, prepared.scored, batch=next(iter(prepared.measured.values())), **common)
+    else:
+        return None
+    check_reachable(prepared.scored, table, ratio=_target(recipe), **options)
+    return table
+
+
+def _budget_shape(recipe: PruningRecipe, prepared: Prepared) -> tuple[int, int]:
+    """The measured shape that a budget of time is about; images and prompts have one sequence for every batch."""
+    wanted = recipe.prune.budget.latency
+    assert wanted is not None
+    of_batch = [shape for shape in prepared.measured if shape[0] == wanted.batch]
+    return next((shape for shape in of_batch if shape[1] == wanted.sequence), of_batch[0])
+
+
+def _budget_details(
+    recipe: PruningRecipe, prepared: Prepared, table: CostTable | None, plan: PruningPlan
+) -> dict[str, Any]:
+    """What the report says of the budget; what was measured of it comes later."""
+    budget = recipe.prune.budget
+    if table is None:
+        return {"kind": "heads", "target": budget.heads}
+    lost = {
+        site.name: bundle_count(site, recipe.prune.unit) * (site.heads - len(plan.kept[site.name].query)) // site.heads
+        for site in prepared.scored
+    }
+    details = {"target": _target(recipe), "predicted": table.ratio(lost)}
+    if budget.latency is None:
+        return {"kind": "flops", **details}
+    batch, sequence = _budget_shape(recipe, prepared)
+    where = {"runtime": budget.latency.runtime, "batch": batch, "sequence": sequence}
+    return {"kind": "latency", **where, **details, "table": table.measured}
+
+
+def _choose_by_drop(
+    prepared: Prepared,
+    recipe: PruningRecipe,
+    statistics: HeadStatistics,
+    candidates: Sequence[HeadScores],
+    recorded: Mapping[str, Any],
+    *,
+    progress: Progress,
+) -> Choice:
+    """The scores and the share of heads by which most can go while the held-out metric holds."""
+    progress.stage("choose sparsity")
+    drop, options = recipe.prune.budget.max_drop, budget_options(recipe)
+    assert drop is not None
+    dense_logits = predict(prepared.model, prepared.held_out)
+    dense = held_out_metric(prepared, recipe, dense_logits, dense_logits)
+    shares = []
+    for share in uniform_shares(prepared.scored, allocation=recipe.prune.allocation, unit=recipe.prune.unit):
+        with contextlib.suppress(PlanError):  # beyond what the constraints leave
+            check_budget(prepared.scored, heads=share, **options)
+            shares.append(share)
+    if not shares:
+        raise PlanError("max_drop needs heads that may go, but the constraints leave none; loosen them")
+
+    def judge_masked(plan: PruningPlan) -> float:
+        with masked_heads(prepared.model, plan):
+            logits = predict(prepared.model, prepared.held_out)
+        return held_out_metric(prepared, recipe, dense_logits, logits)
+
+    chosen = choose_by_drop(
+        progress.track(candidates, "choose sparsity"),
+        lambda scores, step: select_heads(scores, prepared.sites, heads=shares[step - 1], **options, **recorded),
+        judge_masked,
+        steps=len(shares),
+        metric=drop.metric,
+        dense=dense,
+        by=drop.by,
+    )
+    details = {
+        "kind": "max_drop",
+        "metric": drop.metric,
+        "by": drop.by,
+        "dense": dense,
+        "masked": chosen.value,
+        "samples": sum(len(next(iter(batch.values()))) for batch in prepared.held_out),
+        "judged": chosen.judged,
+    }
+    return Choice(statistics, chosen.scores, chosen.plan, (), details)

@@ -1,0 +1,77 @@
+"""Judge models on the evaluation batches: metrics, and the agreement with the dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .cut import masked_heads
+from .evaluate_model import Predictions, compute_metrics, predict, predicted, references, stability
+from .prepare import Prepared
+from .progress import Progress
+from .recipe import PruningRecipe
+from .values import PruningPlan
+
+
+def evaluate(
+    prepared: Prepared, slim: PreTrainedModel, plan: PruningPlan, recipe: PruningRecipe, *, progress: Progress
+) -> dict[str, Any]:
+    """Judge dense and slim on the evaluation batches; where there was compensation, also what it started from.
+
+    Returns:
+        metrics: name -> dense and slim value; stability: share of equal predictions; uncompensated: metrics and
+        stability of the cut alone, or None.
+    """
+    progress.stage("evaluate")
+
+    def logits_of(model: PreTrainedModel) -> Predictions:
+        return predict(model, prepared.evaluation, progress=lambda batches: progress.track(batches, "evaluate"))
+
+    dense_logits, slim_logits = logits_of(prepared.model), logits_of(slim)
+
+    def judged(logits: Predictions) -> tuple[dict[str, float], float]:
+        return judge(prepared, prepared.evaluation, dense_logits, logits, recipe)
+
+    uncompensated = None
+    if recipe.prune.compensation is not None:
+        # The masked model is the cut one without compensation: `check_cut` has just shown it.
+        with masked_heads(prepared.model, plan):
+            metrics, share = judged(logits_of(prepared.model))
+        uncompensated = {"metrics": metrics, "stability": share}
+    (dense, _), (slim_values, share) = judged(dense_logits), judged(slim_logits)
+    return {
+        "metrics": {name: {"dense": dense[name], "slim": slim_values[name]} for name in prepared.metrics},
+        "stability": share,
+        "uncompensated": uncompensated,
+    }
+
+
+def judge(
+    prepared: Prepared,
+    batches: list[dict[str, Tensor]],
+    dense_logits: Predictions,
+    logits: Predictions,
+    recipe: PruningRecipe,
+    *,
+    names: Sequence[str] = (),
+) -> tuple[dict[str, float], float]:
+    """Metrics of some logits, by default the report's, and their stability.
+
+    Without labels the dense model's predictions are the reference, and its own value is perfect by definition.
+    """
+    labelled = "labels" in batches[0]
+    expected = references(batches) if labelled else predicted(dense_logits, regression=prepared.regression)
+    metrics = compute_metrics(logits, expected, names=names or prepared.metrics, regression=prepared.regression)
+    tolerance = recipe.evaluation.stability_tolerance
+    return metrics, stability(dense_logits, logits, regression=prepared.regression, tolerance=tolerance)
+
+
+def held_out_metric(prepared: Prepared, recipe: PruningRecipe, dense_logits: Predictions, logits: Predictions) -> float:
+    """The budget's metric on the held-out rows; without labels, against the dense model's predictions."""
+    drop = recipe.prune.budget.max_drop
+    assert drop is not None
+    metrics, _ = judge(prepared, prepared.held_out, dense_logits, logits, recipe, names=(drop.metric,))
+    return metrics[drop.metric]
