@@ -269,8 +269,6 @@ def _cuts(model: PreTrainedModel, plan: PruningPlan, sites: Sequence[AttentionSi
     cuts: dict[str, dict[int, Tensor]] = {}
     for site in sites:
         kept = plan.kept[site.name]
-        if len(kept.query) == site.heads:
-            continue
         for name, axis, index in feature_cuts(model, site, kept):
             layer = model.get_submodule(name)
             cuts.setdefault(f"{name}.weight", {})[weight_axis(layer, axis)] = index

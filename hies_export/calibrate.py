@@ -243,12 +243,29 @@ def _own_labels(logits: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 def _weight_l2(model: PreTrainedModel, site: AttentionSite) -> Tensor:
     """L2 norm over a head's q, k and v rows and o columns; a shared key/value head counts for each of its queries."""
-    output = weight_of(model.get_submodule(site.output)).detach().double().cpu()
-    query = output.pow(2).sum(0).view(site.heads, -1).sum(1)
+
+    def squares(name: str) -> Tensor:
+        return weight_of(model.get_submodule(name)).detach().double().cpu().pow(2)
+
+    return sum_by_head(site, squares).sqrt()
+
+
+def sum_by_head(site: AttentionSite, elements: Callable[[str], Tensor]) -> Tensor:
+    """Add up what belongs to each head; what belongs to a shared key/value head counts for each of its queries.
+
+    Args:
+        site: The attention module.
+        elements: Of a projection or the output projection, by name, a float64 number per weight, (out_features,
+            in_features), on CPU; asked for one at a time.
+
+    Returns:
+        (heads,) float64.
+    """
+    query = elements(site.output).sum(0).view(site.heads, -1).sum(1)
     key_value = torch.zeros(site.key_value_heads, dtype=torch.float64)
     for projection in site.projections:
-        rows = weight_of(model.get_submodule(projection.name)).detach().double().cpu().pow(2).sum(1)
+        rows = elements(projection.name).sum(1)
         for total, per_head in ((query, projection.query), (key_value, projection.key_value)):
             for head, features in enumerate(per_head):
                 total[head] += rows[list(features)].sum()
-    return (query + key_value.repeat_interleave(site.group_size)).sqrt()
+    return query + key_value.repeat_interleave(site.group_size)

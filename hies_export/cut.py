@@ -55,8 +55,6 @@ def prune_heads(
     attributes: dict[str, dict[str, Any]] = {}
     for site in sites:
         kept = plan.kept[site.name]
-        if len(kept.query) == site.heads:
-            continue
         for name, axis, index in feature_cuts(slim, site, kept):
             layer = select_features(slim.get_submodule(name), index, axis)
             owner, _, attribute = name.rpartition(".")
@@ -87,7 +85,9 @@ def feature_cuts(model: nn.Module, site: AttentionSite, kept: KeptHeads) -> list
         index = kept_features(projection, kept, features)
         if len(index) < features:
             cuts.append((projection.name, 0, index))
-    return [*cuts, (site.output, 1, head_rows(kept.query, site.value_dim))]
+    if len(kept.query) < site.heads:
+        cuts.append((site.output, 1, head_rows(kept.query, site.value_dim)))
+    return cuts
 
 
 def row_cuts(model: nn.Module, site: AttentionSite, kept: KeptHeads) -> list[tuple[str, Tensor]]:

@@ -8,7 +8,6 @@ no weight matters, the model may be on the meta device, of any size.
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .linear import features_of, is_linear, set_parameter
+from .twin import copy_with
 
 # Anything larger is an embedding or an expert, whose values cannot matter: one number stands for all of them.
 _LARGEST_REAL_PARAMETER = 2**20
@@ -183,18 +183,16 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
             return torch.rand(tensor.shape, generator=generator)
         return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype)
 
-    weights_of_linears = {id(p) for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
-    memo: dict[int, Any] = {}
-    for tensor in model.parameters():
-        if id(tensor) in weights_of_linears:
+    linear = {id(p) for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
+    parameters = {id(p) for p in model.parameters()}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if id(tensor) in linear:
             values = torch.zeros([1] * tensor.dim()).expand(tensor.shape)
-            memo[id(tensor)] = nn.Parameter(values, requires_grad=False)
-        else:
-            memo[id(tensor)] = parameter(tensor)
-    plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    memo |= {id(tensor): buffer(tensor) for tensor in [*model.buffers(), *plain] if id(tensor) not in memo}
-    # deepcopy takes whatever its memo already holds as the finished copy.
-    copied = copy.deepcopy(model, memo)
+            return nn.Parameter(values, requires_grad=False)
+        return parameter(tensor) if id(tensor) in parameters else buffer(tensor)
+
+    copied = copy_with(model, stand_in)
     for module in copied.modules():
         # What accelerate puts around the layers of a model spread over devices.
         for name in ("forward", "_old_forward", "_hf_hook"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .calibrate import sum_by_head
 from .compensate import real_tokens
 from .errors import DataError, NonFiniteError
 from .labels import is_regression
@@ -122,7 +123,7 @@ def collect_signals(
         "activation_l2": {name: total / tokens[name] for name, total in activation.items()},
         "output_norm": {name: total / tokens[name] for name, total in written.items()},
         "obs": {s.name: _obs(model, s, moments[s.name] / tokens[s.name]) for s in sites},
-        "taylor": {s.name: _taylor(s, salience) for s in sites},
+        "taylor": {s.name: sum_by_head(s, salience.__getitem__) for s in sites},
     }
 
 
@@ -137,15 +138,3 @@ def _obs(model: PreTrainedModel, site: AttentionSite, moments: Tensor) -> Tensor
         solved = torch.linalg.solve(inverse[block, block], weight[:, block].T)  # (value_dim, width)
         scores.append((weight[:, block].T * solved).sum())
     return torch.stack(scores).cpu()
-
-
-def _taylor(site: AttentionSite, salience: Mapping[str, Tensor]) -> Tensor:
-    """(heads,)"""
-    query = salience[site.output].sum(0).view(site.heads, -1).sum(1)
-    key_value = torch.zeros(site.key_value_heads, dtype=torch.float64)
-    for projection in site.projections:
-        rows = salience[projection.name].sum(1)
-        for total, per_head in ((query, projection.query), (key_value, projection.key_value)):
-            for head, features in enumerate(per_head):
-                total[head] += rows[list(features)].sum()
-    return query + key_value.repeat_interleave(site.group_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -30,10 +30,20 @@ def share_weights(model: Model, *, device: str | None = None) -> Model:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         return torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
+    return copy_with(model, stand_in)
+
+
+def copy_with(model: Model, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Model:
+    """Copy a model's modules and config, with something else in the place of each of its tensors.
+
+    Args:
+        model: Any model.
+        stand_in: Called once for each parameter, then each buffer, then each other tensor that a module holds.
+    """
     plain = [value for module in model.modules() for value in vars(module).values()]
     tensors = [*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, torch.Tensor))]
     # deepcopy takes whatever its memo already holds as the finished copy.
-    return copy.deepcopy(model, {id(tensor): stand_in(tensor) for tensor in tensors})
+    return copy.deepcopy(model, {key: stand_in(tensor) for key, tensor in {id(t): t for t in tensors}.items()})
 
 
 def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
+import yaml
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -239,6 +240,25 @@ def save_text_model(folder: Path, **options: object) -> Path:
     )
     bert(**({"num_labels": 2} | options)).save_pretrained(folder)
     fast.save_pretrained(folder)
+    return folder
+
+
+def save_project(folder: Path, *, train: int, validation: int, **sections: object) -> Path:
+    """A folder with a tiny BERT, rows of sentence pairs, and a recipe.yaml that may differ in some sections."""
+    save_text_model(folder / "model")
+    write_rows(folder / "train.jsonl", train)
+    write_rows(folder / "validation.jsonl", validation)
+    recipe = {
+        "model": "model",
+        "task": "text-classification",
+        "data": {
+            "files": {"train": "train.jsonl", "validation": "validation.jsonl"},
+            "text": ["sentence", "other"],
+            "label": "label",
+        },
+        "output": "out",
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | sections))
     return folder
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from conftest import bert, save_text_model, text_batch, write_rows
+from conftest import bert, save_project, save_text_model, text_batch, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from hies_export import find_attention, load, prune_heads, select_heads
@@ -242,24 +241,14 @@ def test_budgets_that_cannot_be_are_refused(budget: dict[str, Any], message: str
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    save_text_model(tmp_path / "model")
-    write_rows(tmp_path / "train.jsonl", 60)
-    write_rows(tmp_path / "validation.jsonl", 20)
-    recipe = {
-        "model": "model",
-        "task": "text-classification",
-        "data": {
-            "files": {"train": "train.jsonl", "validation": "validation.jsonl"},
-            "text": ["sentence", "other"],
-            "label": "label",
-        },
-        "calibration": {"samples": 8, "batch_size": 8},
-        "prune": {"alpha": 0.5, "budget": {}},
-        "measure": {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 4},
-        "output": "out",
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return tmp_path
+    return save_project(
+        tmp_path,
+        train=60,
+        validation=20,
+        calibration={"samples": 8, "batch_size": 8},
+        prune={"alpha": 0.5, "budget": {}},
+        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 4},
+    )
 
 
 def run(project: Path, budget: dict[str, Any], *settings: str) -> int:

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from conftest import save_text_model, write_rows
+from conftest import save_project, save_text_model, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hies_export
@@ -35,24 +34,14 @@ SUMMARY = {
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder with a model, data and a recipe.yaml."""
-    save_text_model(tmp_path / "model")
-    write_rows(tmp_path / "train.jsonl", 12)
-    write_rows(tmp_path / "validation.jsonl", 20)
-    recipe = {
-        "model": "model",
-        "task": "text-classification",
-        "data": {
-            "files": {"train": "train.jsonl", "validation": "validation.jsonl"},
-            "text": ["sentence", "other"],
-            "label": "label",
-        },
-        "calibration": {"samples": 8, "batch_size": 3},
-        "prune": {"alpha": 0.5, "budget": {"heads": 0.4}},
-        "measure": {"shapes": [[2, 16]], "repeats": 4},
-        "output": "out",
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return tmp_path
+    return save_project(
+        tmp_path,
+        train=12,
+        validation=20,
+        calibration={"samples": 8, "batch_size": 3},
+        prune={"alpha": 0.5, "budget": {"heads": 0.4}},
+        measure={"shapes": [[2, 16]], "repeats": 4},
+    )
 
 
 def hies(*arguments: object) -> int:

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from conftest import bert, causal_lm, llama, save_text_model, text_batch, write_rows
+from conftest import bert, causal_lm, llama, save_project, text_batch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from hies_export.choice import choose
@@ -42,26 +41,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::hies_export.compensate.FewToken
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Path:
-    save_text_model(tmp_path / "model")
-    write_rows(tmp_path / "train.jsonl", 60)
-    write_rows(tmp_path / "validation.jsonl", 40)
-    recipe = {
-        "model": "model",
-        "task": "text-classification",
-        "data": {
-            "files": {"train": "train.jsonl", "validation": "validation.jsonl"},
-            "text": ["sentence", "other"],
-            "label": "label",
-        },
-        "calibration": {"samples": 8, "batch_size": 5},
-        "evaluation": {"batch_size": 7},
-        "prune": {"alpha": 0.5, "budget": {"heads": 0.4}, "compensation": {"samples": 40}},
-        "measure": {"shapes": [[2, 16]]},
-        "output": "out",
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
+    project = save_project(
+        tmp_path,
+        train=60,
+        validation=40,
+        calibration={"samples": 8, "batch_size": 5},
+        evaluation={"batch_size": 7},
+        prune={"alpha": 0.5, "budget": {"heads": 0.4}, "compensation": {"samples": 40}},
+        measure={"shapes": [[2, 16]]},
+    )
+    return project / "recipe.yaml"
 
 
 @pytest.mark.slow
