@@ -18,8 +18,9 @@ from rich.console import Console
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
 from hies_export import export_onnx, find_attention, load, prune_heads, score_heads, select_heads
-from hies_export.compare import count_both_flops, time_on
-from hies_export.measure import environment, synthetic_batch
+from hies_export.measure.compare import count_both_flops, time_on
+from hies_export.measure.counts import synthetic_batch
+from hies_export.measure.latency import environment
 from hies_export.values import HeadStatistics
 
 WIDTHS = {

@@ -14,9 +14,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .apply import apply_plan
     from .calibrate import collect_statistics
-    from .compare import bench
+    from .checkpoint.apply import apply_plan
+    from .checkpoint.loading import load
+    from .checkpoint.save import save_slim
     from .compensate import compensate_heads
     from .compensated import collect_effects, score_compensated
     from .cut import check_cut, masked_heads, prune_heads
@@ -37,16 +38,16 @@ if TYPE_CHECKING:
         StepError,
         UnsupportedModelError,
     )
-    from .export import export_onnx
     from .generate import generate_text
-    from .layout import find_attention
-    from .loading import load
-    from .measure import compare_latency, count_flops, count_parameters
-    from .onnx_generate import OnnxGenerator
+    from .heads.layout import find_attention
+    from .measure.compare import bench
+    from .measure.counts import count_flops, count_parameters
+    from .measure.latency import compare_latency
+    from .onnx.export import export_onnx
+    from .onnx.generator import OnnxGenerator
     from .pipeline import run
     from .recipe import PruningRecipe
-    from .report import Report
-    from .save import save_slim
+    from .report.report import Report
     from .score import CRITERIA, criterion, score_heads
     from .select import select_heads
     from .values import AttentionSite, HeadScores, HeadStatistics, KeptHeads, PruningPlan
@@ -55,9 +56,9 @@ __version__ = "0.1.0"
 
 # Where each public name lives. Resolved on first use: importing this package imports neither torch nor transformers.
 _HOMES = {
-    "apply": ["apply_plan"],
+    "checkpoint.apply": ["apply_plan"],
     "calibrate": ["collect_statistics"],
-    "compare": ["bench"],
+    "measure.compare": ["bench"],
     "compensate": ["compensate_heads"],
     "compensated": ["collect_effects", "score_compensated"],
     "cut": ["check_cut", "masked_heads", "prune_heads"],
@@ -78,16 +79,17 @@ _HOMES = {
         "StepError",
         "UnsupportedModelError",
     ],
-    "export": ["export_onnx"],
-    "layout": ["find_attention"],
-    "loading": ["load"],
-    "measure": ["compare_latency", "count_flops", "count_parameters"],
-    "onnx_generate": ["OnnxGenerator"],
+    "onnx.export": ["export_onnx"],
+    "heads.layout": ["find_attention"],
+    "checkpoint.loading": ["load"],
+    "measure.counts": ["count_flops", "count_parameters"],
+    "measure.latency": ["compare_latency"],
+    "onnx.generator": ["OnnxGenerator"],
     "pipeline": ["run"],
     "generate": ["generate_text"],
     "recipe": ["PruningRecipe"],
-    "report": ["Report"],
-    "save": ["save_slim"],
+    "report.report": ["Report"],
+    "checkpoint.save": ["save_slim"],
     "score": ["CRITERIA", "criterion", "score_heads"],
     "select": ["select_heads"],
     "values": ["AttentionSite", "HeadScores", "HeadStatistics", "KeptHeads", "PruningPlan"],

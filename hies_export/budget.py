@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from . import measure
+from .checkpoint.folders import replace_file
 from .cut import prune_heads
 from .errors import PlanError
-from .folders import replace_file
-from .runtimes import RUNTIMES, load_runtime
+from .measure import counts, latency
+from .measure.runtimes import RUNTIMES, load_runtime
+from .model.twin import share_weights
 from .select import bundle_count, least_loss, lost_scores, removable_counts, select_heads
-from .twin import share_weights
 from .values import AttentionSite, HeadScores, PruningPlan
 
 # Shares of its bundles that every module keeps in the cuts that are timed; 0 stands for a single one.
@@ -73,7 +73,7 @@ def flops_table(
         batch: Inputs of the shape to count at.
         unit: As in `select_heads`.
     """
-    dense = measure.count_flops(model, batch)
+    dense = counts.count_flops(model, batch)
     saved = {}
     for index, site in enumerate(sites):
         count = bundle_count(site, unit)
@@ -81,7 +81,7 @@ def flops_table(
         if count > 1:
             plan = _plan(sites, [int(i == index) for i in range(len(sites))], unit)
             without = prune_heads(share_weights(model), plan, tuple(sites), inplace=True)
-            one = (dense - measure.count_flops(without, batch)) / dense
+            one = (dense - counts.count_flops(without, batch)) / dense
         # A module's last bundle stays.
         saved[site.name] = tuple(one * k for k in range(count))
     return CostTable("FLOPs", saved)
@@ -186,7 +186,7 @@ def _time_cuts(
         dense = source("dense", None)
         for kept in track(list(cuts), f"time cuts on {runtime}") if track else list(cuts):
             runners = [load_runtime(runtime, s) for s in (dense, source(f"kept-{kept:.4f}", cuts[kept]), dense)]
-            found = measure.compare_latency(runners[0], runners[1], control=runners[2], batch=batch, **timing)
+            found = latency.compare_latency(runners[0], runners[1], control=runners[2], batch=batch, **timing)
             points.append(
                 {
                     "kept": kept,
@@ -201,7 +201,7 @@ def _time_cuts(
 
 
 def _is_sharp(point: Mapping[str, float]) -> bool:
-    noisy = measure.is_noisy(point["control_low"], point["control_high"])
+    noisy = latency.is_noisy(point["control_low"], point["control_high"])
     return not noisy and point["ratio_high"] - point["ratio_low"] <= WIDEST_INTERVAL
 
 
@@ -321,7 +321,7 @@ def _key(
     shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
     return {
         "format": TABLE_FORMAT,
-        "environment": measure.environment(),
+        "environment": latency.environment(),
         "runtime": runtime,
         "device": str(model.device),
         "batch": {name: list(value.shape) for name, value in sorted(batch.items())},

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .attention import AttentionCall, VisibleKeys, attend, attend_with_entropy, use_attention
-from .data import batches_fingerprint
+from .data.batches import batches_fingerprint
+from .data.labels import IGNORED, check_label_tokens, is_regression, predicted_positions
 from .errors import DataError, NonFiniteError, StepError, UnsupportedModelError
-from .labels import IGNORED, check_label_tokens, is_regression, predicted_positions
-from .linear import weight_of
-from .modes import checkpointing, frozen, without_cache
+from .heads.attention import AttentionCall, VisibleKeys, attend, attend_with_entropy, use_attention
+from .model.linear import weight_of
+from .model.modes import checkpointing, frozen, without_cache
 from .values import AttentionSite, HeadStatistics
 
 logger = logging.getLogger(__name__)

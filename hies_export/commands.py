@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def run_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """The whole line of a recipe."""
     from .pipeline import run
-    from .report import print_report
+    from .report.report import print_report
 
     recipe = _recipe(options)
     report = run(recipe, overwrite=options.overwrite, progress=progress)
@@ -36,11 +36,11 @@ def run_command(options: argparse.Namespace, out: Console, progress: Progress) -
 
 def quickstart_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Train a small model on bundled data, then the whole line."""
-    from .folders import new_folder
+    from .checkpoint.folders import new_folder
     from .pipeline import run
     from .quickstart import prepare_quickstart
     from .recipe import PruningRecipe
-    from .report import print_report
+    from .report.report import print_report
 
     with new_folder(options.output, overwrite=options.overwrite) as folder:
         recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=progress))
@@ -65,8 +65,8 @@ def quickstart_command(options: argparse.Namespace, out: Console, progress: Prog
 
 def score_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Write scores.json and plan.json."""
+    from .checkpoint.folders import new_folder
     from .choice import choose, write_choice
-    from .folders import new_folder
     from .prepare import prepare
 
     recipe = _recipe(options)
@@ -80,9 +80,9 @@ def score_command(options: argparse.Namespace, out: Console, progress: Progress)
 
 def prune_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Write a slim checkpoint."""
+    from .checkpoint.folders import refuse_existing
     from .choice import choose
     from .cut import check_plan, check_weights, weight_norms
-    from .folders import refuse_existing
     from .pipeline import prune
     from .prepare import prepare
     from .values import PruningPlan
@@ -109,7 +109,7 @@ def prune_command(options: argparse.Namespace, out: Console, progress: Progress)
 
 def apply_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Cut a checkpoint on disk."""
-    from .apply import apply_plan
+    from .checkpoint.apply import apply_plan
     from .values import PruningPlan
 
     plan = PruningPlan.from_file(options.plan)
@@ -139,11 +139,11 @@ def export_command(options: argparse.Namespace, out: Console, progress: Progress
     """Write an ONNX folder."""
     import torch
 
-    from .export import export_onnx
-    from .folders import refuse_existing
-    from .loading import load
-    from .measure import synthetic_batch
-    from .onnx_multimodal import image_text_batch, is_vision_language
+    from .checkpoint.folders import refuse_existing
+    from .checkpoint.loading import load
+    from .measure.counts import synthetic_batch
+    from .onnx.export import export_onnx
+    from .onnx.multimodal import image_text_batch, is_vision_language
 
     refuse_existing(options.output, overwrite=options.overwrite)
     progress.stage("load")
@@ -176,10 +176,10 @@ def export_command(options: argparse.Namespace, out: Console, progress: Progress
 
 
 def _processor(path: str, model: Any) -> Any:
-    from .data import load_processor
+    from .data.batches import load_processor
     from .errors import DataError
     from .generate import load_prompt_processor
-    from .onnx_multimodal import is_vision_language
+    from .onnx.multimodal import is_vision_language
 
     task = "image-classification" if model.main_input_name == "pixel_values" else "text-classification"
     try:
@@ -193,9 +193,9 @@ def _processor(path: str, model: Any) -> Any:
 
 def bench_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Time two models side by side."""
-    from .compare import bench
-    from .measure import environment
-    from .report import plain_table
+    from .measure.compare import bench
+    from .measure.latency import environment
+    from .report.report import plain_table
 
     shapes = [_shape(text) for text in options.shapes]
     second = options.second or options.first
@@ -227,11 +227,11 @@ def bench_command(options: argparse.Namespace, out: Console, progress: Progress)
 
 def sweep_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Judge many ways to prune."""
-    from .sweep import SweepGrid, sweep
-    from .sweep_tables import sweep_tables, terminal_table
+    from .sweep.sweep import SweepGrid, sweep
+    from .sweep.tables import sweep_tables, terminal_table
 
     if not options.no_figures:
-        from .figures import require_matplotlib
+        from .sweep.figures import require_matplotlib
 
         require_matplotlib()
     recipe = _recipe(options)
@@ -247,7 +247,7 @@ def sweep_command(options: argparse.Namespace, out: Console, progress: Progress)
     grid = SweepGrid(**{name: values for name, values in given.items() if values is not None})
     result = sweep(recipe, grid, recipe.output, overwrite=options.overwrite, progress=progress)
     if not options.no_figures:
-        from .figures import draw_figures
+        from .sweep.figures import draw_figures
 
         progress.stage("draw")
         draw_figures(recipe.output)
@@ -276,12 +276,12 @@ def inspect_command(options: argparse.Namespace, out: Console, progress: Progres
     """Show the heads of a checkpoint."""
     import torch
 
+    from .checkpoint.loading import load
     from .cut import is_slim
     from .errors import UnsupportedModelError
-    from .layout import find_attention
-    from .loading import load
-    from .measure import count_parameters, synthetic_batch
-    from .report import plain_table
+    from .heads.layout import find_attention
+    from .measure.counts import count_parameters, synthetic_batch
+    from .report.report import plain_table
 
     model = load(options.model, dtype=torch.float32)
     result: dict[str, Any] = {
@@ -335,7 +335,7 @@ def _mark(result: str) -> str:
 
 def report_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Show a finished run again."""
-    from .report import Report, print_report
+    from .report.report import Report, print_report
 
     report = Report.from_file(options.folder)
     print_report(report, out)
@@ -385,7 +385,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _print_plan(plan: Any, out: Console) -> None:
-    from .report import head_map, head_map_text
+    from .report.report import head_map, head_map_text
 
     out.print(head_map_text(head_map(plan)))
 

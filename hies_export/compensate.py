@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from .cut import head_rows
 from .errors import DataError, RecipeError, RequestError
-from .linear import weight_of
-from .modes import evaluating
+from .model.linear import weight_of
+from .model.modes import evaluating
 from .values import AttentionSite, KeptHeads, PruningPlan
 
 METHODS = ("bias", "least_squares")

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .compensate import real_tokens
+from .data.labels import check_label_tokens, is_regression, predicted_positions
 from .errors import DataError, NonFiniteError, RecipeError
-from .labels import check_label_tokens, is_regression, predicted_positions
-from .modes import frozen, without_cache
+from .model.modes import frozen, without_cache
 from .score import COMPENSATED
 from .values import AttentionSite, HeadScores
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from . import modeling_hies
-from .attention import AttentionCall, VisibleKeys, attend, use_attention
+from .checkpoint import modeling_hies
 from .errors import CutMismatchError, PlanError, UnsupportedModelError
-from .linear import features_of, select_features, set_parameter, weight_of
-from .modes import evaluating
+from .heads.attention import AttentionCall, VisibleKeys, attend, use_attention
+from .model.linear import features_of, select_features, set_parameter, weight_of
+from .model.modes import evaluating
 from .values import AttentionSite, KeptHeads, Projection, PruningPlan
 
 TOLERANCE = 1e-4

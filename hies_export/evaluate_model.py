@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from .data.labels import IGNORED, check_label_tokens, predicted_positions
 from .errors import DataError, NonFiniteError
-from .labels import IGNORED, check_label_tokens, predicted_positions
 from .metrics import check_metrics, load_metric
-from .modes import evaluating, without_cache
+from .model.modes import evaluating, without_cache
 
 Batch = Mapping[str, torch.Tensor]
 Progress = Callable[[Sequence[Any]], Iterable[Any]]

@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from . import measure
-from .compare import count_both_flops, time_on
-from .export import OnnxExport, export_onnx
+from .measure import counts
+from .measure.compare import count_both_flops, time_on
+from .measure.runtimes import RUNTIMES
+from .onnx.export import OnnxExport, export_onnx
 from .prepare import Prepared, few
 from .progress import Progress
 from .recipe import PruningRecipe
-from .runtimes import RUNTIMES
 
 
 def export(prepared: Prepared, model: PreTrainedModel, recipe: PruningRecipe, folder: Path) -> OnnxExport:
@@ -58,10 +58,10 @@ def measure_gains(
     shape = next(iter(batches))
     dense_flops, slim_flops = flops[shape]
     return {
-        "parameters": {"dense": measure.count_parameters(dense), "slim": measure.count_parameters(slim)},
+        "parameters": {"dense": counts.count_parameters(dense), "slim": counts.count_parameters(slim)},
         "bytes": {
-            "dense": measure.parameter_bytes(dense),
-            "slim": measure.parameter_bytes(slim),
+            "dense": counts.parameter_bytes(dense),
+            "slim": counts.parameter_bytes(slim),
             "onnx": onnx.bytes,
         },
         "flops": {"dense": dense_flops, "slim": slim_flops, "shape": list(shape)},
@@ -83,5 +83,5 @@ def measured_budget(budget: Mapping[str, Any], gains: Mapping[str, Any]) -> dict
 
 def _cache_bytes(dense: PreTrainedModel, slim: PreTrainedModel) -> dict[str, int] | None:
     """What both models remember of a token while they generate; None where they do not."""
-    found = [measure.cache_bytes_per_token(model) for model in (dense, slim)]
+    found = [counts.cache_bytes_per_token(model) for model in (dense, slim)]
     return None if found[0] is None or found[1] is None else {"dense": found[0], "slim": found[1]}

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
 
+from .checkpoint.loading import load
 from .errors import DataError, RecipeError, RequestError
-from .loading import load
-from .onnx_generate import OnnxGenerator
-from .runtimes import DECODER_FILE, ONNX_FILE
+from .measure.runtimes import DECODER_FILE, ONNX_FILE
+from .onnx.generator import OnnxGenerator
 
 logger = logging.getLogger(__name__)
 

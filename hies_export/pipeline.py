@@ -14,23 +14,23 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from . import measure
+from .checkpoint.folders import new_folder, refuse_existing
+from .checkpoint.save import save_slim
 from .choice import choose, head_numbers, write_choice
 from .compensate import LayerFit, compensate_heads
 from .cut import check_cut, is_slim, prune_heads
 from .drop import metric_drop
 from .errors import DropError
 from .evaluate_model import predict
-from .folders import new_folder, refuse_existing
 from .gains import export, measure_gains, measured_budget
+from .measure import latency
+from .measure.runtimes import require_onnxruntime
 from .prepare import AUTO_CLASSES, Prepared, few, prepare
 from .progress import Progress, Silent
 from .quality import evaluate, held_out_metric
 from .recipe import PruningRecipe
-from .report import Report, head_map, render_card, render_markdown
-from .report_html import render_html
-from .runtimes import require_onnxruntime
-from .save import save_slim
+from .report.html import render_html
+from .report.report import Report, head_map, render_card, render_markdown
 from .values import PruningPlan
 
 
@@ -93,7 +93,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
             onnx_max_abs=onnx.max_abs,
             seconds=seconds.spent,
             latency=gains["latency"],
-            environment=measure.environment(),
+            environment=latency.environment(),
             details={
                 "head_map": head_map(plan),
                 "heads": head_numbers(choice),

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .compare import model_shapes
+from .checkpoint.loading import find_model_class, load_config
 from .cut import auto_classes
-from .data import GENERATIVE, Columns, check_rows, draw_samples, load_processor, make_batches
+from .data.batches import GENERATIVE, Columns, check_rows, draw_samples, load_processor, make_batches
+from .data.labels import is_regression
+from .data.rows import load_rows
 from .errors import MissingRuntimeError, RequestError
-from .labels import is_regression
-from .layout import find_attention, tower_of
-from .loading import find_model_class, load_config
-from .measure import synthetic_batch
+from .heads.layout import find_attention, tower_of
+from .measure.compare import model_shapes
+from .measure.counts import synthetic_batch
+from .measure.runtimes import RUNTIMES
 from .metrics import check_metrics, default_metrics
 from .recipe import PruningRecipe
-from .rows import load_rows
-from .runtimes import RUNTIMES
 from .score import COMPENSATED, uses_alpha
 from .select import check_budget, check_constraints
 from .values import AttentionSite

@@ -14,7 +14,7 @@ from .errors import RecipeError, did_you_mean
 
 if TYPE_CHECKING:
     from .progress import Progress
-    from .report import Report
+    from .report.report import Report
 
 Task = Literal["text-classification", "image-classification", "text-generation", "image-text-to-text"]
 
@@ -187,7 +187,7 @@ def _share_of_dense(name: str, value: float) -> float:
 
 
 def _known_runtime(name: str) -> str:
-    from .runtimes import RUNTIMES
+    from .measure.runtimes import RUNTIMES
 
     if name not in RUNTIMES:
         raise ValueError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {name!r}{did_you_mean(name, RUNTIMES)}")

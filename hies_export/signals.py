@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from .calibrate import sum_by_head
 from .compensate import real_tokens
+from .data.labels import is_regression
 from .errors import DataError, NonFiniteError
-from .labels import is_regression
-from .linear import weight_of
-from .modes import frozen, without_cache
+from .model.linear import weight_of
+from .model.modes import frozen, without_cache
 from .values import AttentionSite
 
 Progress = Callable[[Sequence[dict[str, Tensor]]], Iterable[dict[str, Tensor]]]

@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate import collect_statistics
+from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.cut import check_cut, first_output, is_slim, masked_heads, max_abs, prune_heads
 from hies_export.errors import ReloadMismatchError
-from hies_export.export import export_onnx
-from hies_export.layout import find_attention
-from hies_export.loading import load
-from hies_export.save import check_reload, save_slim
+from hies_export.heads.layout import find_attention
+from hies_export.onnx.export import export_onnx
 from hies_export.select import select_heads
 from hies_export.values import AttentionSite, HeadScores, PruningPlan
 

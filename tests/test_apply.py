@@ -23,14 +23,14 @@ from test_cut import random_plan
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export import shards
-from hies_export.apply import MAX_SHARD_SIZE, apply_plan
+from hies_export.checkpoint import shards
+from hies_export.checkpoint.apply import MAX_SHARD_SIZE, apply_plan
+from hies_export.checkpoint.loading import load
 from hies_export.cli import main
 from hies_export.cut import first_output, is_slim, prune_heads, weight_norms
 from hies_export.errors import OutputExistsError, PlanError, RequestError, StepError
-from hies_export.layout import find_attention
-from hies_export.loading import load
-from hies_export.measure import synthetic_batch
+from hies_export.heads.layout import find_attention
+from hies_export.measure.counts import synthetic_batch
 from hies_export.values import KeptHeads, PruningPlan
 
 DECODER = {

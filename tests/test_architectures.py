@@ -18,11 +18,11 @@ from architectures import model_types
 from contract import STEPS, Broken, Subject, cut, score, train
 from torch import nn
 
-from hies_export import attention
 from hies_export.architectures import STEPS as DESCRIBED
 from hies_export.architectures import TABLE, counts, holds, markdown, read_table, whole
 from hies_export.cli import main
 from hies_export.errors import CutMismatchError, RequestError, UnsupportedModelError
+from hies_export.heads import attention
 
 ENTRIES = json.loads(TABLE.read_text(encoding="utf-8"))["types"]
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from hies_export import attention
-from hies_export.attention import AttentionCall, VisibleKeys, attend, attend_with_entropy, use_attention
 from hies_export.errors import UnsupportedModelError
+from hies_export.heads import attention
+from hies_export.heads.attention import AttentionCall, VisibleKeys, attend, attend_with_entropy, use_attention
 
 BATCH, HEADS, GROUPS, LENGTH, WIDTH = 3, 4, 2, 7, 8
 

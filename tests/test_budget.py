@@ -25,7 +25,8 @@ from hies_export.budget import (
 from hies_export.cli import main
 from hies_export.drop import metric_drop, most_within
 from hies_export.errors import PlanError, RecipeError
-from hies_export.measure import count_flops, is_noisy
+from hies_export.measure.counts import count_flops
+from hies_export.measure.latency import is_noisy
 from hies_export.recipe import BudgetSection, PruningRecipe
 from hies_export.select import least_loss
 from hies_export.values import AttentionSite, HeadScores
@@ -197,7 +198,7 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A machine that calls nothing noisy keeps every table.
-    monkeypatch.setattr("hies_export.measure.NOISE_LIMIT", 1e9)
+    monkeypatch.setattr("hies_export.measure.latency.NOISE_LIMIT", 1e9)
     monkeypatch.setattr("hies_export.budget.WIDEST_INTERVAL", 1e9)
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)

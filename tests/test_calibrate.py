@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hies_export.calibrate import collect_statistics
 from hies_export.errors import DataError, NonFiniteError
-from hies_export.layout import find_attention
+from hies_export.heads.layout import find_attention
 
 
 def assert_equal_scores(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hies_export.calibrate import collect_statistics
 from hies_export.errors import DataError, NonFiniteError, StepError, UnsupportedModelError
-from hies_export.layout import find_attention
+from hies_export.heads.layout import find_attention
 from hies_export.values import AttentionSite, HeadStatistics
 
 

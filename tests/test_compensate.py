@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hies_export.compensate import FewTokensWarning, Moments, compensate_heads
 from hies_export.cut import max_abs, prune_heads
 from hies_export.errors import DataError, RecipeError, RequestError
-from hies_export.layout import find_attention
+from hies_export.heads.layout import find_attention
 from hies_export.values import AttentionSite, KeptHeads, PruningPlan
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hies_export.compensate import compensate_heads, real_tokens
 from hies_export.compensated import collect_effects, removal_order
 from hies_export.errors import DataError
-from hies_export.layout import find_attention
+from hies_export.heads.layout import find_attention
 
 Batches = list[dict[str, Tensor]]
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hies_export.choice import choose, write_choice
 from hies_export.compensated import Effects, LayerEffects, collect_effects, removal_order, score_compensated
 from hies_export.errors import DataError, NonFiniteError, RecipeError
-from hies_export.layout import find_attention
+from hies_export.heads.layout import find_attention
 from hies_export.prepare import prepare
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe

@@ -14,11 +14,11 @@ from conftest import bert, image_batch, shake, text_batch, vit
 from contract import random_plan
 from transformers import PreTrainedModel
 
+from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.save import save_slim
 from hies_export.cut import check_cut, first_output, max_abs, prune_heads
 from hies_export.errors import CutMismatchError, PlanError, UnsupportedModelError
-from hies_export.layout import find_attention
-from hies_export.loading import load
-from hies_export.save import save_slim
+from hies_export.heads.layout import find_attention
 from hies_export.select import select_heads
 from hies_export.values import HeadScores, KeptHeads, PruningPlan
 

@@ -22,7 +22,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from hies_export.data import (
+from hies_export.data.batches import (
     Columns,
     batches_fingerprint,
     check_rows,
@@ -30,8 +30,8 @@ from hies_export.data import (
     load_processor,
     make_batches,
 )
+from hies_export.data.rows import load_rows
 from hies_export.errors import DataError, RequestError
-from hies_export.rows import load_rows
 
 
 def rows_of(columns, features=None):

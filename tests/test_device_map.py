@@ -10,7 +10,7 @@ from conftest import causal_lm
 
 from hies_export.calibrate import collect_statistics
 from hies_export.cut import check_cut, prune_heads
-from hies_export.layout import find_attention
+from hies_export.heads.layout import find_attention
 from hies_export.prepare import load_dense
 from hies_export.score import score_heads
 from hies_export.select import select_heads

@@ -23,7 +23,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hies_export import export as export_module
+from hies_export.checkpoint.folders import new_folder
 from hies_export.errors import (
     DataError,
     ExportError,
@@ -33,10 +33,10 @@ from hies_export.errors import (
     RecipeError,
     UnsupportedModelError,
 )
-from hies_export.export import export_onnx
-from hies_export.folders import new_folder
-from hies_export.onnx_trace import reason, trace_sample
-from hies_export.parity import compare_outputs
+from hies_export.onnx import export as export_module
+from hies_export.onnx.export import export_onnx
+from hies_export.onnx.parity import compare_outputs
+from hies_export.onnx.trace import reason, trace_sample
 from hies_export.quiet import quiet
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids")

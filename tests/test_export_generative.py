@@ -23,15 +23,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hies_export import export as export_module
 from hies_export.cut import prune_heads
 from hies_export.errors import DataError, ParityError, UnsupportedModelError
-from hies_export.export import OnnxExport, export_onnx
-from hies_export.layout import find_attention
-from hies_export.onnx_generate import OnnxGenerator
-from hies_export.onnx_multimodal import image_text_batch
-from hies_export.onnx_repair import flatten_gemm_inputs, share_tied_weights
-from hies_export.parity import _real_tokens, compare_outputs
+from hies_export.heads.layout import find_attention
+from hies_export.onnx import export as export_module
+from hies_export.onnx.export import OnnxExport, export_onnx
+from hies_export.onnx.generator import OnnxGenerator
+from hies_export.onnx.multimodal import image_text_batch
+from hies_export.onnx.parity import _real_tokens, compare_outputs
+from hies_export.onnx.repair import flatten_gemm_inputs, share_tied_weights
 
 TEXT = {
     "vocab_size": 100,

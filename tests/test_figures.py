@@ -10,7 +10,7 @@ from hies_export.errors import RequestError
 
 pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
 
-from hies_export import figures
+from hies_export.sweep import figures
 
 ROW = {"metric": "accuracy", "quality_dense": 0.9, "flops_ratio": 0.9, "heads_removed": 3}
 

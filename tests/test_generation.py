@@ -17,9 +17,9 @@ import torch
 from conftest import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor
 from transformers import GPT2Config, LlamaConfig
 
-from hies_export.data import Columns, check_rows, draw_samples, load_processor, make_batches
+from hies_export.data.batches import Columns, check_rows, draw_samples, load_processor, make_batches
+from hies_export.data.rows import load_rows
 from hies_export.errors import DataError
-from hies_export.rows import load_rows
 
 TEXT = Columns(text=("text",))
 ASKED = Columns(prompt="Q {question} A", answer="answer")

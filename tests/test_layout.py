@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hies_export.cut import check_cut, check_plan, prune_heads, weight_norms
 from hies_export.errors import PlanError, UnsupportedModelError
-from hies_export.layout import find_attention
+from hies_export.heads.layout import find_attention
 from hies_export.select import select_heads
 from hies_export.values import HeadScores, KeptHeads, Projection, PruningPlan
 

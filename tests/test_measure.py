@@ -15,20 +15,11 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hies_export import measure
 from hies_export.errors import NonFiniteError, RecipeError
-from hies_export.measure import (
-    compare_latency,
-    count_flops,
-    count_parameters,
-    environment,
-    paired_ratio,
-    parameter_bytes,
-    realised_share,
-    sequence_length,
-    synthetic_batch,
-)
-from hies_export.runtimes import Runtime
+from hies_export.measure import latency as measure
+from hies_export.measure.counts import count_flops, count_parameters, parameter_bytes, sequence_length, synthetic_batch
+from hies_export.measure.latency import compare_latency, environment, paired_ratio, realised_share
+from hies_export.measure.runtimes import Runtime
 
 
 def tiny_bert(cls=BertForSequenceClassification):

@@ -19,15 +19,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from hies_export.checkpoint.loading import load
 from hies_export.cli import main
-from hies_export.compare import bench
 from hies_export.errors import DataError, ExportError, RecipeError, RequestError
-from hies_export.export import export_onnx
 from hies_export.generate import encode_prompts, generate_text, load_prompt_processor
-from hies_export.loading import load
-from hies_export.onnx_generate import OnnxGenerator
-from hies_export.onnx_multimodal import image_text_batch
-from hies_export.runtimes import load_runtime
+from hies_export.measure.compare import bench
+from hies_export.measure.runtimes import load_runtime
+from hies_export.onnx.export import export_onnx
+from hies_export.onnx.generator import OnnxGenerator
+from hies_export.onnx.multimodal import image_text_batch
 
 
 def save_tokenizer(folder: Path, *, pad: bool = True) -> PreTrainedTokenizerFast:

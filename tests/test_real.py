@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hies_export
 from hies_export.cli import main
-from hies_export.report import Report
+from hies_export.report.report import Report
 
 
 def real_recipe(shared: Path, task: str, folder: Path) -> Path:

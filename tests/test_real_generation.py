@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from hies_export.calibrate import collect_statistics
 from hies_export.cut import masked_heads
-from hies_export.data import Columns, check_rows, draw_samples, load_processor, make_batches
+from hies_export.data.batches import Columns, check_rows, draw_samples, load_processor, make_batches
+from hies_export.data.rows import load_rows
 from hies_export.evaluate_model import compute_metrics, predict, references, stability
-from hies_export.layout import find_attention
-from hies_export.rows import load_rows
+from hies_export.heads.layout import find_attention
 from hies_export.score import score_heads
 from hies_export.select import select_heads
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from hies_export.report import CUT, KEPT, Report, render_markdown
-from hies_export.report_html import render_html
+from hies_export.report.html import render_html
+from hies_export.report.report import CUT, KEPT, Report, render_markdown
 
 
 def latency_row(runtime: str, ratio: float, **other: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hies_export
 from hies_export.cli import main
-from hies_export.report import CUT, KEPT, Report
+from hies_export.report.report import CUT, KEPT, Report
 
 SUMMARY = {
     *("model", "task", "criterion", "alpha", "seed", "heads", "parameters", "bytes", "flops", "quality", "stability"),
@@ -325,9 +325,9 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
 
 def test_public_names_are_complete() -> None:
     assert set(hies_export.__all__) == set(hies_export._HOME_OF)
-    for module in pkgutil.iter_modules(hies_export.__path__):
-        if module.name != "__main__":
-            importlib.import_module(f"hies_export.{module.name}")
+    for module in pkgutil.walk_packages(hies_export.__path__, "hies_export."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     for name in hies_export.__all__:
         value = getattr(hies_export, name)
         assert value.__doc__ or name == "CRITERIA"

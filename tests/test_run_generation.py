@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaProcessor, P
 
 import hies_export
 from hies_export.cli import main
-from hies_export.report import Report
+from hies_export.report.report import Report
 
 GREEDY_TOKENS = 64
 

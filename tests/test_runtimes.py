@@ -9,8 +9,8 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from hies_export.errors import DataError, MissingRuntimeError, RecipeError
-from hies_export.runtimes import RUNTIMES, OnnxRuntime, Runtime, TorchRuntime, load_runtime, register_runtime
-from hies_export.twin import forward_inputs, positions_of, share_weights
+from hies_export.measure.runtimes import RUNTIMES, OnnxRuntime, Runtime, TorchRuntime, load_runtime, register_runtime
+from hies_export.model.twin import forward_inputs, positions_of, share_weights
 
 # logits = 2 * input_ids + attention_mask - token_type_ids, so every input can be seen in the output.
 GRAPH = """<ir_version: 10, opset_import: ["" : 20]>
@@ -133,7 +133,7 @@ def test_wrong_requests(folder, model):
 
 
 def test_a_runtime_joins_by_registering(monkeypatch):
-    monkeypatch.setattr("hies_export.runtimes.RUNTIMES", dict(RUNTIMES))
+    monkeypatch.setattr("hies_export.measure.runtimes.RUNTIMES", dict(RUNTIMES))
 
     @register_runtime("echo")
     class Echo(TorchRuntime):

@@ -14,12 +14,12 @@ from test_cut import random_plan
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export.checkpoint.folders import new_folder
+from hies_export.checkpoint.loading import load, load_config
+from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.cut import first_output, prune_heads
 from hies_export.errors import OutputExistsError, ReloadMismatchError, RequestError
-from hies_export.folders import new_folder
-from hies_export.layout import find_attention
-from hies_export.loading import load, load_config
-from hies_export.save import check_reload, save_slim
+from hies_export.heads.layout import find_attention
 from hies_export.values import PruningPlan
 
 
@@ -88,7 +88,7 @@ def test_load_does_not_execute_the_folders_code(tmp_path: Path) -> None:
 def test_the_shipped_code_imports_only_torch_and_transformers() -> None:
     import ast
 
-    from hies_export import modeling_hies
+    from hies_export.checkpoint import modeling_hies
 
     tree = ast.parse(Path(modeling_hies.__file__).read_text())
     imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}

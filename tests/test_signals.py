@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hies_export.calibrate import collect_statistics
 from hies_export.errors import DataError, RecipeError
-from hies_export.layout import find_attention
+from hies_export.heads.layout import find_attention
 from hies_export.score import SIGNAL_CRITERIA, min_max, score_heads
 from hies_export.signals import RIDGE, collect_signals
 

@@ -20,19 +20,19 @@ from hies_export.choice import choose
 from hies_export.cli import main
 from hies_export.compensate import collect_moments, compensate_heads, refit_heads
 from hies_export.cut import prune_heads
+from hies_export.data.lengths import by_length
 from hies_export.errors import OutputExistsError, RecipeError, RequestError
 from hies_export.evaluate_model import predict
-from hies_export.layout import find_attention
-from hies_export.lengths import by_length
-from hies_export.measure import count_flops
+from hies_export.heads.layout import find_attention
+from hies_export.measure.counts import count_flops
 from hies_export.prepare import prepare
 from hies_export.progress import Silent
 from hies_export.quality import evaluate
 from hies_export.recipe import PruningRecipe
 from hies_export.select import select_heads
-from hies_export.sweep import SweepGrid, sweep, weighted_area
-from hies_export.sweep_journal import Journal
-from hies_export.sweep_tables import render_latex, render_markdown, sweep_tables
+from hies_export.sweep.journal import Journal
+from hies_export.sweep.sweep import SweepGrid, sweep, weighted_area
+from hies_export.sweep.tables import render_latex, render_markdown, sweep_tables
 from hies_export.values import HeadScores
 
 # Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.

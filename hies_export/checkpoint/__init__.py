@@ -1,0 +1,1 @@
+"""Slim checkpoints: written, read back, and cut on disk."""

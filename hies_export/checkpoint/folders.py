@@ -1,0 +1,54 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import OutputExistsError
+
+
+@contextmanager
+def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary sibling that becomes `folder` when the block ends well, and vanishes when it does not.
+
+    Raises:
+        OutputExistsError: The folder exists and `overwrite` is off; before the block is entered, or when it came
+            into being meanwhile.
+    """
+    folder = Path(folder)
+    refuse_existing(folder, overwrite=overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as parent:
+        temporary = Path(parent) / folder.name
+        temporary.mkdir()
+        yield temporary
+        refuse_existing(folder, overwrite=overwrite)
+        if folder.exists():
+            # The old folder goes only once the new one is whole; the temporary parent takes it along.
+            folder.rename(Path(parent) / "replaced")
+        temporary.rename(folder)
+
+
+def refuse_existing(folder: str | Path, *, overwrite: bool = False) -> None:
+    """Refuse to write where something is.
+
+    Raises:
+        OutputExistsError: The folder exists and `overwrite` is off.
+    """
+    if os.path.lexists(folder) and not overwrite:
+        raise OutputExistsError(
+            f"the output folder must not exist, but {folder} does; choose another or pass --overwrite to replace it"
+        )
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file that appears whole or not at all, with the folders above it; one that exists is replaced."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as temporary:
+        written = Path(temporary) / file.name
+        written.write_text(text, encoding="utf-8")
+        written.replace(file)

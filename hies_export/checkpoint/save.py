@@ -1,0 +1,100 @@
+"""Write a slim checkpoint whole or not at all, and prove that it comes back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers import AutoModel, PreTrainedModel
+
+from ..cut import auto_classes, first_output, has_auto_base, is_slim, max_abs
+from ..errors import ReloadMismatchError
+from ..values import PruningPlan
+from .folders import new_folder
+from .loading import find_model_class
+
+TOLERANCE = 1e-5
+
+
+def save_slim(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    plan: PruningPlan,
+    batch: Mapping[str, Tensor],
+    processor: Any = None,
+    overwrite: bool = False,
+) -> float:
+    """Save a slim model, load it again in every way users will, and compare.
+
+    Args:
+        model: The slim model.
+        folder: Where to write; appears only when everything is written and checked.
+        plan: Saved as `hies_plan.json`.
+        batch: Inputs on which the loaded models are compared.
+        processor: Tokenizer or image processor to save along.
+        overwrite: Replace an existing folder.
+
+    Returns:
+        The largest absolute difference of any output between the saved and the loaded models.
+
+    Raises:
+        OutputExistsError: The folder exists and `overwrite` is off.
+        ReloadMismatchError: A weight is missing on loading, or an output differs by 1e-5 or more.
+    """
+    with new_folder(folder, overwrite=overwrite) as temporary:
+        model.save_pretrained(temporary)
+        if processor is not None:
+            processor.save_pretrained(temporary)
+        (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
+        return check_reload(model, temporary, batch)
+
+
+def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
+    """Load `folder` as the task class by this package, by its Auto class, and as `AutoModel`; compare with `model`.
+
+    Returns:
+        The largest absolute difference of any output.
+
+    Raises:
+        ReloadMismatchError: A weight is missing, or an output differs by 1e-5 or more.
+    """
+    worst = 0.0
+    saved = set(model.state_dict()) - set(model._keys_to_ignore_on_save or ())
+    prefix = "" if model.base_model is model else model.base_model_prefix + "."
+    task_output = first_output(model, batch)
+    # For a slim checkpoint the Auto classes run the code in the folder, which is the file this package wrote there.
+    remote = {"trust_remote_code": True} if is_slim(model) else {}
+    ways: list[tuple[str, Any, dict[str, Any], str, Tensor]] = [
+        ("hies_export.load", find_model_class(folder), {}, "", task_output),
+    ]
+    if has_auto_base(model):
+        ways.append(("AutoModel", AutoModel, remote, prefix, first_output(model.base_model, batch)))
+    for name in auto_classes(type(model).__name__, model.config.model_type):
+        if name != "AutoModel":
+            ways.append((name, getattr(transformers, name), remote, "", task_output))
+    for way, loader, options, under, expected in ways:
+        try:
+            loaded, info = loader.from_pretrained(folder, dtype=model.dtype, output_loading_info=True, **options)
+        except Exception as error:  # whatever a model's own code raises on shapes it does not expect
+            raise ReloadMismatchError(
+                f"a saved model must load again, but through {way} it failed with {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}; nothing was kept"
+            ) from error
+        missing = sorted(under + key for key in info["missing_keys"] if under + key in saved)
+        if missing or info["mismatched_keys"]:
+            raise ReloadMismatchError(
+                f"every saved weight must load again, but through {way} {missing or info['mismatched_keys']} did not; "
+                "nothing was kept"
+            )
+        difference = max_abs(first_output(loaded.to(model.device), batch), expected)
+        worst = max(worst, difference)
+        if not difference < TOLERANCE:
+            raise ReloadMismatchError(
+                f"a loaded model must give the saved model's output to {TOLERANCE:g}, but through {way} it differs by "
+                f"{difference:.3g}; nothing was kept"
+            )
+    return worst

@@ -1,0 +1,238 @@
+"""Safetensors files without safetensors' memory map: headers, rows and columns of single tensors, block by block.
+
+Mapped pages count as the process's memory until the system takes them back; plain reads do not. The format is a header
+of JSON, its length in the eight bytes before it, and the tensors' bytes one after the other
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from ..errors import RequestError, StepError
+
+BLOCK_BYTES = 8 * 2**20
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file.
+
+    Attributes:
+        file: The file.
+        dtype: Its dtype there.
+        shape: Its shape there.
+        offset: Where its bytes begin, from the beginning of the file.
+    """
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name, in the order of their bytes.
+
+    Raises:
+        RequestError: It is not such a file, is cut short, or has a dtype that torch does not know.
+    """
+    size = file.stat().st_size
+    tensors = {}
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > size:
+                raise ValueError("the header is longer than the file")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            if entry["dtype"] not in _DTYPES:
+                raise RequestError(
+                    f"tensors must be of a dtype that torch can cut ({', '.join(_DTYPES)}), but {name} in {file} is "
+                    f"{entry['dtype']}; dequantise the checkpoint first"
+                )
+            begin, end = entry["data_offsets"]
+            tensor = StoredTensor(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
+            if end - begin != tensor.bytes:
+                raise ValueError(f"{name} has {end - begin} bytes where its shape makes {tensor.bytes}")
+            tensors[name] = tensor
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(f"{file} must be a safetensors file, but is not or is damaged: {error}") from error
+    whole = max((t.offset + t.bytes for t in tensors.values()), default=8 + length)
+    if size != whole:
+        raise RequestError(
+            f"{file} must have the {whole} bytes its header tells of, but has {size}; it is cut short or damaged: "
+            "fetch or save it again"
+        )
+    return tensors
+
+
+def read_blocks(
+    tensor: StoredTensor, kept: Mapping[int, Tensor], dtype: torch.dtype, buffer: bytearray
+) -> Iterator[memoryview]:
+    """The bytes of a tensor, or of what is kept of it, in order, a block at a time.
+
+    Args:
+        tensor: Where it is.
+        kept: Axis (0 or 1) -> ascending indices that stay.
+        dtype: What its values are to be.
+        buffer: Where blocks are read to; grows to a row's size if it is smaller. A block is only valid until the next.
+
+    Raises:
+        StepError: The file ends too early.
+    """
+    if not tensor.bytes:
+        return
+    rows, row_shape = (tensor.shape[0], tensor.shape[1:]) if tensor.shape else (1, ())
+    row_bytes = tensor.bytes // rows
+    per_block = max(1, BLOCK_BYTES // row_bytes)
+    if len(buffer) < min(per_block, rows) * row_bytes:
+        buffer.extend(bytes(min(per_block, rows) * row_bytes - len(buffer)))
+    columns = kept.get(1)
+    with memoryview(buffer) as whole, tensor.file.open("rb", buffering=0) as stream:
+        if hasattr(os, "posix_fadvise"):
+            # Read ahead further than the system would: from a cold disk this is several times faster.
+            os.posix_fadvise(stream.fileno(), tensor.offset, tensor.bytes, os.POSIX_FADV_SEQUENTIAL)
+        for first, last in _runs(kept[0]) if 0 in kept else ((0, rows),):
+            stream.seek(tensor.offset + first * row_bytes)
+            for begin in range(first, last, per_block):
+                count = min(per_block, last - begin)
+                block = whole[: count * row_bytes]
+                _fill(stream, block, tensor.file)
+                if columns is None and dtype == tensor.dtype:
+                    yield block
+                    continue
+                values = torch.frombuffer(block, dtype=tensor.dtype).view(count, *row_shape)
+                values = values if columns is None else values.index_select(1, columns)
+                yield as_bytes(values.to(dtype))
+
+
+def read_tensor(tensor: StoredTensor, dtype: torch.dtype, buffer: bytearray) -> Tensor:
+    """A whole tensor.
+
+    Raises:
+        StepError: The file ends too early.
+    """
+    values = torch.empty(tensor.shape, dtype=dtype)
+    target, position = as_bytes(values), 0
+    for block in read_blocks(tensor, {}, dtype, buffer):
+        target[position : position + len(block)] = block
+        position += len(block)
+    return values
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy where it is contiguous."""
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class ShardWriter:
+    """Writes a safetensors file of known shapes, its tensors in any order, as safetensors itself would lay them out.
+
+    Args:
+        file: The file to write.
+        tensors: Name -> tensor on the meta device, of the shape and dtype it will have.
+
+    Attributes:
+        offsets: Name -> where its bytes begin, from the end of the header.
+    """
+
+    def __init__(self, file: Path, tensors: Mapping[str, Tensor]):
+        self._stream: BinaryIO = file.open("wb")
+        self.offsets: dict[str, int] = {}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for name in _layout(tensors):
+            tensor = tensors[name]
+            entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+            header[name] = entry | {"data_offsets": [position, position + tensor.nbytes]}
+            self.offsets[name] = position
+            position += tensor.nbytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._stream.write(len(text).to_bytes(8, "little") + text)
+        self._begin = 8 + len(text)
+        self._end = self._begin + position
+        self._sizes = {name: tensors[name].nbytes for name in tensors}
+
+    def write(self, name: str, blocks: Iterator[memoryview]) -> None:
+        """Write the bytes of one tensor.
+
+        Raises:
+            StepError: They are not as many as its shape makes.
+        """
+        self._stream.seek(self._begin + self.offsets[name])
+        written = 0
+        for block in blocks:
+            self._stream.write(block)
+            written += len(block)
+        if written != self._sizes[name]:
+            raise StepError(
+                f"{name} must have {self._sizes[name]} bytes after the cut, but {written} were left of it; please "
+                "report this architecture"
+            )
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The order in which safetensors lays out tensors: asked of itself, with tensors of the same names but no size."""
+    data = save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()})
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return [name for name in header if name != "__metadata__"]
+
+
+def _runs(index: Tensor) -> Iterator[tuple[int, int]]:
+    """Ascending indices as half-open ranges."""
+    breaks = (index.diff() != 1).nonzero().flatten() + 1
+    for run in index.tensor_split(breaks):
+        yield int(run[0]), int(run[-1]) + 1
+
+
+def _fill(stream: Any, block: memoryview, file: Path) -> None:
+    done = 0
+    while done < len(block):
+        count = stream.readinto(block[done:])
+        if not count:
+            raise StepError(f"{file} ended too early; was it changed meanwhile? Nothing was kept")
+        done += count

@@ -1,0 +1,1 @@
+"""Rows in, tensor batches out."""

@@ -1,0 +1,132 @@
+"""What a model takes as labels: class numbers, or numbers for regression."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import datasets
+import torch
+
+from ..errors import DataError
+from .rows import listed
+
+logger = logging.getLogger(__name__)
+
+STRINGS = ("string", "large_string")
+# What transformers' losses leave out.
+IGNORED = -100
+
+
+def is_regression(config: Any) -> bool:
+    """Tell whether a classifier's config makes it a regressor: one label, or that problem type."""
+    return config.num_labels == 1 or getattr(config, "problem_type", None) == "regression"
+
+
+def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int] | list[float]:
+    """Return what the model takes as labels, one per row: class numbers, or numbers for regression."""
+    feature, values = rows.features[column], rows[column][:]
+    for row, value in enumerate(values):
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            raise DataError(
+                f"every row must have a label, but row {row} (from 0) has none in {column!r}; "
+                "remove such rows, or leave data.label out to run without labels"
+            )
+    if is_regression(config):
+        return _regression_labels(values, feature, column=column, config=config)
+    if getattr(config, "problem_type", None) == "multi_label_classification":
+        raise DataError("the model must give one class per sample; multi_label_classification is not supported")
+    dtype = getattr(feature, "dtype", "")
+    if dtype in STRINGS:
+        return _numbers_of_names(values, column=column, config=config)
+    if not isinstance(dtype, str) or not dtype.startswith(("int", "uint", "bool")):
+        raise DataError(
+            f"the labels of a classifier must be class numbers or class names, but {column!r} holds "
+            f"{kind_of(feature)} such as {values[0]!r}"
+        )
+    if -1 in values:
+        raise DataError(_hidden(f"in row {values.index(-1)} (from 0) of {column!r}"))
+    names = feature.names if isinstance(feature, datasets.ClassLabel) else []
+    known = {str(key).casefold() for key in config.label2id}
+    if names and {label.casefold() for label in names} <= known:
+        return _numbers_of_names([names[value] for value in values], column=column, config=config)
+    if names and not all(label.startswith("label_") for label in known):
+        logger.warning(
+            "the data's classes (%s) are not named as the model's (%s): they are matched by number",
+            listed(names),
+            listed(config.label2id),
+        )
+    for row, value in enumerate(values):
+        if not 0 <= value < config.num_labels:
+            raise DataError(
+                f"labels must be in [0, {config.num_labels}), the model's classes, "
+                f"but row {row} (from 0) of {column!r} has {value}"
+            )
+    return [int(value) for value in values]
+
+
+def _regression_labels(values: list[Any], feature: Any, *, column: str, config: Any) -> list[float]:
+    if config.num_labels != 1:
+        raise DataError(f"regression must have one label, but the model has {config.num_labels}")
+    if isinstance(feature, datasets.ClassLabel) or any(
+        isinstance(value, bool) or not isinstance(value, (int, float)) for value in values
+    ):
+        raise DataError(
+            f"the labels of a regression must be numbers, but {column!r} holds {kind_of(feature)} such as {values[0]!r}"
+        )
+    if all(value == -1 for value in values):
+        raise DataError(_hidden(f"in every row of {column!r}"))
+    return [float(value) for value in values]
+
+
+def _hidden(where: str) -> str:
+    return (
+        f"every row must have a label, got -1 {where}: -1 stands for a hidden label, as in GLUE's test "
+        f"splits; use a split with labels, such as validation"
+    )
+
+
+def _numbers_of_names(names: Sequence[str], *, column: str, config: Any) -> list[int]:
+    numbers = {str(name).casefold(): int(number) for name, number in config.label2id.items()}
+    # The exact name wins where two names differ in case only.
+    numbers |= {str(name): int(number) for name, number in config.label2id.items()}
+    unknown = dict.fromkeys(name for name in names if name not in numbers and name.casefold() not in numbers)
+    if unknown:
+        known = listed(config.label2id)
+        given = ", ".join(repr(name) for name in list(unknown)[:3]) + (", ..." if len(unknown) > 3 else "")
+        raise DataError(f"the class names in {column!r} must be among the model's ({known}), got {given}")
+    return [numbers[name] if name in numbers else numbers[name.casefold()] for name in names]
+
+
+def predicted_positions(labels: torch.Tensor) -> torch.Tensor:
+    """Which outputs of a language model are judged, (batch, tokens - 1) bool: those before a token that is a label.
+
+    Args:
+        labels: (batch, tokens), -100 where no loss is wanted; not shifted, as models take them.
+    """
+    return labels[:, 1:] != IGNORED
+
+
+def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Check, where labels are tokens, that every sample has one that a loss can be computed of.
+
+    Raises:
+        DataError: a sample has none.
+    """
+    for index, batch in enumerate(batches):
+        labels = batch.get("labels")
+        if labels is not None and labels.dim() == 2:
+            empty = (~predicted_positions(labels).any(-1)).nonzero().flatten().tolist()
+            if empty:
+                raise DataError(
+                    f"every sample must have a label token after its first token, but of batch {index} (from 0) "
+                    f"{'sample' if len(empty) == 1 else 'samples'} {listed(empty)} (from 0) of {len(labels)} "
+                    f"{'has' if len(empty) == 1 else 'have'} none; leave such samples out or raise max_length"
+                )
+
+
+def kind_of(feature: Any) -> str:
+    """What a column holds, for an error message."""
+    return str(getattr(feature, "dtype", None) or type(feature).__name__)

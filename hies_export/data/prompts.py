@@ -1,0 +1,150 @@
+"""Prompt and answer of a row: the template, one row per question, and which tokens are the answer."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import datasets
+import pyarrow
+
+from ..errors import DataError, did_you_mean
+from .labels import STRINGS, kind_of
+from .rows import listed
+
+LISTS = (datasets.List, datasets.LargeList)
+
+
+def template_fields(template: str) -> tuple[str, ...]:
+    """Return the columns that a prompt template such as "Question: {question}\\nAnswer:" names.
+
+    Raises:
+        DataError: it is not a template, or a field has no name.
+    """
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise DataError(
+            f"data.prompt must be a template such as 'Question: {{question}}', but {template!r} is not: {error}; "
+            "write {{ and }} for braces that are text"
+        ) from error
+    for field in fields:
+        if not field.isidentifier():
+            raise DataError(f"a field of data.prompt must be the name of a column, got {{{field}}} in {template!r}")
+    return tuple(dict.fromkeys(fields))
+
+
+def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
+    """Check that the columns of template and answer are there and that every row has an answer.
+
+    Raises:
+        DataError: a field of the template or the answer is no column; they do not hold text, numbers or lists of these;
+            the lists of a row differ in length; a row has none.
+    """
+    for what, column in [*(("a field of data.prompt", f) for f in template_fields(prompt)), ("data.answer", answer)]:
+        if column not in rows.column_names:
+            hint = did_you_mean(column, rows.column_names)
+            raise DataError(f"{what} must be a column of the data ({listed(rows.column_names)}), got {column!r}{hint}")
+        inner = rows.features[column]
+        while isinstance(inner, LISTS):
+            inner = inner.feature
+        dtype = str(getattr(inner, "dtype", ""))
+        if dtype not in STRINGS and not dtype.startswith(("int", "uint", "float", "bool")):
+            raise DataError(f"{what} must hold text or lists of text, but {column!r} holds {kind_of(inner)}")
+        for row, value in enumerate(rows[column][:]):
+            if value is None or value == []:
+                raise DataError(f"every row must have a {column!r}, but row {row} (from 0) has none")
+    _lengths(rows, _listed_columns(rows, prompt=prompt, answer=answer))
+
+
+def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) -> datasets.Dataset:
+    """Explode rows with lists of questions and answers: one row for each pair, in order.
+
+    Where a column of the template holds lists, it, and every other such column and the answer where they do too, are
+    lists of one length, item by item. Where only the answer does, the list holds answers to one question.
+
+    Raises:
+        DataError: as `check_prompt`.
+    """
+    columns = _listed_columns(rows, prompt=prompt, answer=answer)
+    if not columns:
+        return rows
+    lengths = _lengths(rows, columns)
+    repeated = [row for row, length in enumerate(lengths) for _ in range(length)]
+    table = rows.with_format("arrow")[repeated] if repeated else rows.with_format("arrow")[:]
+    features = datasets.Features(rows.features)
+    for column in columns:
+        features[column] = rows.features[column].feature
+        values = pyarrow.array(list(itertools.chain(*rows[column][:])), type=features.arrow_schema.field(column).type)
+        table = table.set_column(table.column_names.index(column), column, values)
+    return datasets.Dataset(datasets.table.InMemoryTable(table), info=datasets.DatasetInfo(features=features))
+
+
+def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets.Dataset:
+    """Of the choices in the answer column, keep the one that the label column numbers, counting from 0.
+
+    Raises:
+        DataError: the answers are no lists, or a label is not the number of a choice.
+    """
+    if not isinstance(rows.features[answer], LISTS):
+        raise DataError(
+            f"data.label numbers the right one of the choices in data.answer, but {answer!r} holds "
+            f"{kind_of(rows.features[answer])}; leave data.label out where there is one answer"
+        )
+    chosen = []
+    for row, (choices, number) in enumerate(zip(rows[answer][:], rows[label][:], strict=True)):
+        if not str(number).isdecimal() or int(number) >= len(choices):
+            raise DataError(
+                f"every {label!r} must number one of the {len(choices)} choices from 0, but row {row} (from 0) has "
+                f"{number!r}; use a split with labels"
+            )
+        chosen.append(choices[int(number)])
+    kind = rows.features[answer].feature
+    return rows.remove_columns(answer).add_column(answer, chosen, feature=kind)
+
+
+def _listed_columns(rows: datasets.Dataset, *, prompt: str, answer: str) -> list[str]:
+    asked = [field for field in template_fields(prompt) if isinstance(rows.features[field], LISTS)]
+    answers = [answer] if asked and answer not in asked and isinstance(rows.features[answer], LISTS) else []
+    return asked + answers
+
+
+def _lengths(rows: datasets.Dataset, columns: Sequence[str]) -> list[int]:
+    lengths = [tuple(map(len, items)) for items in zip(*(rows[column][:] for column in columns), strict=True)]
+    for row, found in enumerate(lengths):
+        if len(set(found)) > 1:
+            sizes = ", ".join(f"{column!r} {size}" for column, size in zip(columns, found, strict=True))
+            raise DataError(f"the lists of a row must be of one length, but row {row} (from 0) has {sizes}")
+    return [found[0] for found in lengths]
+
+
+def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, str]:
+    """Prompt and answer of a row; of a list of answers the most frequent one, among equals the first."""
+    given = row[answer]
+    if isinstance(given, list):
+        given = Counter(given).most_common(1)[0][0]
+    return prompt.format_map(row), str(given)
+
+
+def answer_text(prompt: str, answer: str, tokenizer: Any) -> str:
+    """What follows the prompt: a space unless the prompt ends in one, the answer, the end-of-text token if any."""
+    end = tokenizer.eos_token or ""
+    if end and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]:
+        end = ""  # the tokenizer sets it itself
+    return ("" if prompt[-1:].isspace() else " ") + answer + end
+
+
+def tokenise(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], int]:
+    """Tokens of prompt and answer together, and how many at the end are the answer's.
+
+    Tokenisers may join characters across the seam, so the answer is what differs from the prompt's own tokens.
+    """
+    special = not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token))
+    options: dict[str, Any] = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
+    alone = tokenizer(prompt, **options)["input_ids"]
+    ids = tokenizer(prompt + answer_text(prompt, answer, tokenizer), **options)["input_ids"]
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False)))
+    return list(ids), len(ids) - shared

@@ -1,0 +1,92 @@
+"""What a tokenizer and a model's config must agree on: padding, length, vocabulary and positions."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ..errors import DataError
+
+logger = logging.getLogger(__name__)
+
+# These models number positions from pad_token_id + 1: that many of their position embeddings go unused.
+_POSITIONS_START_AFTER_PAD = {
+    *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet"),
+    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+
+
+def settle_padding(tokenizer: Any, config: Any) -> None:
+    """Give a tokenizer without a padding token the config's or its end-of-text token, and the config the tokenizer's.
+
+    Raises:
+        DataError: there is none of them.
+    """
+    pad_token_id = getattr(config, "pad_token_id", None)
+    if tokenizer.pad_token_id is None:
+        own = tokenizer.convert_ids_to_tokens(pad_token_id) if pad_token_id is not None else None
+        tokenizer.pad_token = own or tokenizer.eos_token
+        if tokenizer.pad_token_id is None:
+            raise DataError(
+                "texts of different length need a padding token, but the tokenizer has neither a padding nor "
+                "an end-of-text token; set tokenizer.pad_token and save it with the model"
+            )
+        logger.warning("the tokenizer has no padding token: texts are padded with %r", tokenizer.pad_token)
+    if pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+        logger.warning("the model's config has no pad_token_id: it is set to %d", tokenizer.pad_token_id)
+
+
+def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | None:
+    """How many tokens a sample may have: `max_length`, else what tokenizer and model take; None for no limit.
+
+    Raises:
+        DataError: max_length is more than the model takes, or less than 1.
+    """
+    config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and config.model_type in _POSITIONS_START_AFTER_PAD:
+        positions -= config.pad_token_id + 1
+    if max_length is not None:
+        if max_length < 1 or (positions is not None and 0 < positions < max_length):
+            range_ = f"in [1, {positions}], what the model takes" if positions else "at least 1"
+            raise DataError(f"max_length must be {range_}, got {max_length}")
+        return max_length
+    # transformers writes 1e30 where it knows no limit, and some configs -1.
+    limits = [limit for limit in (tokenizer.model_max_length, positions) if limit and 0 < limit < 1_000_000]
+    return min(limits) if limits else None
+
+
+def check_vocabulary(input_ids: torch.Tensor, config: Any) -> None:
+    """Check that every token of a batch is one the model knows.
+
+    Raises:
+        DataError: one is not.
+    """
+    known = config.get_text_config().vocab_size
+    if input_ids.max() >= known:
+        raise DataError(
+            f"the tokenizer must be the model's own, but it gives the token {input_ids.max()} "
+            f"and the model knows {known} tokens"
+        )
+
+
+def position_ids(attention_mask: torch.Tensor, config: Any) -> torch.Tensor | None:
+    """Positions that start at each sample's first real token, (batch, tokens); None where they need not be given.
+
+    Models count positions from the left edge of the batch; under left padding that is not where a text begins. Models
+    whose positions have several axes (mrope) work them out from the mask themselves.
+    """
+    if bool(attention_mask[:, 0].all()):
+        return None
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for mapping in (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping):
+        if type(config) in mapping and "mrope_section" not in rope:
+            model_class: Any = mapping[type(config)]
+            if "position_ids" in inspect.signature(model_class.forward).parameters:
+                return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    return None

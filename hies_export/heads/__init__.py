@@ -1,0 +1,1 @@
+"""Where a model's attention heads are, and what they do while it runs."""

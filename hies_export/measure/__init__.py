@@ -1,0 +1,1 @@
+"""Count and time models, on whatever runtime they are served."""

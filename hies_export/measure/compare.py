@@ -1,0 +1,193 @@
+"""Time two models side by side: the measure stage of a run, and `hies-export bench` for any two folders."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..checkpoint.loading import find_model_class, load, load_config
+from ..errors import RequestError
+from ..onnx.export import export_onnx
+from ..onnx.multimodal import is_vision_language
+from . import counts, latency
+from .runtimes import ONNX_FILE, RUNTIMES, check_runtime, load_runtime, refuse_parts
+
+Shape = tuple[int, int]  # (batch, sequence)
+
+
+def time_on(
+    runtime: str,
+    dense: PreTrainedModel | Path,
+    slim: PreTrainedModel | Path,
+    *,
+    batches: Mapping[Shape, Mapping[str, Tensor]],
+    flops: Mapping[Shape, tuple[int, int]],
+    repeats: int,
+    min_seconds: float = 0.0,
+    track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Time two models on one runtime, interleaved, with the first one against itself as control.
+
+    Args:
+        runtime: A name in `hies_export.runtimes`.
+        dense: What the ratios are relative to: a model for torch, an ONNX folder for ONNX Runtime.
+        slim: What is compared with it.
+        batches: What both run, by (batch, sequence).
+        flops: Of both, from `count_both_flops`, for the realised share of the saving.
+        repeats, min_seconds: As in `compare_latency`.
+        track: Wraps the loop over shapes, e.g. in a progress bar.
+
+    Returns:
+        A row of report.json's `latency` per shape: the median times in ms, the paired ratio slim / dense with its 95 %
+        bootstrap interval, and the control's. `noisy` where the control shows that nothing can be concluded.
+    """
+    runners = [load_runtime(runtime, source) for source in (dense, slim, dense)]
+    rows, shapes = [], list(batches)
+    for shape in track(shapes, f"measure {runtime}") if track else shapes:
+        found = latency.compare_latency(
+            runners[0],
+            runners[1],
+            control=runners[2],
+            batch=batches[shape],
+            repeats=repeats,
+            min_seconds=min_seconds,
+        )
+        flops_ratio = flops[shape][1] / flops[shape][0]
+        rows.append(
+            {
+                "runtime": runtime,
+                "provider": found.provider,
+                "batch": shape[0],
+                "sequence": shape[1],
+                "dense_ms": found.dense.p50_ms,
+                "slim_ms": found.slim.p50_ms,
+                "ratio": found.ratio,
+                "ratio_low": found.ratio_low,
+                "ratio_high": found.ratio_high,
+                "realised": latency.realised_share(found.ratio, flops_ratio),
+                "flops_ratio": flops_ratio,
+                "dense_p90_ms": found.dense.p90_ms,
+                "dense_p99_ms": found.dense.p99_ms,
+                "slim_p90_ms": found.slim.p90_ms,
+                "slim_p99_ms": found.slim.p99_ms,
+                "control_ratio": found.control.ratio,
+                "control_low": found.control.low,
+                "control_high": found.control.high,
+                "noisy": found.noisy,
+                "repeats": found.repeats,
+                "threads": found.threads,
+            }
+        )
+    return rows
+
+
+def count_both_flops(
+    dense: PreTrainedModel, slim: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Tensor]]
+) -> dict[Shape, tuple[int, int]]:
+    """FLOPs of one forward pass of the two models, by (batch, sequence)."""
+    return {s: (counts.count_flops(dense, b), counts.count_flops(slim, b)) for s, b in batches.items()}
+
+
+def bench(
+    first: str | Path,
+    second: str | Path,
+    *,
+    runtimes: Sequence[str] = (),
+    shapes: Sequence[Sequence[int]] = (),
+    repeats: int = 30,
+    min_seconds: float = 0.0,
+    track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Compare the latency of two checkpoints or ONNX folders; the same one twice measures the noise.
+
+    Args:
+        first: What the ratios are relative to. A checkpoint is exported on the fly for ONNX Runtime.
+        second: What is compared with it.
+        runtimes: By default `torch` where both are checkpoints, else `onnxruntime-cpu`.
+        shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
+        repeats, min_seconds: As in `compare_latency`.
+        track: Wraps the loop, e.g. in a progress bar.
+
+    Returns:
+        Rows as in report.json's `latency`; "dense" is the first model, "slim" the second.
+
+    Raises:
+        RequestError: A folder is neither, the two take different inputs, or a runtime cannot run what it was given.
+    """
+    for runtime in runtimes:
+        check_runtime(runtime)
+    folders = (Path(first), Path(second))
+    for folder in folders:
+        refuse_parts(folder)
+    skeletons = [_skeleton(folder) for folder in folders]
+    for folder, skeleton in zip(folders, skeletons, strict=True):
+        if is_vision_language(skeleton):
+            raise RequestError(f"bench times encoders and decoders, and {folder} is a vision-language model")
+    if skeletons[0].main_input_name != skeletons[1].main_input_name:
+        names = " and ".join(model.main_input_name for model in skeletons)
+        raise RequestError(f"two models must take the same kind of input to be compared, got {names}")
+    exported = [(folder / ONNX_FILE).is_file() for folder in folders]
+    runtimes = runtimes or (("onnxruntime-cpu",) if any(exported) else ("torch",))
+    for folder, is_onnx in zip(folders, exported, strict=True):
+        for runtime in runtimes if is_onnx else ():
+            if RUNTIMES[runtime].reads_models:
+                raise RequestError(
+                    f"runtime {runtime} needs a checkpoint, but {folder} is an ONNX folder; use onnxruntime-cpu"
+                )
+    batches = {
+        shape: counts.synthetic_batch(skeletons[0], batch=shape[0], sequence=shape[1])
+        for shape in model_shapes(skeletons[0], shapes)
+    }
+    flops = count_both_flops(skeletons[0], skeletons[1], batches)
+    timing: dict[str, Any] = {"repeats": repeats, "min_seconds": min_seconds}
+    rows = []
+    for runtime in runtimes:
+        with contextlib.ExitStack() as stack:
+            sources: list[Any] = []
+            for folder, is_onnx in zip(folders, exported, strict=True):
+                if RUNTIMES[runtime].reads_models:
+                    sources.append(load(folder, dtype=torch.float32).eval())
+                elif is_onnx:
+                    sources.append(folder)
+                else:
+                    temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hies-bench-"))
+                    sources.append(_export(folder, Path(temporary) / "onnx"))
+            rows += time_on(runtime, *sources, batches=batches, flops=flops, **timing, track=track)
+    return rows
+
+
+def _export(checkpoint: Path, folder: Path) -> Path:
+    model = load(checkpoint, dtype=torch.float32)
+    return export_onnx(model, folder, batch=counts.synthetic_batch(model, batch=2, sequence=16)).folder
+
+
+def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """(batch, sequence) pairs to measure; an image model's sequence is what its image size makes it.
+
+    Raises:
+        RequestError: A text model's shape has no sequence, or one beyond the model's positions.
+    """
+    if model.main_input_name == "pixel_values":
+        tokens = counts.sequence_length(model, counts.synthetic_batch(model, batch=1))
+        return [(batch, tokens) for batch in dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,)))]
+    for shape in shapes:
+        if len(shape) != 2:
+            raise RequestError(f"a text model's shape must be batch and sequence, got {list(shape)}")
+        counts.synthetic_batch(model, batch=1, sequence=shape[1])
+    if shapes:
+        return [(shape[0], shape[1]) for shape in shapes]
+    positions = getattr(model.config, "max_position_embeddings", 128)
+    return [(1, min(128, positions)), (8, min(128, positions))]
+
+
+def _skeleton(folder: Path) -> PreTrainedModel:
+    """The model of a folder without its weights: enough for shapes, inputs and FLOPs."""
+    with torch.device("meta"):
+        return find_model_class(folder)(load_config(folder)).eval()

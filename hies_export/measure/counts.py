@@ -1,0 +1,119 @@
+"""Count what a model is made of and what it computes: parameters, bytes, FLOPs, cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import RecipeError
+from ..model.twin import forward_inputs, share_weights
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Number of parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def parameter_bytes(model: torch.nn.Module) -> int:
+    """Bytes the parameters take in memory, tied ones once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
+    """Floating-point operations of one forward pass (a multiply-add is two), attention products included.
+
+    Counted by `torch.utils.flop_counter` on the modules themselves, whatever their config says, on tensors
+    without data and with eager attention: on the CPU the counter does not see inside the fused kernel.
+    A model whose forward looks at the values of its inputs is run for real instead.
+
+    Args:
+        model: Any model; it is not run and not changed.
+        batch: Inputs by name; labels are ignored, values do not matter.
+
+    Source: https://docs.pytorch.org/docs/stable/torch.utils.flop_counter.html
+    """
+    inputs = forward_inputs(model, batch)
+    try:
+        # transformers looks into a padding mask, which meta tensors forbid; it changes no product's shape.
+        meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
+        return _flops(share_weights(model, device="meta"), meta)
+    except (RuntimeError, NotImplementedError):
+        return _flops(share_weights(model), {name: tensor.to(model.device) for name, tensor in inputs.items()})
+
+
+def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
+    """Bytes that every further token adds to the key/value cache of one sequence, in the model's dtype.
+
+    Asked of the cache that the model itself fills, on tensors without data.
+
+    Args:
+        model: Any model; it is not run and not changed.
+
+    Returns:
+        None for a model that does not generate from a cache.
+    """
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        return None
+    twin = share_weights(model, device="meta").eval()
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    with torch.no_grad():
+        cache = twin(input_ids=ids, use_cache=True).past_key_values
+    tensors = [t for layer in getattr(cache, "layers", ()) for t in (layer.keys, layer.values) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors) // ids.shape[1]
+
+
+def _flops(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> int:
+    """Count on a model that may be changed."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model.eval().set_attn_implementation("eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    return int(counter.get_total_flops())
+
+
+def synthetic_batch(
+    model: PreTrainedModel, *, batch: int, sequence: int | None = None, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Random inputs of one shape.
+
+    Args:
+        model: Decides between text and images, and the vocabulary or image size.
+        batch: Rows.
+        sequence: Tokens per row, required for text and ignored for images.
+        seed: Of the values.
+
+    Returns:
+        `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values` of shape
+        (batch, channels, height, width).
+
+    Raises:
+        RecipeError: batch or sequence is below 1, or sequence is missing or beyond the model's positions.
+    """
+    if batch < 1:
+        raise RecipeError([f"batch must be at least 1, got {batch}"])
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config.get_text_config()
+    if model.main_input_name == "pixel_values":
+        size = model.config.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        shape = (batch, model.config.num_channels, height, width)
+        return {"pixel_values": torch.randn(shape, generator=generator, dtype=torch.float32)}
+    longest = getattr(config, "max_position_embeddings", None)
+    if sequence is None or sequence < 1 or (longest is not None and sequence > longest):
+        raise RecipeError([f"sequence must be in 1..{longest or 'any'} for {type(model).__name__}, got {sequence}"])
+    ids = torch.randint(0, config.vocab_size, (batch, sequence), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
+    """Tokens the attention sees per row: the text's, or an image's patches and special tokens."""
+    if "input_ids" in batch:
+        return int(batch["input_ids"].shape[1])
+    base = share_weights(model.base_model, device="meta").eval()
+    inputs = {name: tensor.to("meta") for name, tensor in forward_inputs(base, batch).items()}
+    with torch.no_grad():
+        return int(base(**inputs).last_hidden_state.shape[1])

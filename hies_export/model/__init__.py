@@ -1,0 +1,1 @@
+"""Ways to see and to hold a torch model without changing it."""

@@ -1,0 +1,1 @@
+"""Export to ONNX, check it against torch, and generate with it."""

@@ -1,0 +1,171 @@
+"""Trace a decoder to one graph that prefills, continues and decodes, its key/value cache as inputs and outputs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ..errors import ExportError, UnsupportedModelError
+from ..measure.runtimes import CACHE_SIZES
+from ..model.twin import positions_of
+from .trace import export_program, fixed_size, name_axes, reason
+
+TOTAL = "past_sequence + sequence"
+_CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
+
+
+def check_decoder(model: PreTrainedModel) -> None:
+    """Refuse, before any work, a model that generates text some other way than from its own keys and values.
+
+    Raises:
+        UnsupportedModelError: It is an encoder-decoder, or it keeps no key/value cache.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"export_onnx needs an encoder, a decoder or a vision-language model, and {type(model).__name__} is an "
+            "encoder-decoder: export its encoder"
+        )
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(
+            f"export_onnx needs a decoder with a key/value cache, and {type(model).__name__} takes no past_key_values"
+        )
+
+
+def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = None) -> Tensor:
+    """Some of a prompt's own tokens, the same for every row, none of which stands for an image: (batch, count)."""
+    text = input_ids[0][input_ids[0] != (-1 if image_token_id is None else image_token_id)]
+    return text[torch.arange(count) % len(text)].repeat(len(input_ids), 1)
+
+
+def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
+    """Two rows of a batch, a little longer: three more tokens in front of the first, padding before the second.
+
+    Args:
+        given: `input_ids` (batch, sequence) and perhaps `pixel_values`, an image in each row.
+        image_token_id: What stands for images.
+
+    Returns:
+        `input_ids` and `attention_mask` (2, 3 + sequence), and the images of the two rows.
+    """
+    rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
+    front = text_tokens(rows["input_ids"], 3, image_token_id=image_token_id)
+    rows["input_ids"] = torch.cat([front, rows["input_ids"]], dim=1)
+    rows["attention_mask"] = torch.ones_like(rows["input_ids"])
+    rows["attention_mask"][1, :3] = 0
+    return rows
+
+
+def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Build what to trace: two further tokens after a padded prompt that is already in the cache.
+
+    One further token would fix the sequence axis, a batch of 1 the batch axis, and a mask of ones would drop out.
+
+    Args:
+        model: The model to trace.
+        prompt: `input_ids` (2, length) or `inputs_embeds` (2, length, hidden), and `attention_mask` (2, length)
+            with padding on the left; at least 4 long.
+
+    Returns:
+        Keyword arguments of the forward: the last two tokens, the mask of all, positions where the model takes
+        them, and the cache of what came before.
+
+    Raises:
+        ExportError: The model does not run with a cache of keys and values.
+    """
+    name = "inputs_embeds" if "inputs_embeds" in prompt else "input_ids"
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    tokens, mask = prompt[name].to(model.device), prompt["attention_mask"].to(model.device)
+
+    def inputs(start: int, stop: int) -> dict[str, Any]:
+        taken = {name: tokens[:, start:stop], "attention_mask": mask[:, :stop]}
+        return {**taken, "position_ids": positions_of(mask)[:, start:stop]} if takes_positions else taken
+
+    # The model's own cache may forget what a sliding window has passed; the window is in the mask as well.
+    past, length = DynamicCache(), tokens.shape[1]
+    try:
+        with torch.no_grad():
+            model(**inputs(0, length - 2), past_key_values=past, use_cache=True)
+    except Exception as error:  # of a model's own making: a cache of another kind, an input that is missing
+        raise ExportError(
+            f"a decoder must run with a cache of keys and values, and {type(model).__name__} refused: {reason(error)}"
+        ) from error
+    if not past.get_seq_length():
+        raise ExportError(f"a decoder must fill its cache, and {type(model).__name__} left it empty")
+    return {**inputs(length - 2, length), "past_key_values": past}
+
+
+def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], provider: Literal["cpu", "cuda"]) -> Any:
+    """Trace a decoder to an `onnx_ir.Model`, fused for the provider, under Optimum's names.
+
+    The key/value head axis of every layer is a named dimension, and so is the head width where it is not
+    hidden_size // num_attention_heads: older Optimum takes integers there for its own guess and refuses the graph.
+    The sizes themselves are in the metadata.
+
+    Args:
+        model: A decoder; layers may differ in heads.
+        prompt: As for `decoder_sample`.
+        provider: What to fuse the graph for.
+
+    Raises:
+        ExportError: The exporter failed, fixed an axis, or the cache is not keys and values.
+    """
+    sample = decoder_sample(model, prompt)
+    program = export_program(model, sample, provider, flags={"use_cache": True})
+    layers = _name_cache(program, type(model).__name__)
+    text = {name: {0: "batch", 1: "sequence"} for name in sample if name not in ("attention_mask", "past_key_values")}
+    cache = {name: {0: "batch", 2: "past_sequence"} for name in layers}
+    name_axes(program, {**text, "attention_mask": {0: "batch", 1: TOTAL}, **cache})
+    _name_sizes(program, layers, model)
+    return program
+
+
+def _name_cache(program: Any, model: str) -> dict[str, tuple[int, int]]:
+    """Rename the cache tensors, and read off their sizes: input name -> (key/value heads, head width)."""
+    for values, prefix in ((program.graph.inputs, "past_key_values"), (program.graph.outputs, "present")):
+        for value in values:
+            match = _CACHE_TENSOR.fullmatch(value.name)
+            if match:
+                value.name = f"{prefix}.{match[1]}.{match[2]}"
+    sizes = {}
+    known = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
+    for value in program.graph.inputs:
+        if value.name in known:
+            continue
+        plain = re.fullmatch(r"past_key_values\.\d+\.(key|value)", value.name) and len(value.shape) == 4
+        heads, width = (fixed_size(value.shape[axis]) if plain else None for axis in (1, 3))
+        if heads is None or width is None:
+            raise ExportError(
+                f"a cache must be keys and values of shape (batch, heads, sequence, width), and {model} has "
+                f"{value.name} ({', '.join(str(dim) for dim in value.shape)})"
+            )
+        sizes[value.name] = (heads, width)
+    wanted = {name.replace("past_key_values", "present") for name in sizes} | {"logits"}
+    got = {value.name for value in program.graph.outputs}
+    if not sizes or got != wanted:
+        raise ExportError(
+            f"the graph must return logits and the cache it takes, and that of {model} returns {', '.join(sorted(got))}"
+        )
+    return sizes
+
+
+def _name_sizes(program: Any, sizes: Mapping[str, tuple[int, int]], model: PreTrainedModel) -> None:
+    """Give the sizes of the cache names, and write their values into the metadata."""
+    import onnx_ir
+
+    config = model.config.get_text_config()
+    usual_width = config.hidden_size // config.num_attention_heads
+    values = {value.name: value for value in (*program.graph.inputs, *program.graph.outputs)}
+    for name, (_, width) in sizes.items():
+        layer = name.split(".")[1]
+        for other in (name, name.replace("past_key_values", "present")):
+            values[other].shape[1] = onnx_ir.SymbolicDim(f"key_value_heads.{layer}")
+            if width != usual_width:
+                values[other].shape[3] = onnx_ir.SymbolicDim(f"head_dim.{layer}")
+    program.metadata_props[CACHE_SIZES] = json.dumps(sizes)

@@ -1,0 +1,207 @@
+"""Generate text from an exported folder: a decoder, or the parts of a vision-language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..checkpoint.loading import load_config
+from ..errors import DataError, RecipeError, RequestError
+from ..measure.runtimes import DECODER_FILE, EMBED_FILE, ONNX_FILE, VISION_FILE, OnnxRuntime
+from .multimodal import merge_images
+
+
+@dataclass(frozen=True)
+class OnnxGenerator:
+    """Greedy generation in ONNX Runtime on the CPU, the cache kept in its own memory between steps.
+
+    Attributes:
+        decoder: From tokens, or embeddings, and cache to logits and cache.
+        embed_tokens: From tokens to embeddings; `None` where the decoder takes tokens.
+        vision_encoder: From images to features; `None` for text.
+        image_token_id: The token that stands for one image feature; `None` for text.
+        vocabulary: Tokens the model knows.
+        positions: Tokens a row may have; `None` for any number.
+        eos_token_ids: What ends a row, unless `generate` is told otherwise.
+        pad_token_id: What a finished row goes on with.
+    """
+
+    decoder: OnnxRuntime
+    embed_tokens: OnnxRuntime | None
+    vision_encoder: OnnxRuntime | None
+    image_token_id: int | None
+    vocabulary: int
+    positions: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, *, threads: int | None = None) -> OnnxGenerator:
+        """Load what `export_onnx` wrote.
+
+        Args:
+            folder: With a decoder's `model.onnx`, or the parts of a vision-language model.
+            threads: CPU threads within an operator; by default torch's own number.
+
+        Raises:
+            RequestError: The folder has no decoder, or no config.
+            MissingRuntimeError: ONNX Runtime is not installed.
+        """
+        folder = Path(folder)
+        parts = (folder / DECODER_FILE).is_file()
+        names = (DECODER_FILE, EMBED_FILE, VISION_FILE) if parts else (ONNX_FILE,)
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise RequestError(f"a folder to generate from must have {missing[0]}, and {folder} has none: export first")
+        config = load_config(folder)
+        threads = torch.get_num_threads() if threads is None else threads
+        decoder, *others = (OnnxRuntime(folder / name, threads=threads) for name in names)
+        if "past_key_values.0.key" not in decoder.inputs:
+            raise RequestError(
+                f"a folder to generate from must have a decoder, which takes past_key_values, and the graph in "
+                f"{folder} takes {', '.join(decoder.inputs)}: an encoder does not generate"
+            )
+        text = config.get_text_config()
+        settings = GenerationConfig.from_model_config(config)
+        if (folder / "generation_config.json").is_file():
+            settings = GenerationConfig.from_pretrained(folder)
+        eos = _token_ids(settings.eos_token_id)
+        return cls(
+            decoder=decoder,
+            embed_tokens=others[0] if parts else None,
+            vision_encoder=others[1] if parts else None,
+            image_token_id=config.image_token_id if parts else None,
+            vocabulary=text.vocab_size,
+            positions=getattr(text, "max_position_embeddings", None),
+            eos_token_ids=eos,
+            pad_token_id=eos[0] if settings.pad_token_id is None and eos else settings.pad_token_id,
+        )
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        *,
+        max_new_tokens: int = 20,
+        eos_token_id: int | Iterable[int] | None = None,
+    ) -> Tensor:
+        """Continue prompts with the most likely token, again and again.
+
+        Args:
+            input_ids: Prompts, (batch, sequence), padded on the left.
+            attention_mask: 1 for tokens, 0 for padding, (batch, sequence); by default no padding.
+            pixel_values: Images in the order of the image tokens, (images, channels, height, width).
+            max_new_tokens: Tokens to add at most.
+            eos_token_id: What ends a row; by default what the folder says. `()` for nothing.
+
+        Returns:
+            Prompts and new tokens, (batch, sequence + new); a row that ended goes on with padding. Stops when
+            all rows have ended.
+
+        Raises:
+            RecipeError: max_new_tokens is below 1.
+            DataError: The prompts cannot be read, are padded on the right, are too long, or do not fit the images.
+        """
+        tokens = input_ids.cpu()
+        mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.to("cpu", torch.int64)
+        self._check(tokens, mask, pixel_values, max_new_tokens)
+        tokens = tokens.to(torch.int64)
+        ends = torch.tensor(self.eos_token_ids if eos_token_id is None else _token_ids(eos_token_id), dtype=torch.int64)
+        padding = self.pad_token_id if self.pad_token_id is not None else int(ends[0]) if len(ends) else 0
+        finished = torch.zeros(len(tokens), dtype=torch.bool)
+        inputs, cache = self.prompt(tokens, pixel_values), None
+        for _ in range(max_new_tokens):
+            logits, cache = self.step(inputs, mask, cache)
+            chosen = logits[:, -1].argmax(-1).masked_fill(finished, padding)  # (batch)
+            tokens = torch.cat([tokens, chosen[:, None]], dim=1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            finished |= torch.isin(chosen, ends)
+            if finished.all():
+                break
+            inputs = self.prompt(chosen[:, None])
+        return tokens
+
+    def prompt(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> dict[str, Any]:
+        """What the decoder takes for these tokens (batch, sequence): themselves, or embeddings with the images in.
+
+        Raises:
+            DataError: The image tokens do not match the images.
+        """
+        if self.embed_tokens is None:
+            return {"input_ids": input_ids}
+        embeds = _run(self.embed_tokens, {"input_ids": input_ids})["inputs_embeds"]
+        # A generated image token stands for itself, as in torch.
+        if pixel_values is None or self.vision_encoder is None or self.image_token_id is None:
+            return {"inputs_embeds": embeds}
+        given = int(torch.eq(input_ids, self.image_token_id).sum())
+        features = _tensor(_run(self.vision_encoder, {"pixel_values": pixel_values})["image_features"])
+        images, tokens = features.shape[:2]
+        if given != images * tokens:
+            raise DataError(
+                f"prompts must have {tokens} image tokens (id {self.image_token_id}) per image, {images * tokens} in "
+                f"all, got {given}"
+            )
+        return {"inputs_embeds": merge_images(_tensor(embeds), input_ids, features, self.image_token_id)}
+
+    def step(
+        self, inputs: Mapping[str, Any], attention_mask: Tensor, cache: Mapping[str, Any] | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Run the decoder once, on a prompt, a chunk or a single token.
+
+        Args:
+            inputs: From `prompt`, for the tokens that are not yet in the cache.
+            attention_mask: Of all tokens, those in the cache first, (batch, past + sequence).
+            cache: From the step before; `None` for an empty one.
+
+        Returns:
+            Logits (batch, sequence, vocabulary) in float32, and the cache by input name, values of ONNX Runtime.
+        """
+        outputs = _run(self.decoder, {**inputs, "attention_mask": attention_mask, **(cache or {})})
+        logits = _tensor(outputs.pop("logits")).float()
+        return logits, {name.replace("present", "past_key_values", 1): value for name, value in outputs.items()}
+
+    def _check(self, ids: Tensor, mask: Tensor, pixel_values: Tensor | None, max_new_tokens: int) -> None:
+        """Refuse what cannot be generated from, before anything is run."""
+        if max_new_tokens < 1:
+            raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
+        if ids.ndim != 2 or ids.is_floating_point() or 0 in ids.shape:
+            raise DataError(f"input_ids must be integers (batch, sequence), got {ids.dtype} {tuple(ids.shape)}")
+        if mask.shape != ids.shape:
+            raise DataError(
+                f"attention_mask must have the shape of input_ids {tuple(ids.shape)}, got {tuple(mask.shape)}"
+            )
+        if not bool(mask[:, -1].all()) or bool((mask.diff(dim=1) < 0).any()):
+            raise DataError("prompts must be padded on the left, got zeros after a one: set padding_side='left'")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocabulary:
+            raise DataError(f"token ids must be in 0..{self.vocabulary - 1}, got {low if low < 0 else high}")
+        if self.positions is not None and ids.shape[1] + max_new_tokens > self.positions:
+            raise DataError(
+                f"prompt and new tokens must fit into the model's {self.positions} positions, got {ids.shape[1]} and "
+                f"{max_new_tokens}"
+            )
+        if pixel_values is not None and self.vision_encoder is None:
+            raise DataError("pixel_values must be left out for a model of text, got images")
+        if pixel_values is None and self.image_token_id is not None and bool(torch.eq(ids, self.image_token_id).any()):
+            raise DataError(f"prompts with image tokens (id {self.image_token_id}) need pixel_values, got none")
+
+
+def _run(runtime: OnnxRuntime, batch: Mapping[str, Any]) -> dict[str, Any]:
+    return runtime.values(runtime.run(runtime.prepare(batch)))
+
+
+def _tensor(value: Any) -> Tensor:
+    return torch.from_numpy(value.numpy())
+
+
+def _token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

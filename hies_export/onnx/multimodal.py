@@ -1,0 +1,225 @@
+"""Trace a vision-language model to three graphs: image encoder with projector, token embeddings, decoder."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import DataError, UnsupportedModelError
+from ..measure.runtimes import DECODER_FILE, EMBED_FILE, VISION_FILE
+from .decoder import trace_decoder
+from .trace import export_program, name_axes, reason
+
+
+def is_vision_language(model: PreTrainedModel) -> bool:
+    """Whether the model generates text from images and text."""
+    from transformers.exporters.utils import is_multimodal
+
+    return is_multimodal(model) and "pixel_values" in inspect.signature(model.forward).parameters
+
+
+def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, seed: int = 0) -> dict[str, Tensor]:
+    """Random images, each with a prompt that has exactly the image tokens it needs.
+
+    Args:
+        model: A vision-language model with images of one size.
+        batch: Rows, one image in each.
+        text: Tokens of text around the image tokens, half before and half after, at least 2.
+        seed: Of the values.
+
+    Returns:
+        `pixel_values` (batch, channels, height, width), `input_ids` and `attention_mask` (batch, sequence).
+
+    Raises:
+        UnsupportedModelError: The config does not say how large images are, or the model takes more than those.
+    """
+    vision = getattr(model.config, "vision_config", None)
+    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
+    if size is None:
+        raise UnsupportedModelError(
+            f"a sample can be made for models with a vision_config.image_size, and {type(model).__name__} has none"
+        )
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(batch, channels, height, width, generator=generator)
+    pixels = pixels.to(model.device, model.dtype)
+    with torch.no_grad():
+        tokens = _image_features(model, pixels).shape[1]
+    image = model.config.image_token_id
+    config = model.config.get_text_config()
+    ids = torch.randint(3, config.vocab_size - 1, (batch, text), generator=generator)
+    ids += (ids >= image).long() if image < config.vocab_size else 0
+    before, after = ids[:, : text // 2], ids[:, text // 2 :]
+    ids = torch.cat([before, torch.full((batch, tokens), image), after], dim=1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -> None:
+    """Refuse, before any work, a model whose images do not become one tensor of features, or a batch without.
+
+    Raises:
+        UnsupportedModelError: The model has no projector the exporter knows, or needs more than `pixel_values`.
+        DataError: The batch has no images or no prompt, or the image tokens do not match the images.
+    """
+    if getattr(model.config, "image_token_id", None) is None:
+        raise UnsupportedModelError(
+            f"export_onnx needs a vision-language model whose config names the image token, and "
+            f"{type(model).__name__} has no image_token_id"
+        )
+    kinds = {"token_type_ids", "mm_token_type_ids"} & set(inspect.signature(model.forward).parameters)
+    if kinds:
+        raise UnsupportedModelError(
+            f"export_onnx needs a vision-language model that reads images and text alike, from left to right, and "
+            f"{type(model).__name__} tells them apart by {min(kinds)}"
+        )
+    missing = sorted({"input_ids", "pixel_values"} - set(given))
+    if missing:
+        raise DataError(f"the batch of a vision-language model must have {missing[0]!r}, got {', '.join(given)}")
+    text = given["input_ids"][:1] != model.config.image_token_id
+    if not text.any() or len(given["pixel_values"]) != len(given["input_ids"]):
+        raise DataError(
+            f"every prompt must have text and one image, got {len(given['input_ids'])} prompts, the first with "
+            f"{int(text.sum())} tokens of text, and {len(given['pixel_values'])} images"
+        )
+    with torch.no_grad():
+        features = _image_features(model, given["pixel_values"].to(model.device, model.dtype))
+    tokens = int((given["input_ids"] == model.config.image_token_id).sum())
+    if tokens != features.shape[0] * features.shape[1]:
+        raise DataError(
+            f"the prompts must have {features.shape[1]} image tokens (id {model.config.image_token_id}) per image, "
+            f"{features.shape[0] * features.shape[1]} in all, got {tokens}"
+        )
+
+
+def merge_images(embeds: Tensor, input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
+    """Put image features, in order, where the image tokens are.
+
+    Args:
+        embeds: Of the tokens, (batch, sequence, hidden).
+        input_ids: The tokens, (batch, sequence).
+        features: Of the images, (images, tokens, hidden).
+        image_token_id: The token that stands for one feature.
+
+    Returns:
+        (batch, sequence, hidden).
+    """
+    mask = (input_ids == image_token_id).unsqueeze(-1).expand_as(embeds)
+    return embeds.masked_scatter(mask, features.to(embeds.dtype))
+
+
+def trace_vision_language(
+    model: PreTrainedModel, given: Mapping[str, Tensor], provider: Literal["cpu", "cuda"]
+) -> dict[str, Any]:
+    """Trace the parts, each to an `onnx_ir.Model`, fused for the provider.
+
+    Args:
+        model: A vision-language model that `check_vision_language` passed.
+        given: `pixel_values`, `input_ids`, `attention_mask` with left padding; at least 2 rows.
+        provider: What to fuse the graphs for.
+
+    Returns:
+        File name -> program: pixel_values -> image_features (images, tokens, hidden); input_ids -> inputs_embeds;
+        and the decoder of `trace_decoder`, from inputs_embeds.
+
+    Raises:
+        ExportError: The exporter failed on a part, or fixed an axis.
+    """
+    pixels = given["pixel_values"].to(model.device, model.dtype)
+    embedding: Any = model.get_input_embeddings()
+    with torch.no_grad():
+        features = _image_features(model, pixels)
+        ids = given["input_ids"].to(model.device)
+        embeds = merge_images(embedding(ids), ids, features, model.config.image_token_id)
+    vision_axes = {"pixel_values": {0: "images"}}
+    vision = export_program(_ImageEncoder(model), {"pixel_values": pixels}, provider, axes=vision_axes)
+    name_axes(vision, vision_axes)
+    embed_axes = {"input_ids": {0: "batch", 1: "sequence"}}
+    embed = export_program(_Embedding(model), {"input_ids": ids}, provider, axes=embed_axes)
+    name_axes(embed, embed_axes)
+    prompt = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}
+    return {VISION_FILE: vision, EMBED_FILE: embed, DECODER_FILE: trace_decoder(model, prompt, provider)}
+
+
+class _ImageEncoder(torch.nn.Module):
+    """pixel_values -> the projector's output."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
+        return {"image_features": _image_features(self.model, pixel_values)}
+
+
+class _Embedding(torch.nn.Module):
+    """input_ids -> their embeddings."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.embedding = model.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        embedding: Any = self.embedding
+        return {"inputs_embeds": embedding(input_ids)}
+
+
+class _Projected(Exception):
+    """Carries the projector's output out of `get_image_features`."""
+
+    def __init__(self, features: Tensor):
+        self.features = features
+
+
+def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
+    """Features of images, (images, tokens, hidden).
+
+    `get_image_features` goes on to split them into a Python list, which would fix the number of images in a
+    trace: it is left as soon as the projector has answered.
+
+    Raises:
+        UnsupportedModelError: The model has no projector, or its features need more than `pixel_values`.
+    """
+
+    encoder: Any = model
+    owner, name = _projector(model)
+    projector = getattr(owner, name)
+
+    def project(*args: Any, **kwargs: Any) -> Any:
+        raise _Projected(projector(*args, **kwargs))
+
+    # An instance attribute hides the module of that name, which a tracer must see called and finished.
+    vars(owner)[name] = project
+    try:
+        encoder.get_image_features(pixel_values=pixel_values)
+        why = "its projector was not called"
+    except _Projected as done:
+        if done.features.ndim == 3:
+            return done.features
+        why = f"its projector returns shape {tuple(done.features.shape)}"
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if torch.compiler.is_exporting():
+            raise
+        why = reason(error)
+    finally:
+        del vars(owner)[name]
+    raise UnsupportedModelError(
+        f"export_onnx needs images to become features of shape (images, tokens, hidden) from pixel_values alone, and "
+        f"{type(model).__name__} does not: {why}"
+    )
+
+
+def _projector(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
+    """The module that owns the projector between image encoder and language model, and its name there."""
+    for owner in (model, model.base_model):
+        for name in ("multi_modal_projector", "connector", "embed_vision"):
+            if name in dict(owner.named_children()):
+                return owner, name
+    raise UnsupportedModelError(
+        f"export_onnx needs a vision-language model with a projector after its image encoder, and "
+        f"{type(model).__name__} has none under a name it knows"
+    )

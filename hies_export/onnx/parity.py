@@ -1,0 +1,148 @@
+"""Compare exported graphs with torch, on more batches than the one they were traced with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import ParityError
+from ..measure.runtimes import OnnxRuntime, TorchRuntime
+from .decoder import text_tokens
+from .generator import OnnxGenerator
+
+# Half precision keeps 11 bits, so its bound grows with the largest output; single precision's does not.
+TOLERANCE_FP32 = 1e-3
+TOLERANCE_FP16 = 2e-2
+
+# Generation is compared on prompts up to 3 tokens longer than the given ones, and 4 tokens beyond them.
+SPARE_POSITIONS = 7
+
+
+def parity_batches(
+    given: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Batches to compare on: as given, padded, and a single row, of another length for text."""
+    single = {name: tensor[:1] for name, tensor in sample.items()}
+    if "input_ids" in sample:
+        length = max(3, given["input_ids"].shape[1] // 2)
+        length += length == given["input_ids"].shape[1]
+        tokens = single["input_ids"].shape
+        single = {name: t[:, :length] if t.shape[:2] == tokens else t for name, t in single.items()}
+        # The first row of the sample is unpadded, the short one therefore too.
+    return {"the given batch": dict(given), "a padded batch": dict(sample), "a batch of 1": single}
+
+
+def check_parity(
+    folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
+) -> tuple[float, str]:
+    """Largest absolute difference between the file and torch, and the provider the file ran on.
+
+    Raises:
+        ParityError: It is beyond the tolerance, not finite, or the outputs have other names or shapes.
+    """
+    exported = OnnxRuntime(folder, threads=torch.get_num_threads())
+    dense = TorchRuntime(reference, threads=torch.get_num_threads())
+    worst = 0.0
+    for label, batch in batches.items():
+        want = dense.fetch(dense.run(dense.prepare(batch)))
+        got = exported.fetch(exported.run(exported.prepare(batch)))
+        worst = max(worst, compare_outputs(want, got, label=label, dtype=dtype))
+    return worst, exported.provider
+
+
+def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Prompts to compare on: as given, padded on the left, and a single row of another length.
+
+    Args:
+        given: `input_ids`, `attention_mask` and for images `pixel_values`, one in each row.
+        padded: From `left_padded`; its first row has no padding.
+    """
+    single = {name: tensor[:1] for name, tensor in padded.items()}
+    return {"the given batch": dict(given), "a padded batch": dict(padded), "a batch of 1": single}
+
+
+def check_generation(
+    folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
+) -> tuple[float, str]:
+    """Largest absolute difference between an exported folder's generation and torch, and the provider it ran on.
+
+    The folder takes each prompt, then two tokens at once, then two single ones, carrying its cache; torch takes all
+    of it in one forward pass. Logits and cache of the real tokens are compared.
+
+    Raises:
+        ParityError: They differ beyond the tolerance, are not finite, or have other shapes.
+    """
+    exported = OnnxGenerator.from_folder(folder)
+    dense = TorchRuntime(reference, threads=torch.get_num_threads())
+    worst = 0.0
+    for label, batch in batches.items():
+        further = text_tokens(batch["input_ids"], 4, image_token_id=exported.image_token_id)
+        tokens = torch.cat([batch["input_ids"], further], dim=1)
+        mask = torch.cat([batch["attention_mask"], torch.ones_like(further)], dim=1)
+        want = dense.fetch(dense.run(dense.prepare({**batch, "input_ids": tokens, "attention_mask": mask})))
+        got = _in_pieces(exported, tokens, mask, batch.get("pixel_values"))
+        worst = max(worst, compare_outputs(*_real_tokens(want, got, mask), label=label, dtype=dtype))
+    return worst, exported.decoder.provider
+
+
+def _in_pieces(
+    exported: OnnxGenerator, tokens: torch.Tensor, mask: torch.Tensor, images: torch.Tensor | None
+) -> dict[str, np.ndarray]:
+    """Logits of all tokens and the last cache, of a prompt, a chunk of two tokens and two single ones."""
+    cache, logits, length = None, [], tokens.shape[1]
+    for start, stop in ((0, length - 4), (length - 4, length - 2), (length - 2, length - 1), (length - 1, length)):
+        inputs = exported.prompt(tokens[:, start:stop], images if start == 0 else None)
+        piece, cache = exported.step(inputs, mask[:, :stop], cache)
+        logits.append(piece)
+    presents = {name.replace("past_key_values", "present"): v.numpy() for name, v in (cache or {}).items()}
+    return {"logits": torch.cat(logits, dim=1).numpy(), **presents}
+
+
+def _real_tokens(
+    want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], mask: torch.Tensor
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Logits and cache of torch and of the graph, with zeros where there is padding: it may hold anything.
+
+    Of a sliding window torch keeps only the end and the graph everything: the ends are left to compare.
+    """
+    real = mask.bool().numpy()
+
+    def cleaned(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        kept = {"logits": np.where(real[:, :, None], outputs["logits"], 0)}
+        for name, array in outputs.items():
+            if name.startswith("present."):  # (batch, key/value heads, sequence, width)
+                end = array[:, :, -want[name].shape[2] :] if name in want else array
+                kept[name] = np.where(real[:, None, -end.shape[2] :, None], end.astype(np.float32), 0)
+        return kept
+
+    return cleaned(want), cleaned(got)
+
+
+def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], *, label: str, dtype: str) -> float:
+    """Largest absolute difference between torch's outputs and the graph's.
+
+    Raises:
+        ParityError: It is beyond the tolerance, not finite, or the outputs have other names or shapes.
+    """
+    shapes: Sequence[str] = [
+        "; ".join(f"{name} {array.shape}" for name, array in sorted(outputs.items())) for outputs in (want, got)
+    ]
+    if shapes[0] != shapes[1]:
+        raise ParityError(f"the graph's outputs must be torch's; on {label} torch has {shapes[0]}, it has {shapes[1]}")
+    differences = [float(np.abs(want[name] - got[name]).max(initial=0.0)) for name in want]
+    # np.max, unlike max, does not lose a NaN.
+    max_abs = float(np.max(differences))
+    tolerance = TOLERANCE_FP32
+    if dtype == "float16":
+        tolerance = TOLERANCE_FP16 * max(1.0, *(float(np.abs(array).max(initial=0.0)) for array in want.values()))
+    if not max_abs <= tolerance:
+        raise ParityError(
+            f"the graph must agree with torch within {tolerance:.1e}, and differs by {max_abs:.1e} "
+            f"on {label}; nothing was kept: export in float32, or report the model"
+        )
+    return max_abs

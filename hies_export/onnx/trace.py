@@ -1,0 +1,167 @@
+"""Trace a module to an ONNX program whose axes stay open and whose names are Optimum's."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import ExportError
+from .repair import flatten_gemm_inputs, share_tied_weights
+
+
+def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Build the batch to trace: at least 2 rows, of at least 4 tokens, with padding in the second.
+
+    A batch of 1 would fix the batch axis, and a mask of ones would drop out of the graph.
+
+    Args:
+        model: Decides which inputs the graph must have, whether or not the batch has them.
+        given: Inputs of shape (batch, sequence) or (batch, channels, height, width).
+
+    Returns:
+        Inputs of shape (2, sequence) or (2, channels, height, width), in the order of the model's forward.
+    """
+    rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
+    if "input_ids" not in rows:
+        return rows
+    length = max(4, rows["input_ids"].shape[1])
+    columns = torch.arange(length) % rows["input_ids"].shape[1]
+    of_tokens = [name for name, tensor in rows.items() if tensor.shape[:2] == rows["input_ids"].shape]
+    rows |= {name: rows[name][:, columns.to(rows[name].device)] for name in of_tokens}
+    rows["attention_mask"] = torch.ones_like(rows["input_ids"])
+    rows["attention_mask"][1, length // 2 :] = 0
+    accepted = list(inspect.signature(model.forward).parameters)
+    # A tokenizer of pairs sends these whether or not the sample did; without the input they would be ignored.
+    if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", 0) > 1:
+        rows.setdefault("token_type_ids", torch.zeros_like(rows["input_ids"]))
+    return {name: rows[name] for name in accepted if name in rows}
+
+
+def _dynamic_axes(name: str, tensor: torch.Tensor) -> dict[int, str]:
+    """Names of the axes of an input that must stay open."""
+    fixed = name in ("pixel_values", "input_features") or tensor.ndim < 2
+    return {0: "batch"} if fixed else {0: "batch", 1: "sequence"}
+
+
+def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], provider: Literal["cpu", "cuda"]) -> Any:
+    """Trace an encoder to an `onnx_ir.Model`, fused for the provider, its open axes named."""
+    axes = {name: _dynamic_axes(name, tensor) for name, tensor in sample.items()}
+    flags: dict[str, Any] = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    program = export_program(model, sample, provider, axes=axes, flags=flags)
+    name_axes(program, axes)
+    return program
+
+
+def export_program(
+    module: torch.nn.Module,
+    sample: Mapping[str, Any],
+    provider: Literal["cpu", "cuda"],
+    *,
+    axes: Mapping[str, Mapping[int, str]] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run transformers' exporter on a module, and drop what it leaves behind of this machine.
+
+    Args:
+        module: What to trace.
+        sample: Its inputs by keyword, tensors or a cache.
+        provider: What to fuse the graph for.
+        axes: The open axes of each input; without it, the exporter tries to leave every axis open.
+        flags: More keywords of the forward, that are no inputs of the graph.
+
+    Returns:
+        An `onnx_ir.Model`.
+
+    Raises:
+        ExportError: The exporter failed; the message has its reason.
+    """
+    shapes = None
+    if axes is not None:
+        shapes = {name: dict.fromkeys(open_axes, torch.export.Dim.AUTO) for name, open_axes in axes.items()}
+    traced: Any = module
+    try:
+        from transformers.exporters import OnnxConfig, OnnxExporter
+
+        config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, ort_fusions=provider)
+        program = OnnxExporter().export(traced, {**sample, **(flags or {})}, config).program
+    except Exception as error:
+        raise ExportError(
+            f"the model must be exportable to ONNX, and the exporter refused {type(module).__name__}: {reason(error)}"
+        ) from error
+    flatten_gemm_inputs(program)
+    share_tied_weights(program)
+    _strip_metadata(program)
+    return program
+
+
+def reason(error: BaseException) -> str:
+    """The root cause of an exception, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
+    """Call the open axes by their names wherever they occur in the graph, and make sure that they are open.
+
+    Raises:
+        ExportError: The graph has lost an input, or fixed one of the axes.
+    """
+    import onnx_ir
+
+    inputs = {value.name: value for value in program.graph.inputs}
+    missing = sorted(set(axes) - set(inputs))
+    if missing:
+        raise ExportError(f"the graph must have the input {missing[0]!r}, and the exporter dropped it")
+    names: dict[str, str] = {}
+    for name, open_axes in axes.items():
+        for axis, label in open_axes.items():
+            dim = inputs[name].shape[axis]
+            if fixed_size(dim) is not None or dim.value is None:
+                raise ExportError(f"the {label} axis of {name!r} must be dynamic, and the trace fixed it at {dim}")
+            names[dim.value] = label
+    for value in _values(program.graph):
+        if value.shape is None or value.shape.frozen:
+            continue
+        for axis, dim in enumerate(value.shape):
+            if not isinstance(dim, int) and dim.value is not None:
+                size = fixed_size(dim)
+                value.shape[axis] = onnx_ir.SymbolicDim(_named(dim.value, names)) if size is None else size
+
+
+def fixed_size(dim: Any) -> int | None:
+    """A size that the trace fixed, else `None`; the exporter leaves some of them as symbols called `2`."""
+    text = str(dim if isinstance(dim, int) else dim.value)
+    return int(text) if text.isdigit() else None
+
+
+def _named(expression: str, names: Mapping[str, str]) -> str:
+    """A size such as `s36 + s70` with its symbols replaced."""
+    if expression in names:
+        return names[expression]
+    simple = {symbol: label for symbol, label in names.items() if " " not in label}
+    return re.sub(r"\w+", lambda match: simple.get(match[0], match[0]), expression)
+
+
+def _values(graph: Any) -> Iterator[Any]:
+    """Every input and result of a graph."""
+    yield from graph.inputs
+    for node in graph.all_nodes():
+        yield from node.outputs
+
+
+def _strip_metadata(program: Any) -> None:
+    """Drop the stack traces, which name the folders of the machine that exported."""
+    for node in program.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+    for value in _values(program.graph):
+        value.metadata_props.clear()
+    program.graph.metadata_props.clear()
+    program.metadata_props.clear()

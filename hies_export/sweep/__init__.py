@@ -1,0 +1,1 @@
+"""Many ways to prune one model, judged side by side."""

@@ -1,0 +1,114 @@
+"""What a sweep has finished, one JSON line each: it survives `kill -9`, and the sweep goes on from there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import OutputExistsError, RequestError
+
+NAME = "journal.jsonl"
+FORMAT = 1
+
+
+class Journal:
+    """The journal of a folder, open for the length of a `with` block.
+
+    Its first line says, as a digest per field, what was asked: the journal of another recipe is refused.
+
+    Attributes:
+        rows: Finished cells by name.
+        alphas: Finished alpha curves by name.
+
+    Args:
+        folder: Made if it does not exist.
+        asked: What decides the results, by field; JSON.
+        overwrite: Begin anew, whatever the folder's journal says.
+
+    Raises:
+        OutputExistsError: The folder holds something, but no journal.
+        RequestError: The journal is of another recipe; the message names the fields that differ.
+    """
+
+    def __init__(self, folder: Path, *, asked: Mapping[str, Any], overwrite: bool = False):
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.alphas: dict[str, dict[str, Any]] = {}
+        self._path = folder / NAME
+        digests = {field: _digest(value) for field, value in asked.items()}
+        found = self._path.is_file() and not overwrite
+        if not found and not overwrite and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise OutputExistsError(
+                f"a sweep needs a folder that is new or holds its {NAME}, but {folder} holds something else; choose "
+                "another or pass --overwrite"
+            )
+        whole = self._read(digests) if found else 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("r+b" if whole else "wb")
+        # A line that was cut off by a kill goes.
+        self._file.truncate(whole)
+        self._file.seek(whole)
+        if not whole:
+            self._write({"kind": "sweep", "format": FORMAT, "asked": digests})
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, key: str, row: Mapping[str, Any]) -> None:
+        """Remember a finished cell."""
+        self._write({"kind": "row", "key": key, "value": row})
+
+    def add_alpha(self, key: str, curve: Mapping[str, Any]) -> None:
+        """Remember an alpha curve."""
+        self._write({"kind": "alpha", "key": key, "value": curve})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        text = json.dumps(line) + "\n"
+        self._file.write(text.encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._take(json.loads(text))
+
+    def _take(self, line: dict[str, Any]) -> None:
+        if line["kind"] == "row":
+            self.rows[line["key"]] = line["value"]
+        elif line["kind"] == "alpha":
+            self.alphas[line["key"]] = line["value"]
+
+    def _read(self, digests: Mapping[str, str]) -> int:
+        """Read the finished lines, and return how many bytes they take."""
+        content = self._path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        lines = content[:whole].splitlines()
+        if not lines:
+            return 0
+        try:
+            parsed = [json.loads(line) for line in lines]
+            asked = parsed[0]["asked"]
+            for line in parsed:
+                self._take(line)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestError(
+                f"a journal must be lines of JSON written by hies-export sweep, but {self._path} is not ({error!r}); "
+                "choose another folder or pass --overwrite to begin anew"
+            ) from error
+        differ = [field for field in {**asked, **digests} if asked.get(field) != digests.get(field)]
+        if differ:
+            raise RequestError(
+                f"the journal in {self._path.parent} must be of the same recipe to go on with it, but it has another "
+                f"{', '.join(differ)}; choose another folder or pass --overwrite to begin anew"
+            )
+        return whole
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,491 @@
+"""Judge many ways to prune one model: criteria x alphas x sparsities x seeds x calibration sizes x compensations.
+
+Statistics are collected once for every seed and calibration size, moments and effects once for every seed, and plans
+that are equal are evaluated once. What is finished stands in a journal: a sweep that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..alpha import ALPHAS, Judgement, choose_alpha
+from ..calibrate import collect_statistics
+from ..compensate import METHODS, SplitMoments, collect_moments, refit_heads
+from ..compensated import Effects, collect_effects, score_compensated
+from ..cut import masked_heads, prune_heads
+from ..data.lengths import by_length
+from ..errors import RecipeError, did_you_mean
+from ..evaluate_model import Predictions, predict, references, standard_error
+from ..measure.counts import count_flops
+from ..metrics import METRICS
+from ..model.twin import share_weights
+from ..prepare import Prepared, budget_options, prepare
+from ..progress import Progress, Silent
+from ..quality import judge
+from ..recipe import PruningRecipe
+from ..score import COMPENSATED, SIGNAL_CRITERIA, criterion_names, score_heads, uses_alpha
+from ..select import check_budget, select_heads
+from ..signals import collect_signals
+from ..values import HeadScores, HeadStatistics, PruningPlan, library_versions
+from .journal import Journal
+from .tables import write_results
+
+# `auto` is the alpha that does best at the sparsity, `auto-area` one alpha for all sparsities.
+AUTOMATIC = ("auto", "auto-area")
+# What `hies-compensated` is scored on: covariances of hundreds of inputs want more than a score does.
+EFFECT_SAMPLES = 256
+# Fields of the recipe that give way to the grid, by section.
+_GIVEN_BY_THE_GRID = {"calibration": ("samples", "seed"), "prune": ("criterion", "alpha", "budget")}
+
+
+@dataclass(frozen=True)
+class SweepGrid:
+    """What a sweep tries.
+
+    Attributes:
+        criteria: Names in `hies_export.score.criterion_names()`.
+        alphas: For criteria that have one: numbers in [0, 1), "auto" (chosen for every sparsity on held-out rows) or
+            "auto-area" (one for all, by the weighted area under the quality-sparsity curve).
+        sparsities: Shares of heads to remove.
+        seeds: Each draws other calibration rows.
+        calibration_sizes: How many of them heads are scored on.
+        compensations: "none", "bias" or "least_squares".
+
+    Raises:
+        RecipeError: A value is impossible; all problems at once.
+    """
+
+    criteria: tuple[str, ...] = ("hies", "his", "ad", "l2", "random")
+    alphas: tuple[float | str, ...] = ("auto",)
+    sparsities: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    calibration_sizes: tuple[int, ...] = (32,)
+    compensations: tuple[str, ...] = ("none",)
+
+    def __post_init__(self) -> None:
+        problems = [f"a sweep needs at least one of {name}, got none" for name, v in asdict(self).items() if not v]
+        known = criterion_names()
+        problems += [
+            f"a criterion must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
+            for name in self.criteria
+            if name not in known
+        ]
+        for alpha in self.alphas:
+            if alpha not in AUTOMATIC and not (isinstance(alpha, (int, float)) and 0 <= alpha < 1):
+                problems.append(f"an alpha must be a number in [0, 1), auto or auto-area, got {alpha!r}")
+        problems += [f"a sparsity must be in (0, 1), got {s:g}" for s in self.sparsities if not 0 < s < 1]
+        problems += [f"a seed must be at least 0, got {s}" for s in self.seeds if s < 0]
+        problems += [f"a calibration size must be at least 1, got {s}" for s in self.calibration_sizes if s < 1]
+        methods = ("none", *METHODS)
+        problems += [
+            f"a compensation must be one of {', '.join(methods)}, got {name!r}{did_you_mean(name, methods)}"
+            for name in self.compensations
+            if name not in methods
+        ]
+        if problems:
+            raise RecipeError(problems)
+
+    def cells(self) -> list[Cell]:
+        """All combinations that differ, in the order of the results."""
+        found = []
+        for seed in self.seeds:
+            for samples in self.calibration_sizes:
+                for compensation in self.compensations:
+                    for criterion in self.criteria:
+                        alphas = self.alphas if uses_alpha(criterion) else (None,)
+                        # It has its own samples, the same whatever the others are scored on.
+                        given = 0 if criterion == COMPENSATED else samples
+                        found += [
+                            Cell(criterion, alpha, sparsity, seed, given, compensation)
+                            for alpha in alphas
+                            for sparsity in self.sparsities
+                        ]
+        return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to try; `samples` is 0 for `hies-compensated`, which has a number of its own."""
+
+    criterion: str
+    alpha: float | str | None
+    sparsity: float
+    seed: int
+    samples: int
+    compensation: str
+
+    def key(self, grid: SweepGrid) -> str:
+        """Its name in the journal; one alpha for all sparsities depends on what these are."""
+        over = [grid.sparsities] if self.alpha == "auto-area" else []
+        return "|".join(str(value) for value in (*asdict(self).values(), *over))
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What a sweep came to.
+
+    Attributes:
+        rows: One per cell, as in sweep.json.
+        seconds: How long what took, in this process.
+        evaluations: How many masked or cut models were judged on the evaluation rows, in this process.
+    """
+
+    rows: list[dict[str, Any]]
+    seconds: dict[str, float]
+    evaluations: int
+
+
+def sweep(
+    recipe: PruningRecipe,
+    grid: SweepGrid,
+    folder: Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> SweepResult:
+    """Try every cell of a grid and write sweep.json, details.json, sweep.csv, tables.md and tables.tex.
+
+    Without compensation a plan is judged masked, nothing is cut; with it, the model is cut and refitted from moments of
+    the dense model. Stopped half-way, it goes on where it was when it is called again; with another grid, finished rows
+    that are in it are taken from the journal.
+
+    Args:
+        recipe: Model, data, evaluation and constraints; its criterion, alpha, budget, compensation method, calibration
+            seed and size give way to the grid's.
+        grid: What to try.
+        folder: Where to write; new, or with the journal of a sweep of the same recipe.
+        overwrite: Begin anew where there is a journal.
+        progress: Told about stages and loops.
+
+    Raises:
+        RequestError: The recipe, the grid, the data or the model does not allow it, or the folder holds something else.
+        StepError: A step failed; what was finished stays in the journal.
+    """
+    progress = progress or Silent()
+    with Journal(folder, asked=_asked(recipe), overwrite=overwrite) as journal:
+        runner = _Runner(recipe, grid, journal, progress)
+        rows = runner.run()
+        write_results(folder, rows, details=runner.details())
+    return SweepResult(rows=rows, seconds=runner.seconds, evaluations=runner.evaluations)
+
+
+def weighted_area(sparsities: Sequence[float], values: Sequence[float]) -> float:
+    """Mean of a curve over sparsity, weighted by the sparsity: what is cut deep counts most.
+
+    The integral of s * value(s) over that of s, by trapezoids; of a single point its value.
+    """
+    points = sorted(zip(sparsities, values, strict=True))
+    if len(points) == 1:
+        return points[0][1]
+    pairs = list(itertools.pairwise(points))
+    area = sum((t - s) * (s * v + t * w) / 2 for (s, v), (t, w) in pairs)
+    return area / sum((t - s) * (s + t) / 2 for (s, _), (t, _) in pairs)
+
+
+def _asked(recipe: PruningRecipe) -> dict[str, Any]:
+    """What decides every row beside its cell, by the field a person would change: a grid may be widened later.
+
+    Fields at their defaults are left out, so that the journal of a version that lacked one is still good.
+    """
+    fields = recipe.model_dump(mode="json", exclude={"output", "export", "measure"}, exclude_defaults=True)
+    for section, left_out in _GIVEN_BY_THE_GRID.items():
+        fields[section] = {k: v for k, v in fields.get(section, {}).items() if k not in left_out}
+    return fields | {"versions": library_versions()}
+
+
+@dataclass(frozen=True)
+class _Calibrated:
+    """What the heads are known by for one seed and calibration size."""
+
+    prepared: Prepared
+    held_out: list[dict[str, Tensor]]
+    statistics: HeadStatistics
+
+
+class _Runner:
+    """Does the cells that the journal has not, and keeps what they share."""
+
+    def __init__(self, recipe: PruningRecipe, grid: SweepGrid, journal: Journal, progress: Progress):
+        self._recipe, self._grid, self._journal, self._progress = recipe, grid, journal, progress
+        self.seconds: dict[str, float] = {}
+        self.evaluations = 0
+        self._once: dict[Any, Any] = {}
+        self._kept: dict[int, Any] = {}  # what belongs to the seed at hand
+        progress.stage("load")
+        with self._timed("load"):
+            self._base = prepare(self._variant(grid.seeds[0], grid.calibration_sizes[0]))
+        for sparsity in grid.sparsities:
+            check_budget(self._base.scored, **budget_options(recipe) | {"heads": sparsity})
+        self._evaluation = by_length(self._base.evaluation, config=self._base.model.config)
+        with self._timed("evaluate"):
+            self._dense = predict(self._base.model, self._evaluation)
+        # Plans that are equal give equal results: what the journal knows of them is not computed again.
+        self._judged = {row["judged"]: row["result"] for row in journal.rows.values()}
+
+    def run(self) -> list[dict[str, Any]]:
+        cells = self._grid.cells()
+        waiting = [cell for cell in cells if cell.key(self._grid) not in self._journal.rows]
+        if len(waiting) < len(cells):
+            self._progress.stage(f"{len(cells) - len(waiting)} of {len(cells)} rows are in the journal")
+        started, part = time.perf_counter(), None
+        for number, cell in enumerate(self._progress.track(waiting, f"sweep, {len(waiting)} rows")):
+            if part != (cell.seed, cell.compensation):
+                part = (cell.seed, cell.compensation)
+                left = (time.perf_counter() - started) / number * (len(waiting) - number) if number else None
+                known = "" if left is None else f", about {left / 60:.0f} min left"
+                name = f"seed {cell.seed}, compensation {cell.compensation}"
+                self._progress.stage(f"{name}: {number} of {len(waiting)} rows done{known}")
+            self._journal.add(cell.key(self._grid), self._do(cell))
+        return [self._row(cell) for cell in cells]
+
+    def details(self) -> dict[str, Any]:
+        """Statistics and plans of the first seed and size, and every alpha curve."""
+        first = self._calibrated(self._grid.seeds[0], self._grid.calibration_sizes[0])
+        cells = [
+            c
+            for c in self._grid.cells()
+            if c.seed == self._grid.seeds[0] and c.samples == self._grid.calibration_sizes[0]
+        ]
+        plans = {}
+        for cell in cells:
+            entry = self._journal.rows[cell.key(self._grid)]
+            scores = self._scores(cell, entry["alpha"])
+            kept = {name: kept.query for name, kept in self._plan(scores, cell).kept.items()}
+            label = {"criterion": cell.criterion, "alpha": entry["alpha"], "sparsity": cell.sparsity}
+            plans["|".join(map(str, label.values()))] = label | {"kept": kept}
+        return {
+            "seed": self._grid.seeds[0],
+            "calibration_samples": first.statistics.samples,
+            "his": first.statistics.his,
+            "entropy": first.statistics.entropy,
+            "plans": list(plans.values()),
+            "alpha_curves": list(self._journal.alphas.values()),
+        }
+
+    def _do(self, cell: Cell) -> dict[str, Any]:
+        alpha = self._alpha(cell) if isinstance(cell.alpha, str) else cell.alpha
+        scores = self._scores(cell, alpha)
+        plan = self._plan(scores, cell)
+        # Moments differ from seed to seed.
+        heads = ";".join(f"{kept.query}" for kept in plan.kept.values())
+        judged = f"{cell.compensation}|{'' if cell.compensation == 'none' else cell.seed}|{heads}"
+        if judged not in self._judged:
+            self._judged[judged] = self._judge(plan, cell)
+        samples = cell.samples or self._effects(cell.seed).samples
+        return {"judged": judged, "alpha": alpha, "samples": samples, "result": self._judged[judged]}
+
+    def _row(self, cell: Cell) -> dict[str, Any]:
+        entry = self._journal.rows[cell.key(self._grid)]
+        return {
+            "criterion": cell.criterion,
+            "alpha": entry["alpha"],
+            "alpha_by": cell.alpha if isinstance(cell.alpha, str) else None if cell.alpha is None else "given",
+            "sparsity": cell.sparsity,
+            "seed": cell.seed,
+            "calibration_samples": entry["samples"],
+            "compensation": cell.compensation,
+            **entry["result"],
+        }
+
+    def _judge(self, plan: PruningPlan, cell: Cell) -> dict[str, Any]:
+        dense, sites = self._base.model, self._base.sites
+        if cell.compensation == "none":
+            with self._timed("evaluate"), masked_heads(dense, plan):
+                logits = predict(dense, self._evaluation)
+        else:
+            moments = self._moments(cell.seed)
+            compensation = self._recipe.prune.compensation
+            with self._timed("cut and refit"):
+                # What is cut is new, the rest is shared with the dense model.
+                slim = prune_heads(share_weights(dense), plan, sites, inplace=True)
+                ridge = None if compensation is None else compensation.ridge
+                refit_heads(slim, plan, sites, moments, method=cell.compensation, ridge=ridge)
+            with self._timed("evaluate"):
+                logits = predict(slim, self._evaluation)
+        self.evaluations += 1
+        metrics, share = judge(self._base, self._evaluation, self._dense, logits, self._recipe)
+        name = self._base.metrics[0]
+        return {
+            "metric": name,
+            "quality": metrics[name],
+            "quality_dense": self._dense_quality(),
+            "stability": share,
+            "flops_ratio": self._flops_ratio(plan),
+            "heads_removed": plan.removed,
+        }
+
+    def _plan(self, scores: HeadScores, cell: Cell) -> PruningPlan:
+        options = budget_options(self._recipe) | {"heads": cell.sparsity}
+        return select_heads(scores, self._base.sites, **options, seed=cell.seed)
+
+    def _scores(self, cell: Cell, alpha: float | None) -> HeadScores:
+        if cell.criterion == COMPENSATED:
+            return self._of_seed(cell.seed, "compensated scores", self._compensated_scores)
+        statistics = self._calibrated(cell.seed, cell.samples).statistics
+        if cell.criterion in SIGNAL_CRITERIA:
+            signals = self._of_seed(cell.seed, f"signals of {cell.samples}", lambda _: self._signals(cell))
+            statistics = replace(statistics, signals=signals)
+        normalize = self._recipe.prune.normalize
+        given = {} if alpha is None else {"alpha": alpha}
+        return score_heads(statistics, criterion=cell.criterion, normalize=normalize, seed=cell.seed, **given)
+
+    def _signals(self, cell: Cell) -> dict[str, dict[str, Tensor]]:
+        batches = self._calibrated(cell.seed, cell.samples).prepared.calibration
+        with self._timed("signals"):
+            return collect_signals(self._base.model, batches, self._base.scored)
+
+    def _alpha(self, cell: Cell) -> float:
+        if cell.alpha == "auto":
+            return float(self._curve(cell, cell.sparsity)["chosen"])
+        # One for all: the greatest weighted area under what the held-out rows say; ties go to the greater alpha.
+        curves = [self._curve(cell, sparsity)["curve"] for sparsity in self._grid.sparsities]
+        labelled = curves[0][0]["quality"] is not None
+        sign = 1 if not labelled or METRICS[self._base.metrics[0]].higher_is_better else -1
+        what = "quality" if labelled else "stability"
+        areas = [
+            (sign * weighted_area(self._grid.sparsities, [curve[i][what] for curve in curves]), alpha)
+            for i, alpha in enumerate(ALPHAS)
+        ]
+        return max(areas)[1]
+
+    def _curve(self, cell: Cell, sparsity: float) -> dict[str, Any]:
+        """What every alpha comes to on the held-out rows, at a sparsity; and the chosen one."""
+        key = f"{cell.criterion}|{sparsity}|{cell.seed}|{cell.samples}"
+        if key not in self._journal.alphas:
+            calibrated = self._calibrated(cell.seed, cell.samples)
+            at = Cell(cell.criterion, None, sparsity, cell.seed, cell.samples, "none")
+            dense = self._of_seed(
+                cell.seed, f"dense on held-out {cell.samples}", lambda _: self._masked(calibrated, None)
+            )
+
+            def plan_at(alpha: float) -> tuple[HeadScores, PruningPlan]:
+                scores = self._scores(at, alpha)
+                return scores, self._plan(scores, at)
+
+            def judge_masked(plan: PruningPlan) -> Judgement:
+                logits = self._masked(calibrated, plan)
+                metrics, share = judge(self._base, calibrated.held_out, dense, logits, self._recipe)
+                if "labels" not in calibrated.held_out[0]:
+                    return Judgement(None, 0.0, share)
+                name = self._base.metrics[0]
+                options: dict[str, Any] = {"name": name, "regression": self._base.regression}
+                return Judgement(
+                    metrics[name], standard_error(logits, references(calibrated.held_out), **options), share
+                )
+
+            with self._timed("choose alpha"):
+                higher = METRICS[self._base.metrics[0]].higher_is_better
+                choice = choose_alpha(plan_at, judge_masked, higher_is_better=higher)
+            found = {"criterion": cell.criterion, "sparsity": sparsity, "seed": cell.seed, "samples": cell.samples}
+            found |= {"chosen": choice.scores.parameters["alpha"], "curve": list(choice.curve)}
+            self._journal.add_alpha(key, found)
+        return self._journal.alphas[key]
+
+    def _masked(self, calibrated: _Calibrated, plan: PruningPlan | None) -> Predictions:
+        model = self._base.model
+        if plan is None:
+            return predict(model, calibrated.held_out)
+        with masked_heads(model, plan):
+            return predict(model, calibrated.held_out)
+
+    def _calibrated(self, seed: int, samples: int) -> _Calibrated:
+        def collect(seed: int) -> _Calibrated:
+            with self._timed("load"):
+                prepared = prepare(self._variant(seed, samples), loaded=self._base)
+            with self._timed("statistics"):
+                statistics = collect_statistics(prepared.model, prepared.calibration, prepared.scored)
+            held_out = prepared.held_out and by_length(prepared.held_out, config=prepared.model.config)
+            return _Calibrated(prepared, held_out, statistics)
+
+        return self._of_seed(seed, f"calibrated on {samples}", collect)
+
+    def _unlabelled(self, seed: int) -> list[dict[str, Tensor]]:
+        return self._calibrated(seed, self._grid.calibration_sizes[0]).prepared.compensation
+
+    def _moments(self, seed: int) -> SplitMoments:
+        def collect(seed: int) -> SplitMoments:
+            batches = by_length(self._unlabelled(seed), config=self._base.model.config)
+            with self._timed("moments"):
+                return collect_moments(self._base.model, self._base.sites, batches)
+
+        return self._of_seed(seed, "moments", collect)
+
+    def _effects(self, seed: int) -> Effects:
+        def collect(seed: int) -> Effects:
+            batches: list[dict[str, Tensor]] = []
+            samples = 0
+            for batch in self._unlabelled(seed):
+                if samples >= EFFECT_SAMPLES:
+                    break
+                batches.append(batch)
+                samples += len(next(iter(batch.values())))
+            batches = by_length(batches, config=self._base.model.config)
+            with self._timed("effects"):
+                return collect_effects(self._base.model, batches, self._base.scored)
+
+        return self._of_seed(seed, "effects", collect)
+
+    def _compensated_scores(self, seed: int) -> HeadScores:
+        effects = self._effects(seed)
+        with self._timed("effects"):
+            return score_compensated(effects, self._base.scored)
+
+    def _of_seed(self, seed: int, what: str, make: Callable[[int], Any]) -> Any:
+        """Make something once for a seed; what belongs to another seed is forgotten."""
+        if seed not in self._kept:
+            self._kept = {seed: {}}
+        if what not in self._kept[seed]:
+            self._kept[seed][what] = make(seed)
+        return self._kept[seed][what]
+
+    def _dense_quality(self) -> float:
+        if "dense quality" not in self._once:
+            metrics, _ = judge(self._base, self._evaluation, self._dense, self._dense, self._recipe)
+            self._once["dense quality"] = metrics[self._base.metrics[0]]
+        return float(self._once["dense quality"])
+
+    def _flops_ratio(self, plan: PruningPlan) -> float:
+        """FLOPs of the slim model relative to the dense one, at the recipe's first shape; nothing is cut for it."""
+        batch = next(iter(self._base.measured.values()))
+        counts = tuple((len(kept.query), len(kept.key_value)) for kept in plan.kept.values())
+        with self._timed("count FLOPs"):
+            if "dense" not in self._once:
+                self._once["dense"] = count_flops(self._base.model, batch)
+            if counts not in self._once:
+                shapes = share_weights(self._base.model, device="meta")
+                self._once[counts] = count_flops(prune_heads(shapes, plan, self._base.sites, inplace=True), batch)
+        return float(self._once[counts] / self._once["dense"])
+
+    def _variant(self, seed: int, samples: int) -> PruningRecipe:
+        """The recipe with what the grid says of calibration, and every row drawn that some cell needs."""
+        grid, recipe = self._grid, self._recipe
+        unlabelled = COMPENSATED in grid.criteria or set(grid.compensations) != {"none"}
+        automatic = any(alpha in AUTOMATIC for alpha in grid.alphas) and any(map(uses_alpha, grid.criteria))
+        fields = recipe.model_dump()
+        compensation = fields["prune"]["compensation"] or {}  # the recipe's, or the defaults
+        fields["calibration"] |= {"seed": seed, "samples": samples}
+        fields["prune"] |= {
+            "criterion": "hies" if automatic else "his",
+            "alpha": "auto" if automatic else 0.5,
+            "compensation": compensation if unlabelled else None,
+            "budget": {"heads": grid.sparsities[0]},
+        }
+        # Only torch is needed, and of measuring only the first shape.
+        fields["measure"]["runtimes"] = ("torch",)
+        return type(recipe)(**fields)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

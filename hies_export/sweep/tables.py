@@ -1,0 +1,234 @@
+"""The rows of a sweep as files: JSON, CSV, and tables of criteria by sparsity in Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..metrics import METRICS
+from ..report.report import plain_table
+from ..values import dump_json
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method at a sparsity: mean and standard deviation over seeds (None with a single one)."""
+
+    mean: float
+    deviation: float | None
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """Methods by sparsity.
+
+    Attributes:
+        title: What is in it.
+        sparsities: The columns.
+        entries: Per method, per sparsity; None where the sweep has no such row.
+        higher_is_better: Whether more is better.
+        gains: Per method that blends HIS with entropy, its relative gain over HIS at every sparsity, in percent.
+    """
+
+    title: str
+    sparsities: tuple[float, ...]
+    entries: Mapping[str, Sequence[Entry | None]]
+    higher_is_better: bool
+    gains: Mapping[str, Sequence[float | None]]
+
+    def rank(self, method: str, column: int) -> int | None:
+        """0 for the best mean of a column, 1 for the second best value; equal means share a rank. None for others."""
+        entry = self.entries[method][column]
+        means = {round(e[column].mean, 10) for e in self.entries.values() if e[column] is not None}  # type: ignore[union-attr]
+        order = sorted(means, reverse=self.higher_is_better)
+        place = None if entry is None else order.index(round(entry.mean, 10))
+        return place if place is not None and place < 2 else None
+
+
+def write_results(folder: Path, rows: Sequence[Row], *, details: Mapping[str, Any]) -> None:
+    """Write sweep.json, details.json, sweep.csv, tables.md and tables.tex; each appears whole."""
+    tables = sweep_tables(rows)
+    files = {
+        "sweep.json": dump_json(list(rows)),
+        "details.json": dump_json(details),
+        "sweep.csv": render_csv(rows),
+        "tables.md": render_markdown(tables),
+        "tables.tex": render_latex(tables),
+    }
+    for name, text in files.items():
+        temporary = folder / f".{name}"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, folder / name)
+
+
+def method_label(row: Row, rows: Sequence[Row]) -> str:
+    """What a table or a legend calls a row: as much as tells it from the others."""
+    parts = []
+    if row["alpha_by"] == "given":
+        parts.append(f"α {row['alpha']:g}")
+    elif row["alpha_by"] is not None:
+        parts.append("α auto" if row["alpha_by"] == "auto" else "one α for all")
+    sizes = {r["calibration_samples"] for r in rows if r["criterion"] == row["criterion"]}
+    if len(sizes) > 1:
+        parts.append(f"{row['calibration_samples']} samples")
+    label = row["criterion"] + (f" ({', '.join(parts)})" if parts else "")
+    names = {"none": "", "bias": " + bias", "least_squares": " + least squares"}
+    return label + names[row["compensation"]]
+
+
+def grouped(rows: Sequence[Row], what: str) -> dict[str, dict[float, list[float]]]:
+    """Method -> sparsity -> the values of all seeds, in the order of the rows."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for row in rows:
+        found.setdefault(method_label(row, rows), {}).setdefault(row["sparsity"], []).append(row[what])
+    return found
+
+
+def percent(metric: str) -> float:
+    """What a metric is multiplied by in tables and figures: shares and correlations are given in percent."""
+    return 1.0 if metric == "perplexity" else 100.0
+
+
+def sweep_tables(rows: Sequence[Row]) -> list[SweepTable]:
+    """The table of quality and the table of stability, as the paper's Tables 1 and 2: criteria by sparsity."""
+    metric = rows[0]["metric"]
+    scale = percent(metric)
+    unit = ", x 100" if scale > 1 else ""
+    dense = rows[0]["quality_dense"] * scale
+    return [
+        _table(rows, "quality", f"Quality: {metric}{unit}; dense {dense:.2f}", scale, METRICS[metric].higher_is_better),
+        _table(rows, "stability", "Stability: predictions equal to the dense model's, %", 100.0, True),
+    ]
+
+
+def _table(rows: Sequence[Row], what: str, title: str, scale: float, higher_is_better: bool) -> SweepTable:
+    sparsities = tuple(sorted({row["sparsity"] for row in rows}))
+    entries: dict[str, list[Entry | None]] = {}
+    for method, by_sparsity in grouped(rows, what).items():
+        entries[method] = []
+        for sparsity in sparsities:
+            values = [value * scale for value in by_sparsity.get(sparsity, [])]
+            deviation = statistics.stdev(values) if len(values) > 1 else None
+            entries[method].append(Entry(statistics.fmean(values), deviation) if values else None)
+    gains: dict[str, list[float | None]] = {}
+    for row in rows:
+        method = method_label(row, rows)
+        if row["criterion"] == "hies" and method not in gains:
+            base = method_label({**row, "criterion": "his", "alpha": None, "alpha_by": None}, rows)
+            if base in entries:
+                pairs = zip(entries[method], entries[base], strict=True)
+                gains[method] = [_gain(ours, theirs, higher_is_better) for ours, theirs in pairs]
+    return SweepTable(title, sparsities, entries, higher_is_better, gains)
+
+
+def _gain(ours: Entry | None, theirs: Entry | None, higher_is_better: bool) -> float | None:
+    if ours is None or theirs is None or theirs.mean == 0:
+        return None
+    gain = 100 * (ours.mean - theirs.mean) / abs(theirs.mean)
+    return gain if higher_is_better else -gain
+
+
+def render_csv(rows: Sequence[Row]) -> str:
+    """Every row of the sweep, with a header."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def render_markdown(tables: Sequence[SweepTable]) -> str:
+    """The tables as Markdown: best bold, second underlined."""
+    marks: dict[int | None, Callable[[str], str]] = {
+        0: lambda text: f"**{text}**",
+        1: lambda text: f"<u>{text}</u>",
+        None: lambda text: text,
+    }
+    parts = []
+    for table in tables:
+        lines = [
+            "| heads removed | " + " | ".join(f"{s:.0%}" for s in table.sparsities) + " |",
+            "| --- |" + " ---: |" * len(table.sparsities),
+        ]
+        for method, cells in _cells(table, marks, "±", "–"):
+            lines.append(f"| {method} | " + " | ".join(cells) + " |")
+        parts.append(f"### {table.title}\n\n" + "\n".join(lines) + "\n")
+    note = "Mean ± standard deviation over seeds. Best bold, second underlined; gains are relative to HIS.\n"
+    return "\n".join(parts) + "\n" + note
+
+
+def render_latex(tables: Sequence[SweepTable]) -> str:
+    """The tables as LaTeX, for the packages booktabs and amsmath."""
+    marks: dict[int | None, Callable[[str], str]] = {
+        0: lambda text: rf"\textbf{{{text}}}",
+        1: lambda text: rf"\underline{{{text}}}",
+        None: lambda text: text,
+    }
+    parts = []
+    for table in tables:
+        columns = " & ".join(rf"{s * 100:.0f}\%" for s in table.sparsities)
+        lines = [
+            r"\begin{table}[t]",
+            r"\centering",
+            rf"\caption{{{_escape(table.title)}. Mean $\pm$ standard deviation over seeds.}}",
+            rf"\begin{{tabular}}{{l{'r' * len(table.sparsities)}}}",
+            r"\toprule",
+            rf"Heads removed & {columns} \\",
+            r"\midrule",
+        ]
+        for method, cells in _cells(table, marks, r"$\pm$", "--"):
+            lines.append(rf"{_escape(method)} & {' & '.join(_escape_percent(c) for c in cells)} \\")
+        lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}"]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def terminal_table(table: SweepTable) -> Table:
+    """A table for the terminal; the best of every column is bold, the second underlined."""
+    marks: dict[int | None, Callable[[str], str]] = {
+        0: lambda text: f"[bold]{text}[/bold]",
+        1: lambda text: f"[underline]{text}[/underline]",
+        None: lambda text: text,
+    }
+    return plain_table(
+        ("heads removed", *(f"{s:.0%}" for s in table.sparsities)),
+        [(method, *cells) for method, cells in _cells(table, marks, "±", "–")],
+    )
+
+
+def _cells(
+    table: SweepTable, marks: Mapping[int | None, Callable[[str], str]], plus_minus: str, missing: str
+) -> list[tuple[str, list[str]]]:
+    found = []
+    for method, entries in table.entries.items():
+        cells = []
+        for column, entry in enumerate(entries):
+            if entry is None:
+                cells.append(missing)
+                continue
+            text = marks[table.rank(method, column)](f"{entry.mean:.2f}")
+            cells.append(text if entry.deviation is None else f"{text} {plus_minus} {entry.deviation:.2f}")
+        found.append((method, cells))
+    for method, gains in table.gains.items():
+        found.append((f"gain of {method}", [missing if g is None else f"{g:+.1f}%" for g in gains]))
+    return found
+
+
+def _escape(text: str) -> str:
+    for plain, escaped in (("%", r"\%"), ("_", r"\_"), ("&", r"\&"), ("α", r"$\alpha$")):
+        text = text.replace(plain, escaped)
+    return text
+
+
+def _escape_percent(cell: str) -> str:
+    return cell.replace("%", r"\%")
