@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from hies_export.errors import NonFiniteError, RecipeError
+from hies_export.measure import counts
 from hies_export.measure import latency as measure
 from hies_export.measure.counts import count_flops, count_parameters, parameter_bytes, sequence_length, synthetic_batch
 from hies_export.measure.latency import compare_latency, environment, paired_ratio, realised_share
@@ -47,13 +48,13 @@ def bert_flops(heads, *, rows, tokens, hidden=32, head_dim=8, inner=48, labels=3
 @pytest.fixture
 def copies(monkeypatch):
     """The devices that copies of the model were made for."""
-    devices, original = [], measure.share_weights
+    devices, original = [], counts.share_weights
 
     def recorded(model, *, device=None):
         devices.append(device)
         return original(model, device=device)
 
-    monkeypatch.setattr(measure, "share_weights", recorded)
+    monkeypatch.setattr(counts, "share_weights", recorded)
     return devices
 
 

@@ -15,21 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..alpha import ALPHAS, Judgement, choose_alpha
 from ..calibrate import collect_statistics
 from ..compensate import METHODS, SplitMoments, collect_moments, refit_heads
 from ..compensated import Effects, collect_effects, score_compensated
-from ..cut import masked_heads, prune_heads
+from ..cut import prune_heads
 from ..data.lengths import by_length
 from ..errors import RecipeError, did_you_mean
-from ..evaluate_model import Predictions, predict, references, standard_error
+from ..evaluate_model import predict
 from ..measure.counts import count_flops
 from ..metrics import METRICS
 from ..model.twin import share_weights
 from ..prepare import Prepared, budget_options, prepare
 from ..progress import Progress, Silent
-from ..quality import judge
+from ..quality import Refit, judge, judgement, predict_pruned
 from ..recipe import PruningRecipe
 from ..score import COMPENSATED, SIGNAL_CRITERIA, criterion_names, score_heads, uses_alpha
 from ..select import check_budget, select_heads
@@ -296,20 +297,9 @@ class _Runner:
         }
 
     def _judge(self, plan: PruningPlan, cell: Cell) -> dict[str, Any]:
-        dense, sites = self._base.model, self._base.sites
-        if cell.compensation == "none":
-            with self._timed("evaluate"), masked_heads(dense, plan):
-                logits = predict(dense, self._evaluation)
-        else:
-            moments = self._moments(cell.seed)
-            compensation = self._recipe.prune.compensation
-            with self._timed("cut and refit"):
-                # What is cut is new, the rest is shared with the dense model.
-                slim = prune_heads(share_weights(dense), plan, sites, inplace=True)
-                ridge = None if compensation is None else compensation.ridge
-                refit_heads(slim, plan, sites, moments, method=cell.compensation, ridge=ridge)
-            with self._timed("evaluate"):
-                logits = predict(slim, self._evaluation)
+        refit = self._refit(cell)
+        with self._timed("evaluate"):
+            logits = predict_pruned(self._base.model, plan, self._base.sites, self._evaluation, refit=refit)
         self.evaluations += 1
         metrics, share = judge(self._base, self._evaluation, self._dense, logits, self._recipe)
         name = self._base.metrics[0]
@@ -321,6 +311,18 @@ class _Runner:
             "flops_ratio": self._flops_ratio(plan),
             "heads_removed": plan.removed,
         }
+
+    def _refit(self, cell: Cell) -> Refit | None:
+        if cell.compensation == "none":
+            return None
+        moments, compensation = self._moments(cell.seed), self._recipe.prune.compensation
+        ridge = None if compensation is None else compensation.ridge
+
+        def refit(slim: PreTrainedModel, plan: PruningPlan) -> None:
+            with self._timed("refit"):
+                refit_heads(slim, plan, self._base.sites, moments, method=cell.compensation, ridge=ridge)
+
+        return refit
 
     def _plan(self, scores: HeadScores, cell: Cell) -> PruningPlan:
         options = budget_options(self._recipe) | {"heads": cell.sparsity}
@@ -358,43 +360,30 @@ class _Runner:
 
     def _curve(self, cell: Cell, sparsity: float) -> dict[str, Any]:
         """What every alpha comes to on the held-out rows, at a sparsity; and the chosen one."""
-        key = f"{cell.criterion}|{sparsity}|{cell.seed}|{cell.samples}"
+        at = replace(cell, alpha=None, sparsity=sparsity)
+        key = at.key(self._grid)
         if key not in self._journal.alphas:
             calibrated = self._calibrated(cell.seed, cell.samples)
-            at = Cell(cell.criterion, None, sparsity, cell.seed, cell.samples, "none")
+            held_out, refit = calibrated.held_out, self._refit(cell)
             dense = self._of_seed(
-                cell.seed, f"dense on held-out {cell.samples}", lambda _: self._masked(calibrated, None)
+                cell.seed, f"dense on held-out {cell.samples}", lambda _: predict(self._base.model, held_out)
             )
 
             def plan_at(alpha: float) -> tuple[HeadScores, PruningPlan]:
                 scores = self._scores(at, alpha)
                 return scores, self._plan(scores, at)
 
-            def judge_masked(plan: PruningPlan) -> Judgement:
-                logits = self._masked(calibrated, plan)
-                metrics, share = judge(self._base, calibrated.held_out, dense, logits, self._recipe)
-                if "labels" not in calibrated.held_out[0]:
-                    return Judgement(None, 0.0, share)
-                name = self._base.metrics[0]
-                options: dict[str, Any] = {"name": name, "regression": self._base.regression}
-                return Judgement(
-                    metrics[name], standard_error(logits, references(calibrated.held_out), **options), share
-                )
+            def judged(plan: PruningPlan) -> Judgement:
+                logits = predict_pruned(self._base.model, plan, self._base.sites, held_out, refit=refit)
+                return judgement(self._base, held_out, dense, logits, self._recipe)
 
             with self._timed("choose alpha"):
                 higher = METRICS[self._base.metrics[0]].higher_is_better
-                choice = choose_alpha(plan_at, judge_masked, higher_is_better=higher)
-            found = {"criterion": cell.criterion, "sparsity": sparsity, "seed": cell.seed, "samples": cell.samples}
+                choice = choose_alpha(plan_at, judged, higher_is_better=higher)
+            found = {name: value for name, value in asdict(at).items() if name != "alpha"}
             found |= {"chosen": choice.scores.parameters["alpha"], "curve": list(choice.curve)}
             self._journal.add_alpha(key, found)
         return self._journal.alphas[key]
-
-    def _masked(self, calibrated: _Calibrated, plan: PruningPlan | None) -> Predictions:
-        model = self._base.model
-        if plan is None:
-            return predict(model, calibrated.held_out)
-        with masked_heads(model, plan):
-            return predict(model, calibrated.held_out)
 
     def _calibrated(self, seed: int, samples: int) -> _Calibrated:
         def collect(seed: int) -> _Calibrated:
@@ -484,8 +473,10 @@ class _Runner:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started, within = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            # What was timed inside the block counts there, and not twice.
+            inner = sum(self.seconds.values()) - within
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - inner
