@@ -206,7 +206,6 @@ class _Calibrated:
     """What the heads are known by for one seed and calibration size."""
 
     prepared: Prepared
-    held_out: list[dict[str, Tensor]]
     statistics: HeadStatistics
 
 
@@ -224,9 +223,8 @@ class _Runner:
             self._base = prepare(self._variant(grid.seeds[0], grid.calibration_sizes[0]))
         for sparsity in grid.sparsities:
             check_budget(self._base.scored, **budget_options(recipe) | {"heads": sparsity})
-        self._evaluation = by_length(self._base.evaluation, config=self._base.model.config)
         with self._timed("evaluate"):
-            self._dense = predict(self._base.model, self._evaluation)
+            self._dense = predict(self._base.model, self._base.evaluation)
         # Plans that are equal give equal results: what the journal knows of them is not computed again.
         self._judged = {row["judged"]: row["result"] for row in journal.rows.values()}
 
@@ -299,7 +297,7 @@ class _Runner:
         dense, sites = self._base.model, self._base.sites
         if cell.compensation == "none":
             with self._timed("evaluate"), masked_heads(dense, plan):
-                logits = predict(dense, self._evaluation)
+                logits = predict(dense, self._base.evaluation)
         else:
             moments = self._moments(cell.seed)
             compensation = self._recipe.prune.compensation
@@ -309,9 +307,9 @@ class _Runner:
                 ridge = None if compensation is None else compensation.ridge
                 refit_heads(slim, plan, sites, moments, method=cell.compensation, ridge=ridge)
             with self._timed("evaluate"):
-                logits = predict(slim, self._evaluation)
+                logits = predict(slim, self._base.evaluation)
         self.evaluations += 1
-        metrics, share = judge(self._base, self._evaluation, self._dense, logits, self._recipe)
+        metrics, share = judge(self._base, self._base.evaluation, self._dense, logits, self._recipe)
         name = self._base.metrics[0]
         return {
             "metric": name,
@@ -372,13 +370,13 @@ class _Runner:
 
             def judge_masked(plan: PruningPlan) -> Judgement:
                 logits = self._masked(calibrated, plan)
-                metrics, share = judge(self._base, calibrated.held_out, dense, logits, self._recipe)
-                if "labels" not in calibrated.held_out[0]:
+                metrics, share = judge(self._base, calibrated.prepared.held_out, dense, logits, self._recipe)
+                if "labels" not in calibrated.prepared.held_out[0]:
                     return Judgement(None, 0.0, share)
                 name = self._base.metrics[0]
                 options: dict[str, Any] = {"name": name, "regression": self._base.regression}
                 return Judgement(
-                    metrics[name], standard_error(logits, references(calibrated.held_out), **options), share
+                    metrics[name], standard_error(logits, references(calibrated.prepared.held_out), **options), share
                 )
 
             with self._timed("choose alpha"):
@@ -392,9 +390,9 @@ class _Runner:
     def _masked(self, calibrated: _Calibrated, plan: PruningPlan | None) -> Predictions:
         model = self._base.model
         if plan is None:
-            return predict(model, calibrated.held_out)
+            return predict(model, calibrated.prepared.held_out)
         with masked_heads(model, plan):
-            return predict(model, calibrated.held_out)
+            return predict(model, calibrated.prepared.held_out)
 
     def _calibrated(self, seed: int, samples: int) -> _Calibrated:
         def collect(seed: int) -> _Calibrated:
@@ -402,8 +400,7 @@ class _Runner:
                 prepared = prepare(self._variant(seed, samples), loaded=self._base)
             with self._timed("statistics"):
                 statistics = collect_statistics(prepared.model, prepared.calibration, prepared.scored)
-            held_out = prepared.held_out and by_length(prepared.held_out, config=prepared.model.config)
-            return _Calibrated(prepared, held_out, statistics)
+            return _Calibrated(prepared, statistics)
 
         return self._of_seed(seed, f"calibrated on {samples}", collect)
 
@@ -448,7 +445,7 @@ class _Runner:
 
     def _dense_quality(self) -> float:
         if "dense quality" not in self._once:
-            metrics, _ = judge(self._base, self._evaluation, self._dense, self._dense, self._recipe)
+            metrics, _ = judge(self._base, self._base.evaluation, self._dense, self._dense, self._recipe)
             self._once["dense quality"] = metrics[self._base.metrics[0]]
         return float(self._once["dense quality"])
 
