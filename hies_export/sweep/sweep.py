@@ -207,7 +207,6 @@ class _Calibrated:
     """What the heads are known by for one seed and calibration size."""
 
     prepared: Prepared
-    held_out: list[dict[str, Tensor]]
     statistics: HeadStatistics
 
 
@@ -225,9 +224,8 @@ class _Runner:
             self._base = prepare(self._variant(grid.seeds[0], grid.calibration_sizes[0]))
         for sparsity in grid.sparsities:
             check_budget(self._base.scored, **budget_options(recipe) | {"heads": sparsity})
-        self._evaluation = by_length(self._base.evaluation, config=self._base.model.config)
         with self._timed("evaluate"):
-            self._dense = predict(self._base.model, self._evaluation)
+            self._dense = predict(self._base.model, self._base.evaluation)
         # Plans that are equal give equal results: what the journal knows of them is not computed again.
         self._judged = {row["judged"]: row["result"] for row in journal.rows.values()}
 
@@ -299,9 +297,9 @@ class _Runner:
     def _judge(self, plan: PruningPlan, cell: Cell) -> dict[str, Any]:
         refit = self._refit(cell)
         with self._timed("evaluate"):
-            logits = predict_pruned(self._base.model, plan, self._base.sites, self._evaluation, refit=refit)
+            logits = predict_pruned(self._base.model, plan, self._base.sites, self._base.evaluation, refit=refit)
         self.evaluations += 1
-        metrics, share = judge(self._base, self._evaluation, self._dense, logits, self._recipe)
+        metrics, share = judge(self._base, self._base.evaluation, self._dense, logits, self._recipe)
         name = self._base.metrics[0]
         return {
             "metric": name,
@@ -364,7 +362,7 @@ class _Runner:
         key = at.key(self._grid)
         if key not in self._journal.alphas:
             calibrated = self._calibrated(cell.seed, cell.samples)
-            held_out, refit = calibrated.held_out, self._refit(cell)
+            held_out, refit = calibrated.prepared.held_out, self._refit(cell)
             dense = self._of_seed(
                 cell.seed, f"dense on held-out {cell.samples}", lambda _: predict(self._base.model, held_out)
             )
@@ -391,8 +389,7 @@ class _Runner:
                 prepared = prepare(self._variant(seed, samples), loaded=self._base)
             with self._timed("statistics"):
                 statistics = collect_statistics(prepared.model, prepared.calibration, prepared.scored)
-            held_out = prepared.held_out and by_length(prepared.held_out, config=prepared.model.config)
-            return _Calibrated(prepared, held_out, statistics)
+            return _Calibrated(prepared, statistics)
 
         return self._of_seed(seed, f"calibrated on {samples}", collect)
 
@@ -437,7 +434,7 @@ class _Runner:
 
     def _dense_quality(self) -> float:
         if "dense quality" not in self._once:
-            metrics, _ = judge(self._base, self._evaluation, self._dense, self._dense, self._recipe)
+            metrics, _ = judge(self._base, self._base.evaluation, self._dense, self._dense, self._recipe)
             self._once["dense quality"] = metrics[self._base.metrics[0]]
         return float(self._once["dense quality"])
 
