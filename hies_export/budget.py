@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .checkpoint.folders import replace_file
+from .checkpoint.folders import replace_file, user_cache
 from .cut import prune_heads
 from .errors import PlanError
 from .measure import counts, latency
@@ -117,7 +116,7 @@ def latency_table(
         track: Wraps the loop over the cuts, e.g. in a progress bar.
         cache: Folder of kept tables; by default hies_export/latency in the user's cache folder.
     """
-    cache = cache or default_cache()
+    cache = cache or user_cache("latency")
     key = _key(model, sites, runtime=runtime, batch=batch, unit=unit)
     file = cache / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
     points = _read(file, key)
@@ -278,11 +277,6 @@ def uniform_shares(sites: Sequence[AttentionSite], *, allocation: str = "global"
     bundles = [bundle_count(site, unit) for site in sites]
     steps = sum(bundles) if allocation == "global" else max(bundles)
     return [k / steps for k in range(1, steps)]
-
-
-def default_cache() -> Path:
-    """Where tables are kept: $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hies_export" / "latency"
 
 
 def _uniform_counts(sites: Sequence[AttentionSite], constraints: Mapping[str, Any]) -> list[list[int]]:

@@ -148,9 +148,13 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id")
     export.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="folder to write")
     export.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
-    export.add_argument("--provider", default="cpu", help="execution provider to fuse for (default: cpu)")
+    export.add_argument("--provider", default="cpu", help="what to fuse for: cpu (the default), cuda or tensorrt")
     export.add_argument("--dtype", default="float32", help="float32 or float16")
     bench = add("bench", commands.bench_command, [as_json], "compare the latency of two checkpoints or ONNX folders")
+    bench.epilog = (
+        "The exit code is 0 for noisy rows too, since they were measured: read `noisy` in the rows of --json. What is "
+        "printed as JSON, in a file, is shown again by hies-export report."
+    )
     bench.add_argument("first", metavar="A", type=Path, help="what the ratios are relative to")
     bench.add_argument("second", metavar="B", type=Path, nargs="?", help="default: A again, which measures the noise")
     bench.add_argument("--runtime", dest="runtimes", action="append", default=[], help="may be repeated")
@@ -160,6 +164,13 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="BATCHxSEQUENCE, or BATCH for images; repeatable",
+    )
+    bench.add_argument(
+        "--dtype",
+        dest="dtypes",
+        action="append",
+        default=[],
+        help="what checkpoints run in: float32 (the default), float16, bfloat16; repeatable",
     )
     bench.add_argument("--repeats", type=int, default=30, help="timed runs of each (default: 30)")
     bench.add_argument(
@@ -199,8 +210,14 @@ def build_parser() -> argparse.ArgumentParser:
         "show which model types can be scored, cut, reloaded, trained and exported, and why not the others",
     )
     architectures.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="as in config.json; default: all")
-    report = add("report", commands.report_command, [as_json], "show the report of a finished run again")
-    report.add_argument("folder", metavar="DIR", type=Path, help="a run's folder")
+    report = add("report", commands.report_command, [as_json], "show a finished run, or what a bench found, again")
+    report.add_argument(
+        "folder", metavar="DIR", type=Path, help="a run's folder, or a file with what `bench --json` printed"
+    )
+    report.add_argument(
+        "--figures", metavar="DIR", type=Path, help="draw head maps and latency as PNG and SVG; needs the extra 'plots'"
+    )
+    report.add_argument("--html", metavar="FILE", type=Path, help="write it as one self-contained page")
     return parser
 
 

@@ -7,12 +7,13 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
 
-from .errors import RecipeError
+from .errors import RecipeError, RequestError
 
 if TYPE_CHECKING:
     from .progress import Progress
@@ -195,34 +196,22 @@ def bench_command(options: argparse.Namespace, out: Console, progress: Progress)
     """Time two models side by side."""
     from .measure.compare import bench
     from .measure.latency import environment
-    from .report.report import plain_table
+    from .report.bench import Bench, print_bench
 
-    shapes = [_shape(text) for text in options.shapes]
     second = options.second or options.first
     rows = bench(
         options.first,
         second,
         runtimes=options.runtimes,
-        shapes=shapes,
+        shapes=[_shape(text) for text in options.shapes],
+        dtypes=options.dtypes,
         repeats=options.repeats,
         min_seconds=options.min_seconds,
         track=progress.track,
     )
-    lines = [
-        (
-            f"{row['runtime']} {row['batch']} x {row['sequence']}",
-            f"{row['dense_ms']:.2f} ms",
-            f"{row['slim_ms']:.2f} ms",
-            "noisy" if row["noisy"] else f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]",
-            f"{row['control_ratio']:.3f} [{row['control_low']:.3f}, {row['control_high']:.3f}]",
-        )
-        for row in rows
-    ]
-    out.print(f"A {options.first}\nB {second}\n", markup=False)
-    out.print(plain_table(("median latency", "A", "B", "B / A [95 %]", "A / A [95 %]"), lines))
-    if any(row["noisy"] for row in rows):
-        out.print("noisy: A against itself misses 1 by more than 2 %, so B / A says nothing; use an idle machine")
-    _print_json(options, {"a": str(options.first), "b": str(second), "latency": rows, "environment": environment()})
+    result = {"a": str(options.first), "b": str(second), "latency": rows, "environment": environment()}
+    print_bench(Bench.from_values(result), out)
+    _print_json(options, result)
 
 
 def sweep_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
@@ -231,7 +220,7 @@ def sweep_command(options: argparse.Namespace, out: Console, progress: Progress)
     from .sweep.tables import sweep_tables, terminal_table
 
     if not options.no_figures:
-        from .sweep.figures import require_matplotlib
+        from .figures import require_matplotlib
 
         require_matplotlib()
     recipe = _recipe(options)
@@ -280,7 +269,9 @@ def inspect_command(options: argparse.Namespace, out: Console, progress: Progres
     from .cut import is_slim
     from .errors import UnsupportedModelError
     from .heads.layout import find_attention
-    from .measure.counts import count_parameters, synthetic_batch
+    from .measure.compare import model_shapes
+    from .measure.counts import count_parameters, flops_per_layer, synthetic_batch
+    from .report.layers import layer_table
     from .report.report import plain_table
 
     model = load(options.model, dtype=torch.float32)
@@ -299,8 +290,12 @@ def inspect_command(options: argparse.Namespace, out: Console, progress: Progres
     lines = [(s.name, str(s.heads), str(s.key_value_heads), str(s.query_dim)) for s in sites]
     out.print(plain_table(("attention module", "heads", "key/value", "head width"), lines))
     out.print(f"{sum(s.heads for s in sites)} heads; all of them can be scored and cut")
+    size, sequence = model_shapes(model, ())[0]
+    layers = flops_per_layer(model, synthetic_batch(model, batch=size, sequence=sequence), sites)
+    out.print(f"\nfloating-point operations at {size} x {sequence}")
+    out.print(plain_table(*layer_table(layers)))
     modules = [{"name": s.name, "heads": s.heads, "key_value_heads": s.key_value_heads} for s in sites]
-    _print_json(options, result | {"can_be_cut": True, "attention": modules})
+    _print_json(options, result | {"can_be_cut": True, "attention": modules, "flops_per_layer": layers})
 
 
 def architectures_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
@@ -334,12 +329,29 @@ def _mark(result: str) -> str:
 
 
 def report_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
-    """Show a finished run again."""
+    """Show a finished run, or what a bench found, again."""
+    from .checkpoint.folders import replace_file
+    from .report.bench import Bench, print_bench, read_report, render_bench
+    from .report.figures import draw_report
+    from .report.html import render_html
     from .report.report import Report, print_report
 
-    report = Report.from_file(options.folder)
-    print_report(report, out)
-    _print_json(options, report.summary())
+    found = read_report(options.folder)
+    if isinstance(found, Bench):
+        if options.figures is not None:
+            raise RequestError(f"figures are drawn of a run, but {options.folder} is what a bench found; use --html")
+        page, values = render_bench(found), asdict(found)
+        print_bench(found, out)
+    else:
+        page, values = render_html(found), found.summary()
+        print_report(found, out)
+    if options.html is not None:
+        replace_file(options.html, page)
+        progress.stage(f"written: {options.html}")
+    if options.figures is not None and isinstance(found, Report):
+        files = draw_report(found, options.figures)
+        progress.stage(f"drawn in {options.figures}: {', '.join(file.name for file in files)}")
+    _print_json(options, values)
 
 
 def _recipe(options: argparse.Namespace) -> PruningRecipe:

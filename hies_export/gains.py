@@ -7,26 +7,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from .measure import counts
 from .measure.compare import count_both_flops, time_on
 from .measure.runtimes import RUNTIMES
+from .model.twin import convert
 from .onnx.export import OnnxExport, export_onnx
 from .prepare import Prepared, few
 from .progress import Progress
 from .recipe import PruningRecipe
 
 
-def export(prepared: Prepared, model: PreTrainedModel, recipe: PruningRecipe, folder: Path) -> OnnxExport:
-    """Write a model, dense or slim, as the recipe wants its ONNX folder."""
+def export(
+    prepared: Prepared, model: PreTrainedModel, recipe: PruningRecipe, folder: Path, *, dtype: str | None = None
+) -> OnnxExport:
+    """Write a model, dense or slim, as the recipe wants its ONNX folder, or in another dtype."""
     return export_onnx(
         model,
         folder,
         batch=few(prepared.calibration[0]),
         processor=prepared.processor,
         provider=recipe.export.provider,
-        dtype=recipe.export.dtype,
+        dtype=dtype or recipe.export.dtype,
     )
 
 
@@ -36,27 +40,10 @@ def measure_gains(
     """Count parameters, bytes and FLOPs, and time both models on every runtime and shape."""
     dense, batches = prepared.model, prepared.measured
     flops = count_both_flops(dense, slim, batches)
-    latency = []
-    # Beside the slim one, so that both are read from the same disk; the dense graph is not kept.
-    with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
-        dense_folder = Path(temporary) / "onnx"
-        if not all(RUNTIMES[name].reads_models for name in prepared.runtimes):
-            progress.stage("export the dense model, to compare with")
-            export(prepared, dense, recipe, dense_folder)
-        progress.stage("measure")
-        for name in prepared.runtimes:
-            sources = (dense, slim) if RUNTIMES[name].reads_models else (dense_folder, onnx.folder)
-            latency += time_on(
-                name,
-                *sources,
-                batches=batches,
-                flops=flops,
-                repeats=recipe.measure.repeats,
-                min_seconds=recipe.measure.min_seconds,
-                track=progress.track,
-            )
     shape = next(iter(batches))
     dense_flops, slim_flops = flops[shape]
+    layers = [counts.flops_per_layer(model, batches[shape], prepared.sites) for model in (dense, slim)]
+    latency = _time(prepared, slim, onnx, recipe, flops=flops, progress=progress)
     return {
         "parameters": {"dense": counts.count_parameters(dense), "slim": counts.count_parameters(slim)},
         "bytes": {
@@ -65,9 +52,50 @@ def measure_gains(
             "onnx": onnx.bytes,
         },
         "flops": {"dense": dense_flops, "slim": slim_flops, "shape": list(shape)},
+        "flops_per_layer": {"dense": layers[0], "slim": layers[1], "shape": list(shape)},
         "cache_bytes_per_token": _cache_bytes(dense, slim),
         "latency": latency,
     }
+
+
+def _time(
+    prepared: Prepared,
+    slim: PreTrainedModel,
+    onnx: OnnxExport,
+    recipe: PruningRecipe,
+    *,
+    flops: Mapping[Any, tuple[int, int]],
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Rows of latency, dtype by dtype; the graphs of the dense model and of other dtypes are not kept."""
+    rows = []
+    for dtype in recipe.measure.dtypes or (None,):
+        runtimes = [name for name in prepared.runtimes if dtype is None or dtype in RUNTIMES[name].dtypes]
+        # Beside the slim one, so that both are read from the same disk.
+        with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
+            dense_folder, slim_folder = Path(temporary) / "onnx", onnx.folder
+            if not all(RUNTIMES[name].reads_models for name in runtimes):
+                progress.stage("export the dense model, to compare with")
+                export(prepared, prepared.model, recipe, dense_folder, dtype=dtype)
+                if dtype not in (None, recipe.export.dtype):
+                    slim_folder = Path(temporary) / "slim"
+                    export(prepared, slim, recipe, slim_folder, dtype=dtype)
+            progress.stage("measure" if dtype is None else f"measure in {dtype}")
+            for name in runtimes:
+                sources: list[Any] = [dense_folder, slim_folder]
+                if RUNTIMES[name].reads_models:
+                    wanted = None if dtype is None else getattr(torch, dtype)
+                    sources = [convert(model, dtype=wanted) for model in (prepared.model, slim)]
+                rows += time_on(
+                    name,
+                    *sources,
+                    batches=prepared.measured,
+                    flops=flops,
+                    repeats=recipe.measure.repeats,
+                    min_seconds=recipe.measure.min_seconds,
+                    track=progress.track,
+                )
+    return rows
 
 
 def measured_budget(budget: Mapping[str, Any], gains: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +104,8 @@ def measured_budget(budget: Mapping[str, Any], gains: Mapping[str, Any]) -> dict
         return {**budget, "measured": gains["flops"]["slim"] / gains["flops"]["dense"]}
     if budget["kind"] == "latency":
         same = ("runtime", "batch", "sequence")
-        row = next(r for r in gains["latency"] if all(r[key] == budget[key] for key in same))
+        rows = (r for r in gains["latency"] if r["phase"] != "decode")
+        row = next(r for r in rows if all(r[key] == budget[key] for key in same))
         return {**budget, "measured": row["ratio"], "noisy": row["noisy"]}
     return dict(budget)
 

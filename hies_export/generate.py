@@ -13,7 +13,7 @@ from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
 
 from .checkpoint.loading import load
 from .errors import DataError, RecipeError, RequestError
-from .measure.runtimes import DECODER_FILE, ONNX_FILE
+from .measure.onnx_runtimes import DECODER_FILE, ONNX_FILE
 from .onnx.generator import OnnxGenerator
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from .errors import DropError
 from .evaluate_model import predict
 from .gains import export, measure_gains, measured_budget
 from .measure import latency
-from .measure.runtimes import require_onnxruntime
+from .measure.onnx_runtimes import require_onnxruntime
 from .prepare import AUTO_CLASSES, Prepared, few, prepare
 from .progress import Progress, Silent
 from .quality import evaluate, held_out_metric
@@ -105,6 +105,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "stability_of": _predicted(recipe),
                 "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
                 "custom_code": is_slim(slim),
+                "flops_per_layer": gains["flops_per_layer"],
                 "auto_class": AUTO_CLASSES[recipe.task],
                 "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
                 "data": {

@@ -21,9 +21,9 @@ from .data.lengths import by_length
 from .data.rows import load_rows
 from .errors import MissingRuntimeError, RequestError
 from .heads.layout import find_attention, tower_of
-from .measure.compare import model_shapes
+from .measure.compare import check_dtypes, model_shapes
 from .measure.counts import synthetic_batch
-from .measure.runtimes import RUNTIMES
+from .measure.runtimes import RUNTIMES, check_runtime
 from .metrics import check_metrics, default_metrics
 from .recipe import PruningRecipe
 from .score import COMPENSATED, uses_alpha
@@ -190,11 +190,17 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
 
 
 def _runtimes(recipe: PruningRecipe) -> tuple[str, ...]:
-    """The runtimes to measure on; the parts of a vision-language model are no single graph that could be timed."""
+    """The runtimes to measure on, all of them installed.
+
+    The parts of a vision-language model are no single graph that could be timed.
+    """
     runtimes = recipe.measure.runtimes
     timed = recipe.prune.budget.latency
     if timed is not None:
         runtimes = tuple(dict.fromkeys((*runtimes, timed.runtime)))
+    for name in runtimes:
+        check_runtime(name)
+    check_dtypes(recipe.measure.dtypes, runtimes)
     if recipe.task != "image-text-to-text":
         return runtimes
     exported = [name for name in runtimes if not RUNTIMES[name].reads_models]

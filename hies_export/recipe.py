@@ -251,7 +251,7 @@ class PruneSection(_Section):
 class ExportSection(_Section):
     """The ONNX model: the execution provider its graph is fused for, and its dtype."""
 
-    provider: Literal["cpu"] = "cpu"
+    provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
     dtype: Literal["float32", "float16"] = "float32"
 
 
@@ -260,12 +260,15 @@ class MeasureSection(_Section):
 
     Attributes:
         runtimes: Names in `hies_export.runtimes`.
+        dtypes: What the models are timed in, each on the runtimes that can run it; by default torch runs the model
+            as it is, and ONNX Runtime the graph as it is exported. Only time is measured in the others.
         shapes: (batch, sequence) pairs; an image model's sequence follows from its image size, so (batch,) is enough.
         repeats: Timed runs of each model, at least.
         min_seconds: Go on beyond `repeats` until the timed runs of a shape took this long together.
     """
 
     runtimes: tuple[str, ...] = ("torch", "onnxruntime-cpu")
+    dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     repeats: int = Field(30, ge=2)
     min_seconds: float = Field(0.0, ge=0)
@@ -327,6 +330,15 @@ class PruningRecipe(_Section):
             super().__init__(**fields)
         except ValidationError as error:
             raise RecipeError(list(_sentences(error, type(self)))) from None
+
+    @model_validator(mode="after")
+    def _a_latency_budget_has_one_dtype(self) -> PruningRecipe:
+        if self.prune.budget.latency is not None and self.measure.dtypes:
+            raise ValueError(
+                "a latency budget is met in the dtype of the model or of the export, so measure.dtypes must not be "
+                f"given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench"
+            )
+        return self
 
     @model_validator(mode="after")
     def _columns_fit_the_task(self) -> PruningRecipe:

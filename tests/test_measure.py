@@ -16,11 +16,19 @@ from transformers import (
 )
 
 from hies_export.errors import NonFiniteError, RecipeError
-from hies_export.measure import counts
+from hies_export.heads.layout import find_attention
+from hies_export.measure import counts, runtime
 from hies_export.measure import latency as measure
-from hies_export.measure.counts import count_flops, count_parameters, parameter_bytes, sequence_length, synthetic_batch
+from hies_export.measure.counts import (
+    count_flops,
+    count_parameters,
+    flops_per_layer,
+    parameter_bytes,
+    sequence_length,
+    synthetic_batch,
+)
 from hies_export.measure.latency import compare_latency, environment, paired_ratio, realised_share
-from hies_export.measure.runtimes import Runtime
+from hies_export.measure.runtime import Runtime
 
 
 def tiny_bert(cls=BertForSequenceClassification):
@@ -94,6 +102,25 @@ def test_flops_of_a_forward_that_reads_values_are_counted_for_real(copies):
     assert copies == ["meta", None]
 
 
+@pytest.mark.parametrize("kept", [(4, 4, 4), (3, 1, 4)])
+def test_flops_of_every_layer_equal_the_formula(kept):
+    model, rows, tokens, hidden, inner = tiny_bert(), 3, 7, 32, 48
+    batch = synthetic_batch(model, batch=rows, sequence=tokens)
+    sites = find_attention(model, batch)
+    slim = cut_bert(model, kept)
+    *layers, outside = flops_per_layer(slim, batch, sites)
+    for index, (layer, heads) in enumerate(zip(layers, kept, strict=True)):
+        assert layer == {
+            "layer": f"bert.encoder.layer.{index}",
+            "projections": 2 * rows * tokens * 4 * hidden * 8 * heads,
+            "products": 2 * rows * 2 * tokens * tokens * 8 * heads,
+            "other": 2 * rows * tokens * 2 * hidden * inner,
+        }
+    assert outside == {"layer": "", "projections": 0, "products": 0, "other": 2 * rows * hidden * (hidden + 3)}
+    parts = [row[part] for row in (*layers, outside) for part in ("projections", "products", "other")]
+    assert sum(parts) == count_flops(slim, batch)
+
+
 def test_parameters_count_tied_weights_once():
     model = tiny_bert(BertForMaskedLM)
     unique = {tensor.data_ptr(): tensor for tensor in model.state_dict().values() if tensor.is_floating_point()}
@@ -140,7 +167,7 @@ class Clock:
 
 
 class Fake(Runtime):
-    provider = "fake"
+    provider, dtype, decodes = "fake", "float32", False
 
     def __init__(self, clock, name, times_ms, threads=2):
         self.clock, self.label, self.times_ms, self.threads, self.runs = clock, name, times_ms, threads, 0
@@ -148,7 +175,11 @@ class Fake(Runtime):
     def prepare(self, batch):
         return batch
 
+    def prepare_step(self, batch):
+        return {"step of": batch}
+
     def run(self, feed):
+        self.feed = feed
         took_ms = self.times_ms[self.runs % len(self.times_ms)] + self.clock.drift_ms * len(self.clock.order)
         self.runs += 1
         self.clock.order.append(self.label)
@@ -161,7 +192,7 @@ class Fake(Runtime):
 @pytest.fixture
 def clock(monkeypatch):
     ticking = Clock()
-    monkeypatch.setattr(measure, "perf_counter_ns", ticking)
+    monkeypatch.setattr(runtime, "perf_counter_ns", ticking)
     return ticking
 
 
@@ -264,6 +295,53 @@ def test_the_interval_depends_on_the_seed_only():
     assert 1 < len(intervals) <= 10
 
 
+def test_the_step_of_a_decoder_is_timed_by_the_same_loop(clock):
+    dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
+    with pytest.raises(RecipeError, match="decode step needs models that generate from a cache, and these do not"):
+        compare_latency(dense, slim, control=control, batch={}, phase="decode")
+    for runner in (dense, slim, control):
+        runner.decodes = True
+    assert compare_latency(dense, slim, control=control, batch={"a": 1}, phase="decode", repeats=6).ratio == 0.5
+    assert dense.feed == slim.feed == control.feed == {"step of": {"a": 1}}
+
+
+def test_memory_and_clock_are_those_of_a_gpu(clock, monkeypatch):
+    monkeypatch.setattr(measure, "gpu_facts", lambda: {"clocks.sm": "1410"})
+    dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
+    assert compare_latency(dense, slim, control=control, batch={}, repeats=6).peak_bytes is None
+    for runner, size in ((dense, 900), (slim, 600), (control, 800)):
+        runner.peak_memory_bytes = lambda feed, size=size: size
+    found = compare_latency(dense, slim, control=control, batch={}, repeats=6)
+    # Dense is the second copy: the first one loaded also paid for the kernels.
+    assert (found.peak_bytes, found.clock_mhz) == ((800, 600), 1410.0)
+
+
+def test_a_cuda_graph_is_not_compared_with_what_is_none(clock):
+    dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
+    slim.cuda_graph = True
+    with pytest.raises(RecipeError, match="run alike, got fake with 2 threads and fake with 2 threads, as a CUDA gra"):
+        compare_latency(dense, slim, control=control, batch={})
+
+
+def test_what_nvidia_smi_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert measure.gpu_facts() == {}
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA A100, 550.54, 1095, 1410, [N/A], 400.00'\n")
+    program.chmod(0o755)
+    found = measure.gpu_facts()
+    assert found == {
+        "name": "NVIDIA A100",
+        "driver_version": "550.54",
+        "clocks.sm": "1095",
+        "clocks.max.sm": "1410",
+    } | {"power.limit": "400.00"}
+    facts = environment()
+    assert (facts["gpu_driver"], facts["gpu_max_sm_mhz"], facts["gpu_max_memory_mhz"]) == ("550.54", "1410", None)
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert measure.gpu_facts() == {}
+
+
 def test_realised_share():
     assert realised_share(0.85, 0.8) == pytest.approx(0.75)
     assert realised_share(1.1, 0.8) == pytest.approx(-0.5)
@@ -294,9 +372,10 @@ def test_a_control_that_misses_one_makes_the_comparison_noisy(clock):
     found = compare_latency(dense, slim, control=control, batch={}, repeats=6)
     assert found.noisy
     assert found.control.ratio == pytest.approx(1.03)
-    assert [measure.is_noisy(*ends) for ends in ((0.97, 1.0), (0.9, 0.97), (1.02, 1.1), (1.021, 1.1))] == [
-        *(False, True, False, True)
-    ]
+    beside = ((0.97, 1.0), (0.9, 0.97), (1.02, 1.1), (1.021, 1.1))
+    assert [measure.is_noisy(*ends) for ends in beside] == [False, True, False, True]
+    # One that holds 1 and half the world with it.
+    assert [measure.is_noisy(*ends) for ends in ((0.95, 1.049), (0.9, 1.1), (0.99, 1.1))] == [False, True, True]
 
 
 def test_outputs_that_are_no_numbers_are_not_timed(clock):
@@ -304,20 +383,3 @@ def test_outputs_that_are_no_numbers_are_not_timed(clock):
     slim.fetch = lambda result: {"logits": np.array([1.0, np.nan])}
     with pytest.raises(NonFiniteError, match="logits of the slim model has NaN or infinity on fake; try dtype float32"):
         compare_latency(dense, slim, control=control, batch={}, repeats=6)
-
-
-def test_timing_a_call_costs_microseconds():
-    class Nothing(Runtime):
-        provider, threads = "nothing", 1
-
-        def prepare(self, batch):
-            return batch
-
-        def run(self, feed):
-            return None
-
-        def fetch(self, result):
-            return {}
-
-    found = compare_latency(Nothing(), Nothing(), batch={}, repeats=600)
-    assert found.dense.p50_ms < 0.02

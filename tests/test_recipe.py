@@ -79,7 +79,7 @@ def test_defaults() -> None:
         ("data.name", None, "must be given, got neither"),
         ("data.text", ["a", "b", "c"], "text must be one or two columns, got 3"),
         ("calibration.samples", 0, "calibration.samples must be greater than or equal to 1, got 0"),
-        ("measure.runtimes", ["torsh"], "a runtime must be one of torch, .*, got 'torsh'; did you mean 'torch'"),
+        ("measure.runtimes", ["torsh"], "a runtime must be one of .*, torch, .*, got 'torsh'; did you mean 'torch'"),
         ("measure.shapes", [[1, 2, 3]], r"a shape must be \[batch, sequence\] .*, got \[1, 2, 3\]"),
         ("measure.shapes", [[0, 8]], r"got \[0, 8\]"),
     ],

@@ -114,7 +114,7 @@ def test_noisy_rows_give_no_ratio() -> None:
     assert "noisy" in text
     assert "70.0%" not in text
     markdown = render_markdown(make_report())
-    assert "noisy: dense / dense [1.030, 1.200]" in markdown
+    assert "| noisy | [1.030, 1.200] |" in markdown
     assert "0.700" not in markdown
     assert "measure again on an idle machine" in markdown
 

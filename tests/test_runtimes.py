@@ -6,11 +6,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from conftest import causal_lm
 from transformers import BertConfig, BertForSequenceClassification
 
 from hies_export.errors import DataError, MissingRuntimeError, RecipeError
-from hies_export.measure.runtimes import RUNTIMES, OnnxRuntime, Runtime, TorchRuntime, load_runtime, register_runtime
-from hies_export.model.twin import forward_inputs, positions_of, share_weights
+from hies_export.measure.onnx_runtimes import OnnxRuntime
+from hies_export.measure.runtime import RUNTIMES, Runtime, last_token, register_runtime
+from hies_export.measure.runtimes import load_runtime
+from hies_export.measure.torch_runtimes import TorchRuntime
+from hies_export.model.twin import convert, forward_inputs, positions_of, share_weights
+from hies_export.onnx.export import export_onnx
 
 # logits = 2 * input_ids + attention_mask - token_type_ids, so every input can be seen in the output.
 GRAPH = """<ir_version: 10, opset_import: ["" : 20]>
@@ -95,9 +100,9 @@ def test_onnxruntime_does_not_spin_and_takes_the_threads(folder, monkeypatch):
     seen = []
 
     class Session(onnxruntime.InferenceSession):
-        def __init__(self, file, options, providers):
+        def __init__(self, file, options, **settings):
             seen.append(options)
-            super().__init__(file, options, providers=providers)
+            super().__init__(file, options, **settings)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
     load_runtime("onnxruntime-cpu", folder, threads=3)
@@ -133,7 +138,7 @@ def test_wrong_requests(folder, model):
 
 
 def test_a_runtime_joins_by_registering(monkeypatch):
-    monkeypatch.setattr("hies_export.measure.runtimes.RUNTIMES", dict(RUNTIMES))
+    monkeypatch.setitem(RUNTIMES, "echo", None)  # goes again with the test
 
     @register_runtime("echo")
     class Echo(TorchRuntime):
@@ -223,6 +228,67 @@ def test_int8_runs_quantised_and_near(tmp_path):
     # Eight bits each way: near, and not the same.
     assert 0 < np.abs(one - two).max() < 0.03 * np.abs(one).max()
     assert quantised.provider == "CPUExecutionProvider"
+
+
+@pytest.fixture
+def decoder():
+    return causal_lm()
+
+
+@pytest.mark.parametrize("name", ["torch", "onnxruntime-cpu"])
+def test_the_step_of_the_last_token_is_what_the_whole_prompt_ends_in(name, decoder, tmp_path):
+    ids = torch.randint(5, 30, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    source = decoder if name == "torch" else export_onnx(decoder, tmp_path / "onnx", batch=batch).folder
+    runtime = load_runtime(name, source)
+    assert runtime.decodes
+    assert runtime.dtype == "float32"
+    feed = runtime.prepare_step(batch)
+    with torch.no_grad():
+        whole = decoder(**batch, position_ids=positions_of(mask)).logits
+    # The cache of a feed does not grow, however often it is run.
+    for _ in range(3):
+        assert runtime.time_ns(feed) > 0
+        got = runtime.fetch(runtime.run(feed))
+        np.testing.assert_allclose(got["logits"][:, -1], whole[:, -1].numpy(), atol=2e-4)
+        assert got["logits"].shape[1] == 1
+        assert got["present.1.key"].shape[2] == 9
+
+
+def test_an_encoder_does_not_decode(model, folder):
+    assert not load_runtime("torch", model).decodes
+    assert not load_runtime("onnxruntime-cpu", folder).decodes
+
+
+def test_the_prompt_and_the_step_of_a_batch():
+    batch = {"input_ids": IDS, "mm_token_type_ids": IDS + 1, "pixel_values": torch.ones(2, 3, 4, 4)}
+    prompt, step = last_token(batch)
+    assert {name: value.tolist() for name, value in prompt.items() if name != "pixel_values"} == {
+        "input_ids": [[1, 2], [4, 5]],
+        "mm_token_type_ids": [[2, 3], [5, 6]],
+        "attention_mask": [[1, 1], [1, 1]],
+    }
+    assert {name: value.tolist() for name, value in step.items()} == {
+        "input_ids": [[3], [6]],
+        "mm_token_type_ids": [[4], [7]],
+        "attention_mask": [[1, 1, 1], [1, 1, 1]],
+    }
+    assert prompt["pixel_values"] is batch["pixel_values"]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 0.02), (torch.bfloat16, 0.1)])
+def test_a_converted_model_computes_nearly_the_same_and_leaves_the_other_alone(model, dtype, tolerance):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    converted = convert(model.eval(), dtype=dtype)
+    assert load_runtime("torch", converted).dtype == str(dtype).removeprefix("torch.")
+    with torch.no_grad():
+        got, want = (m(input_ids=IDS).logits.float() for m in (converted, model))
+    assert 0 < (got - want).abs().max() < tolerance
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    same = convert(model, dtype=torch.float32, device="cpu")
+    assert [id(p) for p in same.parameters()] == [id(p) for p in model.parameters()]
 
 
 @pytest.mark.slow

@@ -52,3 +52,8 @@ def replace_file(file: Path, text: str) -> None:
         written = Path(temporary) / file.name
         written.write_text(text, encoding="utf-8")
         written.replace(file)
+
+
+def user_cache(what: str) -> Path:
+    """The folder of one kind of thing that is kept between runs, in $XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hies_export" / what

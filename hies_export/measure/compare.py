@@ -17,7 +17,8 @@ from ..errors import RequestError
 from ..onnx.export import export_onnx
 from ..onnx.multimodal import is_vision_language
 from . import counts, latency
-from .runtimes import ONNX_FILE, RUNTIMES, check_runtime, load_runtime, refuse_parts
+from .onnx_runtimes import ONNX_FILE, refuse_parts
+from .runtimes import RUNTIMES, check_runtime, load_runtime
 
 Shape = tuple[int, int]  # (batch, sequence)
 
@@ -46,46 +47,66 @@ def time_on(
 
     Returns:
         A row of report.json's `latency` per shape: the median times in ms, the paired ratio slim / dense with its 95 %
-        bootstrap interval, and the control's. `noisy` where the control shows that nothing can be concluded.
+        bootstrap interval, and the control's. `noisy` where the control shows that nothing can be concluded. What
+        generates has two rows per shape, the `phase` "prefill" and "decode": the step of the last token, with the
+        others in the cache.
     """
     runners = [load_runtime(runtime, source) for source in (dense, slim, dense)]
+    decodes = all(runner.decodes for runner in runners)
     rows, shapes = [], list(batches)
     for shape in track(shapes, f"measure {runtime}") if track else shapes:
-        found = latency.compare_latency(
-            runners[0],
-            runners[1],
-            control=runners[2],
-            batch=batches[shape],
-            repeats=repeats,
-            min_seconds=min_seconds,
-        )
-        flops_ratio = flops[shape][1] / flops[shape][0]
-        rows.append(
-            {
-                "runtime": runtime,
-                "provider": found.provider,
-                "batch": shape[0],
-                "sequence": shape[1],
-                "dense_ms": found.dense.p50_ms,
-                "slim_ms": found.slim.p50_ms,
-                "ratio": found.ratio,
-                "ratio_low": found.ratio_low,
-                "ratio_high": found.ratio_high,
-                "realised": latency.realised_share(found.ratio, flops_ratio),
-                "flops_ratio": flops_ratio,
-                "dense_p90_ms": found.dense.p90_ms,
-                "dense_p99_ms": found.dense.p99_ms,
-                "slim_p90_ms": found.slim.p90_ms,
-                "slim_p99_ms": found.slim.p99_ms,
-                "control_ratio": found.control.ratio,
-                "control_low": found.control.low,
-                "control_high": found.control.high,
-                "noisy": found.noisy,
-                "repeats": found.repeats,
-                "threads": found.threads,
-            }
-        )
+        phases: tuple[latency.Phase, ...] = ("prefill",) if decodes else ("forward",)
+        for phase in (*phases, "decode") if decodes and shape[1] > 1 else phases:
+            found = latency.compare_latency(
+                runners[0],
+                runners[1],
+                control=runners[2],
+                batch=batches[shape],
+                phase=phase,
+                repeats=repeats,
+                min_seconds=min_seconds,
+            )
+            rows.append(_row(found, runtime=runtime, shape=shape, phase=phase, flops=flops[shape]))
     return rows
+
+
+def _row(
+    found: latency.LatencyComparison, *, runtime: str, shape: Shape, phase: latency.Phase, flops: tuple[int, int]
+) -> dict[str, Any]:
+    """A comparison as a row of report.json's `latency`."""
+    step = phase == "decode"
+    # A step reads all weights to compute a token: its time is that of the memory, and no share of FLOPs.
+    flops_ratio = None if step else flops[1] / flops[0]
+    per_second = {"dense": 1000 * shape[0] / found.dense.p50_ms, "slim": 1000 * shape[0] / found.slim.p50_ms}
+    return {
+        "runtime": runtime,
+        "provider": found.provider,
+        "dtype": " / ".join(dict.fromkeys(found.dtypes)),
+        "phase": phase,
+        "batch": shape[0],
+        "sequence": shape[1],
+        "dense_ms": found.dense.p50_ms,
+        "slim_ms": found.slim.p50_ms,
+        "ratio": found.ratio,
+        "ratio_low": found.ratio_low,
+        "ratio_high": found.ratio_high,
+        "realised": None if flops_ratio is None else latency.realised_share(found.ratio, flops_ratio),
+        "flops_ratio": flops_ratio,
+        "tokens_per_second": per_second if step else None,
+        "dense_p90_ms": found.dense.p90_ms,
+        "dense_p99_ms": found.dense.p99_ms,
+        "slim_p90_ms": found.slim.p90_ms,
+        "slim_p99_ms": found.slim.p99_ms,
+        "control_ratio": found.control.ratio,
+        "control_low": found.control.low,
+        "control_high": found.control.high,
+        "noisy": found.noisy,
+        "repeats": found.repeats,
+        "threads": found.threads,
+        "cuda_graph": found.cuda_graph,
+        "peak_bytes": None if found.peak_bytes is None else dict(zip(("dense", "slim"), found.peak_bytes, strict=True)),
+        "gpu_clock_mhz": found.clock_mhz,
+    }
 
 
 def count_both_flops(
@@ -101,6 +122,7 @@ def bench(
     *,
     runtimes: Sequence[str] = (),
     shapes: Sequence[Sequence[int]] = (),
+    dtypes: Sequence[str] = (),
     repeats: int = 30,
     min_seconds: float = 0.0,
     track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
@@ -108,10 +130,13 @@ def bench(
     """Compare the latency of two checkpoints or ONNX folders; the same one twice measures the noise.
 
     Args:
-        first: What the ratios are relative to. A checkpoint is exported on the fly for ONNX Runtime.
+        first: What the ratios are relative to. A checkpoint is exported on the fly for ONNX Runtime, and runs in torch
+            on the GPU if there is one.
         second: What is compared with it.
         runtimes: By default `torch` where both are checkpoints, else `onnxruntime-cpu`.
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
+        dtypes: What checkpoints are run in, each on the runtimes that can; float32 by default. An ONNX folder runs in
+            its own.
         repeats, min_seconds: As in `compare_latency`.
         track: Wraps the loop, e.g. in a progress bar.
 
@@ -121,11 +146,22 @@ def bench(
     Raises:
         RequestError: A folder is neither, the two take different inputs, or a runtime cannot run what it was given.
     """
-    for runtime in runtimes:
-        check_runtime(runtime)
     folders = (Path(first), Path(second))
     for folder in folders:
         refuse_parts(folder)
+    exported = [(folder / ONNX_FILE).is_file() for folder in folders]
+    runtimes = runtimes or (("onnxruntime-cpu",) if any(exported) else ("torch",))
+    for runtime in runtimes:
+        check_runtime(runtime)
+    for folder, is_onnx in zip(folders, exported, strict=True):
+        for runtime in runtimes if is_onnx else ():
+            if RUNTIMES[runtime].reads_models:
+                raise RequestError(
+                    f"runtime {runtime} needs a checkpoint, but {folder} is an ONNX folder; use onnxruntime-cpu"
+                )
+        if is_onnx and dtypes:
+            raise RequestError(f"a dtype can be chosen for checkpoints, but {folder} is an ONNX folder with its own")
+    check_dtypes(dtypes, runtimes)
     skeletons = [_skeleton(folder) for folder in folders]
     for folder, skeleton in zip(folders, skeletons, strict=True):
         if is_vision_language(skeleton):
@@ -133,14 +169,7 @@ def bench(
     if skeletons[0].main_input_name != skeletons[1].main_input_name:
         names = " and ".join(model.main_input_name for model in skeletons)
         raise RequestError(f"two models must take the same kind of input to be compared, got {names}")
-    exported = [(folder / ONNX_FILE).is_file() for folder in folders]
-    runtimes = runtimes or (("onnxruntime-cpu",) if any(exported) else ("torch",))
-    for folder, is_onnx in zip(folders, exported, strict=True):
-        for runtime in runtimes if is_onnx else ():
-            if RUNTIMES[runtime].reads_models:
-                raise RequestError(
-                    f"runtime {runtime} needs a checkpoint, but {folder} is an ONNX folder; use onnxruntime-cpu"
-                )
+    model_shapes(skeletons[1], shapes)
     batches = {
         shape: counts.synthetic_batch(skeletons[0], batch=shape[0], sequence=shape[1])
         for shape in model_shapes(skeletons[0], shapes)
@@ -149,23 +178,46 @@ def bench(
     timing: dict[str, Any] = {"repeats": repeats, "min_seconds": min_seconds}
     rows = []
     for runtime in runtimes:
-        with contextlib.ExitStack() as stack:
-            sources: list[Any] = []
-            for folder, is_onnx in zip(folders, exported, strict=True):
-                if RUNTIMES[runtime].reads_models:
-                    sources.append(load(folder, dtype=torch.float32).eval())
-                elif is_onnx:
-                    sources.append(folder)
-                else:
-                    temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hies-bench-"))
-                    sources.append(_export(folder, Path(temporary) / "onnx"))
-            rows += time_on(runtime, *sources, batches=batches, flops=flops, **timing, track=track)
+        for dtype in dtypes or ("float32",):
+            if dtype not in RUNTIMES[runtime].dtypes:
+                continue
+            with contextlib.ExitStack() as stack:
+                sources: list[Any] = []
+                for folder, is_onnx in zip(folders, exported, strict=True):
+                    if is_onnx:
+                        sources.append(folder)
+                    elif RUNTIMES[runtime].reads_models:
+                        device = "cuda" if torch.cuda.is_available() else "cpu"
+                        model: Any = load(folder, dtype=getattr(torch, dtype))
+                        sources.append(model.to(device))
+                    else:
+                        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hies-bench-"))
+                        sources.append(export_for(runtime, load(folder, dtype=torch.float32), Path(temporary), dtype))
+                rows += time_on(runtime, *sources, batches=batches, flops=flops, **timing, track=track)
     return rows
 
 
-def _export(checkpoint: Path, folder: Path) -> Path:
-    model = load(checkpoint, dtype=torch.float32)
-    return export_onnx(model, folder, batch=counts.synthetic_batch(model, batch=2, sequence=16)).folder
+def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
+    """Refuse a dtype that none of the runtimes can run a model in.
+
+    Raises:
+        RequestError: There is one.
+    """
+    known = list(dict.fromkeys(dtype for runtime in runtimes for dtype in RUNTIMES[runtime].dtypes))
+    for dtype in dtypes:
+        if dtype not in known:
+            raise RequestError(f"a dtype must be one of {', '.join(known)} on {', '.join(runtimes)}, got {dtype!r}")
+
+
+def export_for(runtime: str, model: PreTrainedModel, temporary: Path, dtype: str) -> Path:
+    """The model as an ONNX folder that suits a runtime."""
+    return export_onnx(
+        model,
+        temporary / "onnx",
+        batch=counts.synthetic_batch(model, batch=2, sequence=16),
+        provider=RUNTIMES[runtime].fused_for,
+        dtype=dtype,
+    ).folder
 
 
 def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

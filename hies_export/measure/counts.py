@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..errors import RecipeError
 from ..model.twin import forward_inputs, share_weights
+from ..values import AttentionSite
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -35,13 +37,38 @@ def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
 
     Source: https://docs.pytorch.org/docs/stable/torch.utils.flop_counter.html
     """
-    inputs = forward_inputs(model, batch)
-    try:
-        # transformers looks into a padding mask, which meta tensors forbid; it changes no product's shape.
-        meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
-        return _flops(share_weights(model, device="meta"), meta)
-    except (RuntimeError, NotImplementedError):
-        return _flops(share_weights(model), {name: tensor.to(model.device) for name, tensor in inputs.items()})
+    return _flops(model, batch)[""]
+
+
+def flops_per_layer(
+    model: PreTrainedModel, batch: Mapping[str, Any], sites: Sequence[AttentionSite]
+) -> list[dict[str, Any]]:
+    """Where the FLOPs of one forward pass are; the parts add up to `count_flops`.
+
+    Args:
+        model: Dense or slim; it is not run and not changed.
+        batch: As for `count_flops`.
+        sites: The attention modules, of the dense model or of this one: only their names are read.
+
+    Returns:
+        A row per layer, `layer` its dotted name: `projections` (the linear layers in front of the attention and
+        behind it), `products` (queries by keys, weights by values) and `other` (the rest of the layer, such as the
+        MLP). The last row, `layer` empty, is what lies outside of the layers with attention: embeddings and heads.
+    """
+    found = _flops(model, batch)
+    rows: dict[str, dict[str, Any]] = {}
+    for site in sites:
+        # The innermost numbered module around the attention, such as model.layers.3; else the attention itself.
+        match = re.match(r"(.*\.\d+)(?:\.|$)", site.name)
+        layer = match[1] if match else site.name
+        row = rows.setdefault(layer, {"layer": layer, "projections": 0, "products": 0, "other": 0})
+        children = [f"{site.name}.{name}" for name, _ in model.get_submodule(site.name).named_children()]
+        row["products"] += found.get(site.name, 0) - sum(found.get(name, 0) for name in children)
+        row["projections"] += sum(found.get(name, 0) for name in {*(p.name for p in site.projections), site.output})
+    for layer, row in rows.items():
+        row["other"] = found.get(layer, 0) - row["projections"] - row["products"]
+    outside = found[""] - sum(found.get(layer, 0) for layer in rows)
+    return [*rows.values(), {"layer": "", "projections": 0, "products": 0, "other": outside}]
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
@@ -65,14 +92,31 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
     return sum(t.numel() * t.element_size() for t in tensors) // ids.shape[1]
 
 
-def _flops(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> int:
+def _flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
+    """FLOPs by dotted module name, the whole model's under the empty one."""
+    inputs = forward_inputs(model, batch)
+    try:
+        # transformers looks into a padding mask, which meta tensors forbid; it changes no product's shape.
+        meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
+        return _count(share_weights(model, device="meta"), meta)
+    except (RuntimeError, NotImplementedError):
+        return _count(share_weights(model), {name: tensor.to(model.device) for name, tensor in inputs.items()})
+
+
+def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Count on a model that may be changed."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model.eval().set_attn_implementation("eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**inputs)
-    return int(counter.get_total_flops())
+    root = type(model).__name__
+    by_module = {
+        name.removeprefix(f"{root}."): sum(operators.values())
+        for name, operators in counter.get_flop_counts().items()
+        if name.startswith(f"{root}.")
+    }
+    return {**by_module, "": int(counter.get_total_flops())}
 
 
 def synthetic_batch(

@@ -6,21 +6,26 @@ import gc
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Mapping
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter_ns
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from ..errors import NonFiniteError, RecipeError
-from .runtimes import Runtime
+from .runtime import Runtime
+
+Phase = Literal["forward", "prefill", "decode"]
 
 BOOTSTRAP_SAMPLES = 2000
-# A comparison whose control's interval misses 1 by more than this says nothing.
+# A comparison whose control's interval misses 1 by more than this says nothing, nor one whose control is not known
+# better than to this width: [0.9, 1.1] holds 1, and would hold a gain or a loss of a tenth as well.
 NOISE_LIMIT = 0.02
+WIDEST_CONTROL = 0.1
 
 # Neighbours are each other's reverse (ABBA), so linear drift cancels; over all six, each runner comes equally
 # often first, second and last, and equally often after itself, so a warm cache favours none.
@@ -60,6 +65,10 @@ class LatencyComparison:
         repeats: Timed runs of each.
         threads: CPU threads within an operator.
         provider: Where both ran.
+        dtypes: What dense and slim computed in.
+        cuda_graph: Whether replays of CUDA graphs were timed.
+        peak_bytes: Device memory that dense and slim take at the peak of a run; None on the CPU.
+        clock_mhz: The GPU's clock right after the last run; None on the CPU.
     """
 
     dense: Percentiles
@@ -71,6 +80,10 @@ class LatencyComparison:
     repeats: int
     threads: int
     provider: str
+    dtypes: tuple[str, str]
+    cuda_graph: bool
+    peak_bytes: tuple[int, int] | None
+    clock_mhz: float | None
 
     @property
     def noisy(self) -> bool:
@@ -79,8 +92,12 @@ class LatencyComparison:
 
 
 def is_noisy(control_low: float, control_high: float) -> bool:
-    """Whether the interval of a control, one model against itself, misses 1 by more than `NOISE_LIMIT`."""
-    return control_low > 1 + NOISE_LIMIT or control_high < 1 - NOISE_LIMIT
+    """Whether the interval of a control, one model against itself, is no use.
+
+    It misses 1 by more than `NOISE_LIMIT`, or is wider than `WIDEST_CONTROL`.
+    """
+    misses = control_low > 1 + NOISE_LIMIT or control_high < 1 - NOISE_LIMIT
+    return misses or control_high - control_low > WIDEST_CONTROL
 
 
 def compare_latency(
@@ -88,6 +105,7 @@ def compare_latency(
     slim: Runtime,
     *,
     batch: Mapping[str, Any],
+    phase: Phase = "forward",
     repeats: int = 30,
     warmup: int = 5,
     min_seconds: float = 0.0,
@@ -101,6 +119,8 @@ def compare_latency(
         dense: The model to compare with.
         slim: The model to compare.
         batch: The batch each of them runs, prepared once.
+        phase: What of it is timed: all tokens at once ("forward", called "prefill" of what generates), or the
+            "decode" step that takes the last token, with the others in the cache.
         repeats: Timed runs of each; a multiple of 6 balances the order exactly.
         warmup: Untimed rounds before; in the first, outputs are checked.
         min_seconds: Go on beyond `repeats` until the timed runs took this long together.
@@ -110,12 +130,14 @@ def compare_latency(
         progress: Called with (rounds done, rounds at least).
 
     Raises:
-        RecipeError: repeats is below 1, warmup or min_seconds below 0, or the runtimes differ in kind.
+        RecipeError: repeats is below 1, warmup or min_seconds below 0, or the runtimes differ in kind; a phase
+            "decode" of models without a cache.
         NonFiniteError: An output is NaN or infinite: such numbers may take another time than real ones.
     """
-    _check_timing(dense, slim, control, repeats, warmup, min_seconds)
     runners = (dense, slim, control or dense)
-    feeds = [runner.prepare(batch) for runner in runners]
+    _check_timing(runners, phase, repeats, warmup, min_seconds)
+    feeds = [runner.prepare_step(batch) if phase == "decode" else runner.prepare(batch) for runner in runners]
+    _check_alike(runners)
     for round_number in range(warmup):
         for name, runner, feed in zip(("dense", "slim", "control"), runners, feeds, strict=True):
             result = runner.run(feed)
@@ -132,9 +154,7 @@ def compare_latency(
         while len(rounds) < repeats or total_ns < min_seconds * 1e9:
             elapsed_ns = [0, 0, 0]
             for index in _ORDERS[len(rounds) % len(_ORDERS)]:
-                start_ns = perf_counter_ns()
-                runners[index].run(feeds[index])
-                elapsed_ns[index] = perf_counter_ns() - start_ns
+                elapsed_ns[index] = runners[index].time_ns(feeds[index])
             rounds.append(elapsed_ns)
             total_ns += sum(elapsed_ns)
             if progress is not None:
@@ -142,6 +162,9 @@ def compare_latency(
     finally:
         if collecting:
             gc.enable()
+    # The first to be loaded also pays for the kernels of the runtime: the second copy tells what the model takes.
+    peaks = [runners[index].peak_memory_bytes(feeds[index]) for index in (2, 1)]
+    clock_mhz = None if None in peaks else gpu_facts().get("clocks.sm")
 
     times_ms = np.asarray(rounds, dtype=np.float64) / 1e6  # (repeats, dense | slim | control)
     ratio = paired_ratio(times_ms[:, 0], times_ms[:, 1], seed=seed)
@@ -155,6 +178,10 @@ def compare_latency(
         repeats=len(rounds),
         threads=dense.threads,
         provider=dense.provider,
+        dtypes=(dense.dtype, slim.dtype),
+        cuda_graph=dense.cuda_graph,
+        peak_bytes=None if peaks[0] is None or peaks[1] is None else (peaks[0], peaks[1]),
+        clock_mhz=None if clock_mhz is None else float(clock_mhz),
     )
 
 
@@ -167,9 +194,7 @@ def _check_finite(outputs: Mapping[str, np.ndarray], *, name: str, provider: str
             )
 
 
-def _check_timing(
-    dense: Runtime, slim: Runtime, control: Runtime | None, repeats: int, warmup: int, min_seconds: float
-) -> None:
+def _check_timing(runners: Sequence[Runtime], phase: Phase, repeats: int, warmup: int, min_seconds: float) -> None:
     problems = []
     if repeats < 1:
         problems.append(f"repeats must be at least 1, got {repeats}")
@@ -177,12 +202,23 @@ def _check_timing(
         problems.append(f"warmup must be at least 0, got {warmup}")
     if min_seconds < 0:
         problems.append(f"min_seconds must be at least 0, got {min_seconds}")
-    places = {(runner.provider, runner.threads) for runner in (dense, slim, control or dense)}
-    if len(places) > 1:
-        shown = " and ".join(f"{provider} with {threads} threads" for provider, threads in sorted(places))
-        problems.append(f"dense, slim and control must run alike, got {shown}: load them with the same runtime")
+    if phase == "decode" and not all(runner.decodes for runner in runners):
+        problems.append(
+            "a decode step needs models that generate from a cache, and these do not: time the forward pass"
+        )
     if problems:
         raise RecipeError(problems)
+
+
+def _check_alike(runners: Sequence[Runtime]) -> None:
+    """Refuse to compare what differs in more than the model; whether it is a CUDA graph is known once prepared."""
+    places = {(runner.provider, runner.threads, runner.cuda_graph) for runner in runners}
+    if len(places) > 1:
+        shown = " and ".join(
+            f"{provider} with {threads} threads{', as a CUDA graph' * graph}"
+            for provider, threads, graph in sorted(places)
+        )
+        raise RecipeError([f"dense, slim and control must run alike, got {shown}: load them with the same runtime"])
 
 
 def paired_ratio(base_ms: np.ndarray, other_ms: np.ndarray, *, seed: int = 0) -> Ratio:
@@ -210,6 +246,7 @@ def realised_share(latency_ratio: float, flops_ratio: float) -> float | None:
 
 def environment() -> dict[str, Any]:
     """Where a measurement was made: versions, processor, GPU. No host name, no user, no path."""
+    gpu = gpu_facts()
     packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "optimum", "hies-export")
     return {
         "python": platform.python_version(),
@@ -217,9 +254,33 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else gpu.get("name"),
+        "cuda": torch.version.cuda,
+        "gpu_driver": gpu.get("driver_version"),
+        "gpu_max_sm_mhz": gpu.get("clocks.max.sm"),
+        "gpu_max_memory_mhz": gpu.get("clocks.max.memory"),
+        "gpu_power_limit_w": gpu.get("power.limit"),
         "os": f"{platform.system()} {platform.machine()}",
     }
+
+
+def gpu_facts() -> dict[str, str]:
+    """What nvidia-smi says of the first GPU: name, driver, clocks in MHz, limit in W; empty where there is none.
+
+    Source: https://docs.nvidia.com/deploy/nvidia-smi/index.html (`--help-query-gpu`)
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    fields = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.max.memory", "power.limit")
+    command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = [value.strip() for value in said.splitlines()[0].split(",")] if said.strip() else []
+    # What a card does not tell is given as "[N/A]".
+    return {name: value for name, value in zip(fields, values, strict=False) if not value.startswith("[")}
 
 
 def _version(package: str) -> str | None:

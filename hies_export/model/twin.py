@@ -33,6 +33,26 @@ def share_weights(model: Model, *, device: str | None = None) -> Model:
     return copy_with(model, stand_in)
 
 
+def convert(model: Model, *, dtype: torch.dtype | None = None, device: str | None = None) -> Model:
+    """Copy a model's modules and config, its tensors in another dtype or on another device where they are not yet.
+
+    Args:
+        model: Any model; what need not change is shared with it.
+        dtype: Of the floating tensors; `None` for their own.
+        device: `None` for their own.
+    """
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        wanted = dtype if tensor.is_floating_point() else None
+        moved = tensor.detach().to(device=device, dtype=wanted)
+        if moved.dtype == tensor.dtype and moved.device == tensor.device:
+            return tensor
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+
+    return copy_with(model, stand_in)
+
+
 def copy_with(model: Model, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Model:
     """Copy a model's modules and config, with something else in the place of each of its tensors.
 

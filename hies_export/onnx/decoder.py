@@ -6,16 +6,16 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import ExportError, UnsupportedModelError
-from ..measure.runtimes import CACHE_SIZES
+from ..measure.onnx_runtimes import CACHE_SIZES
 from ..model.twin import positions_of
-from .trace import export_program, fixed_size, name_axes, reason
+from .trace import Fusions, export_program, fixed_size, name_axes, reason
 
 TOTAL = "past_sequence + sequence"
 _CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
@@ -101,8 +101,8 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
     return {**inputs(length - 2, length), "past_key_values": past}
 
 
-def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], provider: Literal["cpu", "cuda"]) -> Any:
-    """Trace a decoder to an `onnx_ir.Model`, fused for the provider, under Optimum's names.
+def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions: Fusions) -> Any:
+    """Trace a decoder to an `onnx_ir.Model`, fused, under Optimum's names.
 
     The key/value head axis of every layer is a named dimension, and so is the head width where it is not
     hidden_size // num_attention_heads: older Optimum takes integers there for its own guess and refuses the graph.
@@ -111,13 +111,13 @@ def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], provider
     Args:
         model: A decoder; layers may differ in heads.
         prompt: As for `decoder_sample`.
-        provider: What to fuse the graph for.
+        fusions: What to fuse the graph for.
 
     Raises:
         ExportError: The exporter failed, fixed an axis, or the cache is not keys and values.
     """
     sample = decoder_sample(model, prompt)
-    program = export_program(model, sample, provider, flags={"use_cache": True})
+    program = export_program(model, sample, fusions, flags={"use_cache": True})
     layers = _name_cache(program, type(model).__name__)
     text = {name: {0: "batch", 1: "sequence"} for name in sample if name not in ("attention_mask", "past_key_values")}
     cache = {name: {0: "batch", 2: "past_sequence"} for name in layers}

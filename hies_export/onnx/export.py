@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections import Counter
@@ -16,19 +15,21 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..errors import DataError, RecipeError
-from ..measure.runtimes import ONNX_FILE, require_onnxruntime
-from ..model.twin import forward_inputs, share_weights
+from ..measure.onnx_runtimes import ONNX_FILE, require_onnxruntime
+from ..measure.runtime import Provider
+from ..model.twin import convert, forward_inputs
 from ..quiet import quiet
 from .decoder import check_decoder, left_padded, trace_decoder
 from .multimodal import check_vision_language, is_vision_language, trace_vision_language
 from .parity import SPARE_POSITIONS, check_generation, check_parity, generation_batches, parity_batches
-from .trace import trace_onnx, trace_sample
+from .trace import Fusions, trace_onnx, trace_sample
 
 # model.onnx_data is the only name under which older Optimum fetches weights from the Hub.
 WEIGHTS_SUFFIX = "_data"
 PROTOBUF_LIMIT_BYTES = 2**31 - 2**24
 
-PROVIDERS = ("cpu", "cuda")
+# What to fuse for each provider; TensorRT fuses for itself, and does not know ONNX Runtime's operators.
+FUSIONS: dict[str, Fusions] = {"cpu": "cpu", "cuda": "cuda", "tensorrt": None}
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 Kind = Literal["encoder", "decoder", "vision-language"]
@@ -46,7 +47,7 @@ class OnnxExport:
         files: Names of all graphs: of a vision-language model also `vision_encoder.onnx`, `embed_tokens.onnx`.
         bytes: Size of graphs and weights, in bytes.
         max_abs: Largest absolute difference from torch over all outputs of all checked batches.
-        provider: The provider the graphs are fused for, `cpu` or `cuda`.
+        provider: The provider the graphs are fused for, `cpu`, `cuda` or `tensorrt`.
         checked_on: The execution provider the comparison ran on.
         inputs: Names of the inputs of `file`.
         outputs: Names of the outputs of `file`.
@@ -71,7 +72,7 @@ def export_onnx(
     *,
     batch: Mapping[str, Any],
     processor: Any = None,
-    provider: Literal["cpu", "cuda"] = "cpu",
+    provider: Provider = "cpu",
     dtype: str = "float32",
     overwrite: bool = False,
     progress: Callable[[int, int], object] | None = None,
@@ -94,7 +95,7 @@ def export_onnx(
         batch: A sample of shape (batch, sequence) for text or (batch, channels, height, width) for images, both for
             a vision-language model, one image in each row; labels are ignored.
         processor: Tokenizer or image processor, saved beside the graph.
-        provider: What to fuse the graphs for, `cpu` or `cuda`.
+        provider: What to fuse the graphs for, `cpu`, `cuda` or `tensorrt`.
         dtype: Weights and floating inputs and outputs, `float32` or `float16`. Compared with float32 torch
             within 1e-3, or 2e-2 times max(1, largest output) for float16.
         overwrite: Replace an existing folder.
@@ -114,7 +115,7 @@ def export_onnx(
     _check_request(provider, dtype)
     refuse_existing(target, overwrite=overwrite)
     require_onnxruntime("cpu" if provider == "cpu" else "gpu")
-    given = forward_inputs(model, batch)
+    given = {name: tensor.cpu() for name, tensor in forward_inputs(model, batch).items()}
     if model.main_input_name not in given:
         raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
     kind, given = _kind(model, given)
@@ -125,7 +126,7 @@ def export_onnx(
     traced = _traceable_copy(reference, provider, DTYPES[dtype])
     with new_folder(target, overwrite=overwrite) as staging:
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
-            programs, batches = _trace(kind, traced, given, provider)
+            programs, batches = _trace(kind, traced, given, FUSIONS[provider])
         report(1, 3)
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
             for name, program in programs.items():
@@ -156,8 +157,8 @@ def export_onnx(
 def _check_request(provider: str, dtype: str) -> None:
     """Refuse what cannot be done before any work."""
     problems = []
-    if provider not in PROVIDERS:
-        problems.append(f"export.provider must be one of {', '.join(PROVIDERS)}, got {provider!r}")
+    if provider not in FUSIONS:
+        problems.append(f"export.provider must be one of {', '.join(FUSIONS)}, got {provider!r}")
     if dtype not in DTYPES:
         problems.append(f"export.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if problems:
@@ -170,7 +171,6 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
         return "encoder", given
     check_decoder(model)
     given = {"attention_mask": torch.ones_like(given["input_ids"]), **given}
-    given = {name: tensor.cpu() for name, tensor in given.items()}
     if is_vision_language(model):
         names = ("input_ids", "attention_mask", "pixel_values")
         given = {name: given[name] for name in names if name in given}
@@ -185,45 +185,36 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
 
 
 def _trace(
-    kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor], provider: Literal["cpu", "cuda"]
+    kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor], fusions: Fusions
 ) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
     """The graphs by file name, the one that the others feed last, and batches to compare them with torch on."""
     if kind == "encoder":
         sample = trace_sample(model, given)
-        return {ONNX_FILE: trace_onnx(model, sample, provider)}, parity_batches(given, sample)
+        return {ONNX_FILE: trace_onnx(model, sample, fusions)}, parity_batches(given, sample)
     image_token_id = model.config.image_token_id if kind == "vision-language" else None
     padded = left_padded(given, image_token_id=image_token_id)
     batches = generation_batches(given, padded)
     if kind == "decoder":
-        return {ONNX_FILE: trace_decoder(model, padded, provider)}, batches
-    return trace_vision_language(model, padded, provider), batches
+        return {ONNX_FILE: trace_decoder(model, padded, fusions)}, batches
+    return trace_vision_language(model, padded, fusions), batches
 
 
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The reference: float32, in evaluation mode, torch's own attention; the caller's model left alone."""
-    copied = _in_dtype(share_weights(model), torch.float32).eval()
+    """The reference: float32, on the CPU, in evaluation mode, torch's own attention; the caller's model left alone."""
+    copied = convert(model, dtype=torch.float32, device="cpu").eval()
     copied.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     return copied
 
 
 def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtype) -> PreTrainedModel:
     """The model to trace, with the attention that the exporter fuses best for the provider."""
-    copied = _in_dtype(share_weights(reference), dtype)
+    copied = convert(reference, dtype=dtype)
     # For the CPU the exporter takes an sdpa trace apart again (microsoft/onnxruntime#33873), while an eager
     # trace becomes one Attention operator per layer. Latency eager / sdpa, one run, ONNX Runtime 1.31, 2 cores:
     # 0.93 to 0.97 on BERT and 0.90 to 0.95 on ViT; at batch 8 the 95 % interval still reached 1.
     if provider == "cpu":
         copied.set_attn_implementation("eager")
     return copied
-
-
-def _in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model itself when it is in this dtype, else a converted copy."""
-    if all(parameter.dtype == dtype for parameter in model.parameters()):
-        return model
-    converted = copy.deepcopy(model)
-    torch.nn.Module.to(converted, dtype)
-    return converted
 
 
 def _save(program: Any, file: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from ..checkpoint.loading import load_config
 from ..errors import DataError, RecipeError, RequestError
-from ..measure.runtimes import DECODER_FILE, EMBED_FILE, ONNX_FILE, VISION_FILE, OnnxRuntime
+from ..measure.onnx_runtimes import DECODER_FILE, EMBED_FILE, ONNX_FILE, VISION_FILE, OnnxRuntime
 from .multimodal import merge_images
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import DataError, UnsupportedModelError
-from ..measure.runtimes import DECODER_FILE, EMBED_FILE, VISION_FILE
+from ..measure.onnx_runtimes import DECODER_FILE, EMBED_FILE, VISION_FILE
 from .decoder import trace_decoder
-from .trace import export_program, name_axes, reason
+from .trace import Fusions, export_program, name_axes, reason
 
 
 def is_vision_language(model: PreTrainedModel) -> bool:
@@ -112,15 +112,13 @@ def merge_images(embeds: Tensor, input_ids: Tensor, features: Tensor, image_toke
     return embeds.masked_scatter(mask, features.to(embeds.dtype))
 
 
-def trace_vision_language(
-    model: PreTrainedModel, given: Mapping[str, Tensor], provider: Literal["cpu", "cuda"]
-) -> dict[str, Any]:
-    """Trace the parts, each to an `onnx_ir.Model`, fused for the provider.
+def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], fusions: Fusions) -> dict[str, Any]:
+    """Trace the parts, each to an `onnx_ir.Model`, fused.
 
     Args:
         model: A vision-language model that `check_vision_language` passed.
         given: `pixel_values`, `input_ids`, `attention_mask` with left padding; at least 2 rows.
-        provider: What to fuse the graphs for.
+        fusions: What to fuse the graphs for.
 
     Returns:
         File name -> program: pixel_values -> image_features (images, tokens, hidden); input_ids -> inputs_embeds;
@@ -136,13 +134,13 @@ def trace_vision_language(
         ids = given["input_ids"].to(model.device)
         embeds = merge_images(embedding(ids), ids, features, model.config.image_token_id)
     vision_axes = {"pixel_values": {0: "images"}}
-    vision = export_program(_ImageEncoder(model), {"pixel_values": pixels}, provider, axes=vision_axes)
+    vision = export_program(_ImageEncoder(model), {"pixel_values": pixels}, fusions, axes=vision_axes)
     name_axes(vision, vision_axes)
     embed_axes = {"input_ids": {0: "batch", 1: "sequence"}}
-    embed = export_program(_Embedding(model), {"input_ids": ids}, provider, axes=embed_axes)
+    embed = export_program(_Embedding(model), {"input_ids": ids}, fusions, axes=embed_axes)
     name_axes(embed, embed_axes)
     prompt = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}
-    return {VISION_FILE: vision, EMBED_FILE: embed, DECODER_FILE: trace_decoder(model, prompt, provider)}
+    return {VISION_FILE: vision, EMBED_FILE: embed, DECODER_FILE: trace_decoder(model, prompt, fusions)}
 
 
 class _ImageEncoder(torch.nn.Module):

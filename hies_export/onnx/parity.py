@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ParityError
-from ..measure.runtimes import OnnxRuntime, TorchRuntime
+from ..measure.onnx_runtimes import OnnxRuntime
+from ..measure.torch_runtimes import TorchRuntime
 from .decoder import text_tokens
 from .generator import OnnxGenerator
 

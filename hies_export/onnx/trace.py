@@ -13,6 +13,9 @@ from transformers import PreTrainedModel
 from ..errors import ExportError
 from .repair import flatten_gemm_inputs, share_tied_weights
 
+# Whose operators the exporter fuses a graph into; None for those of the ONNX standard alone.
+Fusions = Literal["cpu", "cuda"] | None
+
 
 def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Build the batch to trace: at least 2 rows, of at least 4 tokens, with padding in the second.
@@ -48,11 +51,11 @@ def _dynamic_axes(name: str, tensor: torch.Tensor) -> dict[int, str]:
     return {0: "batch"} if fixed else {0: "batch", 1: "sequence"}
 
 
-def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], provider: Literal["cpu", "cuda"]) -> Any:
-    """Trace an encoder to an `onnx_ir.Model`, fused for the provider, its open axes named."""
+def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Fusions) -> Any:
+    """Trace an encoder to an `onnx_ir.Model`, fused, its open axes named."""
     axes = {name: _dynamic_axes(name, tensor) for name, tensor in sample.items()}
     flags: dict[str, Any] = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
-    program = export_program(model, sample, provider, axes=axes, flags=flags)
+    program = export_program(model, sample, fusions, axes=axes, flags=flags)
     name_axes(program, axes)
     return program
 
@@ -60,7 +63,7 @@ def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], provider
 def export_program(
     module: torch.nn.Module,
     sample: Mapping[str, Any],
-    provider: Literal["cpu", "cuda"],
+    fusions: Fusions,
     *,
     axes: Mapping[str, Mapping[int, str]] | None = None,
     flags: Mapping[str, Any] | None = None,
@@ -70,7 +73,7 @@ def export_program(
     Args:
         module: What to trace.
         sample: Its inputs by keyword, tensors or a cache.
-        provider: What to fuse the graph for.
+        fusions: What to fuse the graph for.
         axes: The open axes of each input; without it, the exporter tries to leave every axis open.
         flags: More keywords of the forward, that are no inputs of the graph.
 
@@ -87,7 +90,7 @@ def export_program(
     try:
         from transformers.exporters import OnnxConfig, OnnxExporter
 
-        config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, ort_fusions=provider)
+        config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, ort_fusions=fusions)
         program = OnnxExporter().export(traced, {**sample, **(flags or {})}, config).program
     except Exception as error:
         raise ExportError(

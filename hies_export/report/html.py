@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
+from .latency import latency_figure, latency_note, row_name
+from .page import bar, folded, page, table
 from .report import (
     CUT,
     Report,
@@ -20,9 +21,8 @@ from .report import (
     comparison_rows,
     criterion_text,
     how_measured,
-    latency_note,
+    layer_lines,
     model_name,
-    ratio_text,
     title,
 )
 
@@ -32,9 +32,6 @@ MAPS = {
     "his": ("Importance (HIS)", "how much the loss moves with the head"),
     "entropy": ("Attention entropy", "0: looks at one token, 1: at all alike"),
 }
-
-# The browser itself sees to it that nothing is loaded.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def render_html(report: Report) -> str:
@@ -46,21 +43,8 @@ def render_html(report: Report) -> str:
         ("How it was measured", _method_section(report)),
         ("How to load it", _load_section(report)),
     ]
-    body = "".join(f"<section><h2>{name}</h2>{content}</section>" for name, content in sections)
     subtitle = f"{model_name(report)} · {report.task} · {criterion_text(report)} · seed {report.seed}"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{escape(title(report))}</title><style>{_asset('report.css')}</style></head><body><main>"
-        f"<header><h1>{escape(title(report))}</h1><p class=muted>{escape(subtitle)}</p>{_tiles(report)}</header>"
-        f"{body}</main><script>{_asset('report.js')}</script></body></html>\n"
-    )
-
-
-def _asset(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return page(title(report), subtitle, sections, top=_tiles(report))
 
 
 def _tiles(report: Report) -> str:
@@ -75,7 +59,7 @@ def _tiles(report: Report) -> str:
     quiet = [row for row in report.latency if not row.get("noisy")]
     if quiet:
         best = min(quiet, key=lambda row: row["ratio"])
-        where = f"{best['runtime']} {best['batch']} × {best['sequence']}"
+        where = row_name(best).replace(" x ", " × ")
         tiles.append(("time, at best", f"{best['ratio']:.1%}", f"of dense · {where}"))
     parameters = report.parameters
     tiles.append(("parameters", f"{parameters['slim'] / parameters['dense']:.1%}", "of dense"))
@@ -162,7 +146,7 @@ def _cost_section(report: Report) -> str:
     same = [agreement(report), "", f"{report.stability:.1%}", ""]
     rows.append([*same, f"{before['stability']:.1%}"] if before else same)
     header = ["", "dense", "slim", "change"] + (["cut alone"] if before else [])
-    parts = [_table(header, rows), _stability_bar(report, before)]
+    parts = [table(header, rows), _stability_bar(report, before)]
     if budget_text(report):
         parts.insert(0, f"<p class=callout>{escape(budget_text(report))}</p>")
     parts.append(_alpha_figure(report))
@@ -175,7 +159,7 @@ def _stability_bar(report: Report, before: Mapping[str, Any] | None) -> str:
     return (
         f"<h3>{escape(what.capitalize())}s that stay the same</h3><div class=bars>"
         + "".join(
-            _bar(name, value, f"{value:.1%}", "slim" if i == 0 else "other") for i, (name, value) in enumerate(bars)
+            bar(name, value, f"{value:.1%}", "slim" if i == 0 else "other") for i, (name, value) in enumerate(bars)
         )
         + "</div>"
     )
@@ -212,15 +196,15 @@ def _gain_section(report: Report) -> str:
     shown = {row[0]: row for row in comparison_rows(report)}
     for name, values in names.items():
         _, dense, slim, change = next(row for key, row in shown.items() if key.startswith(name))
-        sizes.append(_bar(name, values["slim"] / values["dense"], f"{slim} of {dense} ({change})", "slim"))
+        sizes.append(bar(name, values["slim"] / values["dense"], f"{slim} of {dense} ({change})", "slim"))
     parts = [f"<div class=bars>{''.join(sizes)}</div>"]
     if report.latency:
-        parts = ["<h3>Time of the slim model, relative to the dense one</h3>", _latency_figure(report)]
-        parts += [f"<p class=muted>{escape(latency_note(report))}</p>", "<h3>Size</h3>"]
+        parts = ["<h3>Time of the slim model, relative to the dense one</h3>", latency_figure(report.latency)]
+        parts += [f"<p class=muted>{escape(latency_note(report.latency))}</p>", "<h3>Size</h3>"]
         parts += [f"<div class=bars>{''.join(sizes)}</div>"]
         rows = [
             [
-                f"{row['runtime']} {row['batch']} × {row['sequence']}",
+                row_name(row),
                 f"{row['dense_ms']:.2f}",
                 f"{row['slim_ms']:.2f}",
                 f"{row['dense_p90_ms']:.2f}" if "dense_p90_ms" in row else "",
@@ -230,49 +214,12 @@ def _gain_section(report: Report) -> str:
             for row in report.latency
         ]
         header = ["milliseconds", "dense p50", "slim p50", "dense p90", "slim p90", "realised"]
-        parts.append(f"<details><summary>All times</summary>{_table(header, rows)}</details>")
+        parts.append(folded("All times", table(header, rows)))
+    layers = layer_lines(report)
+    if layers:
+        batch, sequence = report.details["flops_per_layer"]["shape"]
+        parts.append(folded(f"FLOPs of every layer, at {batch} × {sequence}", table(*layers)))
     return "".join(parts)
-
-
-def _latency_figure(report: Report) -> str:
-    """Per runtime and shape the paired ratio with its interval, over the control's interval around 1."""
-    rows = report.latency
-    ends = [row[key] for row in rows for key in ("ratio_low", "control_low", "ratio_high", "control_high")]
-    low, high = min(0.95, *ends), max(1.05, *ends)
-    # One noisy row must not squeeze all the others.
-    low, high = max(low, 0.3) - 0.02, min(high, 1.5) + 0.02
-
-    def x(ratio: float) -> float:
-        return 100 * (min(max(ratio, low), high) - low) / (high - low)
-
-    out = []
-    for row in rows:
-        name = f"<span>{row['runtime']} <span class=muted>{row['batch']} × {row['sequence']}</span></span>"
-        times = f"{row['dense_ms']:.1f} → {row['slim_ms']:.1f} ms"
-        noisy = bool(row.get("noisy"))
-        value = "noisy" if noisy else f"{row['ratio']:.3f}"
-        control = (
-            f"<i class=control style='left:{x(row['control_low']):.2f}%;"
-            f"width:{max(0.4, x(row['control_high']) - x(row['control_low'])):.2f}%'></i>"
-        )
-        found = (
-            f"<i class=interval style='left:{x(row['ratio_low']):.2f}%;"
-            f"width:{max(0.4, x(row['ratio_high']) - x(row['ratio_low'])):.2f}%'></i>"
-            f"<i class=dot style='left:{x(row['ratio']):.2f}%'></i>"
-        )
-        control_says = f"dense / dense {row['control_ratio']:.3f} [{row['control_low']:.3f}, {row['control_high']:.3f}]"
-        says = f"{ratio_text(row)}; {control_says}" if not noisy else f"{control_says} misses 1: nothing can be said"
-        out.append(
-            f"<div class='lat{' noisy' if noisy else ''}' title='{says}'><div class=name>{name}<b>{value}</b></div>"
-            f"<div class=track><i class=one style='left:{x(1):.2f}%'></i>{control}{found}</div>"
-            f"<div class='name muted'><span>{says}</span><span>{times}</span></div></div>"
-        )
-    legend = (
-        "<p class=legend><span><i class=dot></i> slim / dense, with its 95 % interval</span>"
-        "<span><i class=control></i> dense / dense, the control</span>"
-        "<span><i class=one></i> as fast as dense</span></p>"
-    )
-    return f"<div class=latency>{''.join(out)}</div>{legend}"
 
 
 def _method_section(report: Report) -> str:
@@ -285,9 +232,9 @@ def _method_section(report: Report) -> str:
     environment = [[name, str(value)] for name, value in report.environment.items() if value is not None]
     return (
         f"<p>{escape(how_measured(report))}</p>"
-        f"<div class=columns><div><h3>Largest difference of any output</h3>{_table(['', ''], checks)}</div>"
-        f"<div><h3>Time spent</h3>{_table(['', ''], seconds)}</div></div>"
-        f"<details class=wrap><summary>Environment</summary>{_table(['', ''], environment)}</details>"
+        f"<div class=columns><div><h3>Largest difference of any output</h3>{table(['', ''], checks)}</div>"
+        f"<div><h3>Time spent</h3>{table(['', ''], seconds)}</div></div>"
+        + folded("Environment", table(["", ""], environment), wrap=True)
     )
 
 
@@ -308,21 +255,6 @@ def _load_section(report: Report) -> str:
         "<p>For ONNX Runtime: <code>onnx/</code>, beside this page. Which heads went, by their original numbers: "
         "<code>plan.json</code>.</p>"
     )
-
-
-def _bar(name: str, share: float, text: str, kind: str) -> str:
-    width = 100 * min(max(share, 0.0), 1.0)
-    return (
-        f"<div class=bar><div class=name>{escape(name)}<b>{escape(text)}</b></div>"
-        f"<div class=track><i class={kind} style='width:{width:.2f}%'></i></div></div>"
-    )
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    top = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
-    return f"<div class=scroll><table>{top}<tbody>{lines}</tbody></table></div>"
 
 
 def _short(value: float) -> str:

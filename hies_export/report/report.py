@@ -14,9 +14,10 @@ from rich.text import Text
 
 from ..errors import RequestError
 from ..values import PruningPlan, dump_json
+from .latency import latency_note, latency_table
+from .layers import layer_table
 
 KEPT, CUT = "■", "·"
-LATENCY_HEADER = ("median latency", "dense", "slim", "slim / dense [95 %]", "realised")
 
 
 @dataclass(frozen=True)
@@ -138,27 +139,6 @@ def comparison_rows(report: Report) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def latency_rows(report: Report) -> list[tuple[str, str, str, str, str]]:
-    """(runtime and shape, dense, slim, ratio with its interval, realised share) per measured row."""
-    return [
-        (
-            f"{row['runtime']} {row['batch']} x {row['sequence']}",
-            f"{row['dense_ms']:.2f} ms",
-            f"{row['slim_ms']:.2f} ms",
-            ratio_text(row),
-            "" if row["realised"] is None or row.get("noisy") else f"{row['realised']:.0%}",
-        )
-        for row in report.latency
-    ]
-
-
-def ratio_text(row: Mapping[str, Any]) -> str:
-    """The ratio of a latency row with its interval; of a noisy one, that there is none."""
-    if row.get("noisy"):
-        return f"noisy: dense / dense [{row['control_low']:.3f}, {row['control_high']:.3f}]"
-    return f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
-
-
 def budget_text(report: Report) -> str:
     """What the budget asked for and what came of it, in a sentence; empty for a share of the heads."""
     budget = report.details.get("budget", {})
@@ -193,8 +173,8 @@ def print_report(report: Report, console: Console) -> None:
         console.print(f"\n{budget_text(report)}", markup=False)
     if report.latency:
         console.print()
-        console.print(plain_table(LATENCY_HEADER, latency_rows(report)))
-        console.print(latency_note(report), style="dim")
+        console.print(plain_table(*latency_table(report.latency)))
+        console.print(latency_note(report.latency), style="dim")
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -221,9 +201,13 @@ def render_markdown(report: Report) -> str:
     if report.latency:
         parts += [
             "## Latency",
-            _markdown_table(LATENCY_HEADER, latency_rows(report)),
-            latency_note(report),
+            _markdown_table(*latency_table(report.latency)),
+            latency_note(report.latency),
         ]
+    layers = layer_lines(report)
+    if layers:
+        batch, sequence = report.details["flops_per_layer"]["shape"]
+        parts += [f"## FLOPs of every layer, at {batch} x {sequence}", _markdown_table(*layers)]
     parts += [
         "## Checks",
         _markdown_table(
@@ -306,26 +290,9 @@ def criterion_text(report: Report) -> str:
     return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}") + refitted
 
 
-def latency_note(report: Report) -> str:
-    """How latency was measured, and the control's range."""
-    controls = [row["control_ratio"] for row in report.latency]
-    return (
-        "Timed interleaved in one process; the ratio is the median of paired ratios with its 95 % bootstrap interval. "
-        f"The dense model against itself gave {min(controls):.3f} to {max(controls):.3f}. "
-        + (
-            "Where its interval misses 1 by more than 2 % the row is noisy, and its ratio says nothing: measure "
-            "again on an idle machine. "
-            if any(row.get("noisy") for row in report.latency)
-            else ""
-        )
-        + "Realised: the share of the FLOPs saving that became time."
-    )
-
-
 def how_measured(report: Report) -> str:
     """Data and environment, in sentences."""
     data = report.details.get("data", {})
-    env = report.environment
     lines = []
     if data:
         own = {"answer": "their answers", "next token": "their next tokens"}
@@ -337,9 +304,23 @@ def how_measured(report: Report) -> str:
             f"Heads were scored on {data['calibration_samples']} samples{halved} with {labels}; quality is over "
             f"{data['evaluation_samples']} samples of {data['evaluation_split']}."
         )
-    names = ("cpu", "gpu", "torch", "transformers", "onnxruntime")
-    lines.append(", ".join(f"{name} {env[name]}" for name in names if env.get(name)) + ".")
+    lines.append(environment_text(report.environment))
     return " ".join(lines)
+
+
+def environment_text(environment: Mapping[str, Any]) -> str:
+    """Hardware and the libraries that matter, in a sentence."""
+    names = {
+        **{name: name for name in ("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime")},
+        **{"onnxruntime_gpu": "onnxruntime-gpu", "gpu_driver": "driver"},
+    }
+    return ", ".join(f"{shown} {environment[name]}" for name, shown in names.items() if environment.get(name)) + "."
+
+
+def layer_lines(report: Report) -> tuple[list[str], list[list[str]]] | None:
+    """Header and lines of the FLOPs of every layer; None for the report of an older run."""
+    layers = report.details.get("flops_per_layer")
+    return layer_table(layers["dense"], layers["slim"]) if layers else None
 
 
 def _markdown_head_map(report: Report) -> str:

@@ -6,39 +6,16 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingRuntimeError, RequestError
+from ..errors import RequestError
+from ..figures import COLOURS, head_grid, head_map, new_figure, require_matplotlib, write_figures
 
 Row = Mapping[str, Any]
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart too; a marker each for print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COMPENSATIONS = {"none": "no compensation", "bias": "bias", "least_squares": "least squares"}
-_STYLE: Any = {
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 10,
-    "grid.alpha": 0.3,
-    "svg.hashsalt": "hies_export",
-}
-
-
-def require_matplotlib() -> None:
-    """Check that figures can be drawn.
-
-    Raises:
-        MissingRuntimeError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise MissingRuntimeError(
-            "figures need matplotlib, which is not installed; install it with: "
-            'pip install "hies-export[plots]", or pass --no-figures'
-        )
 
 
 def draw_figures(folder: Path) -> list[Path]:
@@ -62,8 +39,6 @@ def draw_figures(folder: Path) -> list[Path]:
             raise RequestError(f"figures are drawn from a finished sweep, but {folder} has no {name}")
     rows = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     details = json.loads((folder / "details.json").read_text(encoding="utf-8"))
-    import matplotlib as mpl
-
     drawings: dict[str, Callable[[], Any]] = {
         "quality": lambda: curves(rows, "quality"),
         "stability": lambda: curves(rows, "stability"),
@@ -73,25 +48,14 @@ def draw_figures(folder: Path) -> list[Path]:
         "calibration-size": lambda: calibration_sizes(rows),
         "seeds": lambda: seeds(rows),
     }
-    written = []
-    with mpl.rc_context(_STYLE):
-        for name, draw in drawings.items():
-            figure = draw()
-            if figure is None:
-                continue
-            for ending, metadata in (("png", None), ("svg", {"Date": None})):
-                path = folder / "figures" / f"{name}.{ending}"
-                path.parent.mkdir(exist_ok=True)
-                figure.savefig(path, dpi=150, metadata=metadata)
-                written.append(path)
-    return written
+    return write_figures(drawings, folder / "figures")
 
 
 def curves(rows: Sequence[Row], what: str) -> Any:
     """Quality or stability against sparsity, a panel per compensation; bands are one standard deviation over seeds."""
     shown = _not_too_many(_of_first_size(rows))
     panels = list(dict.fromkeys(r["compensation"] for r in shown))
-    figure = _figure(1.2 + 4.2 * len(panels), 4.4)
+    figure = new_figure(1.2 + 4.2 * len(panels), 4.4)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     names = list(dict.fromkeys(_name(r) for r in shown))[: len(COLOURS)]
     for axis, compensation in zip(axes, panels, strict=True):
@@ -118,26 +82,15 @@ def head_maps(details: Mapping[str, Any]) -> Any:
     modules = list(details["his"])
     heads = max(len(values) for values in details["his"].values())
     width, height = max(2.3, 0.2 * heads + 0.7), max(1.9, 0.2 * len(modules) + 0.8)
-    figure = _figure(columns * width + 1.2, len(kinds) * height + 0.8)
+    figure = new_figure(columns * width + 1.2, len(kinds) * height + 0.8)
     axes = figure.subplots(len(kinds), columns, squeeze=False)
     for line, kind in zip(axes, kinds, strict=True):
         for axis, plan in zip(line, plans[kind], strict=False):
             alpha = plan["alpha"] if kind == "hies" else None
-            grid = _grid(_importance(details, alpha), modules, heads)
-            image = axis.imshow(grid, cmap="cividis", aspect="auto", vmin=0, vmax=1, origin="lower")
-            gone = [
-                (head, layer)
-                for layer, module in enumerate(modules)
-                for head in range(len(details["his"][module]))
-                if head not in plan["kept"][module]
-            ]
-            marks = {"marker": "x", "color": "white", "s": 22, "linewidths": 1.6}
-            axis.scatter([x for x, _ in gone], [y for _, y in gone], **marks)
+            found = _importance(details, alpha)
+            gone = {m: [h for h in range(len(found[m])) if h not in plan["kept"][m]] for m in modules}
             label = "HIS" if alpha is None else f"HIES, α {alpha:g}"
-            axis.set_title(f"{label}: {plan['sparsity']:.0%} removed", fontsize=9)
-            axis.grid(False)
-            axis.set_xticks(range(0, heads, max(1, heads // 6)))
-            axis.set_yticks(range(0, len(modules), max(1, len(modules) // 6)))
+            image = head_map(axis, found, gone, title=f"{label}: {plan['sparsity']:.0%} removed")
         line[0].set_ylabel("layer")
     for axis in axes[-1]:
         axis.set_xlabel("head")
@@ -148,17 +101,16 @@ def head_maps(details: Mapping[str, Any]) -> Any:
 def importance_bars(details: Mapping[str, Any]) -> Any:
     """HIS and HIES of every head as bars over layer and head."""
     modules = list(details["his"])
-    heads = max(len(values) for values in details["his"].values())
     plans = _plans_of(details, "hies")
     kinds = [("HIS", None)] + ([(f"HIES, α {plans[0]['alpha']:g}", plans[0]["alpha"])] if plans else [])
     import matplotlib as mpl
     from mpl_toolkits.mplot3d.art3d import Poly3DCollection  # noqa: F401  registers the projection
 
     colours = mpl.colormaps["cividis"]
-    figure = _figure(5.4 * len(kinds), 4.8)
+    figure = new_figure(5.4 * len(kinds), 4.8)
     for number, (label, alpha) in enumerate(kinds):
         axis: Any = figure.add_subplot(1, len(kinds), number + 1, projection="3d")
-        grid = _grid(_importance(details, alpha), modules, heads)
+        grid = head_grid(_importance(details, alpha))
         bars = [
             (layer, head, value)
             for layer, line in enumerate(grid)
@@ -188,7 +140,7 @@ def alpha_sensitivity(rows: Sequence[Row]) -> Any:
     by_alpha = {a: [r for r in plain if r["alpha"] == a and r["alpha_by"] == "given"] for a in alphas}
     areas = {a: weighted_area(*_means(chosen, "quality")) for a, chosen in by_alpha.items()}
     ranked = sorted(alphas, key=lambda a: areas[a], reverse=METRICS[rows[0]["metric"]].higher_is_better)
-    figure = _figure(6.0, 4.4)
+    figure = new_figure(6.0, 4.4)
     axis = figure.subplots()
     places = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
     for index, (place, alpha) in enumerate(places.items()):
@@ -217,7 +169,7 @@ def calibration_sizes(rows: Sequence[Row]) -> Any:
             and r["criterion"] != "hies-compensated"
         ]
     )
-    figure = _figure(6.0, 4.8)
+    figure = new_figure(6.0, 4.8)
     axis = figure.subplots()
     for index, name in enumerate(list(dict.fromkeys(_name(r) for r in at))[: len(COLOURS)]):
         chosen = [{**r, "sparsity": r["calibration_samples"]} for r in at if _name(r) == name]
@@ -240,7 +192,7 @@ def seeds(rows: Sequence[Row]) -> Any:
     sparsity = _middle(rows)
     shown = grouped(_of_first_size(rows), "stability")
     found = {name: values[sparsity] for name, values in shown.items() if sparsity in values}
-    figure = _figure(8.0, 1.3 + 0.34 * len(found))
+    figure = new_figure(8.0, 1.3 + 0.34 * len(found))
     axis = figure.subplots()
     for place, values in enumerate(reversed(found.values())):
         shares = [100 * value for value in values]
@@ -252,13 +204,6 @@ def seeds(rows: Sequence[Row]) -> Any:
     axis.set_ylim(-0.7, len(found) - 0.3)
     axis.set_title(f"Every seed; {sparsity:.0%} of the heads removed")
     return figure
-
-
-def _figure(width: float, height: float) -> Any:
-    # Not pyplot: it would keep every figure, and choose a window system.
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _line(axis: Any, rows: Sequence[Row], what: str, index: int, name: str, *, share: bool = True) -> None:
@@ -351,8 +296,3 @@ def _importance(details: Mapping[str, Any], alpha: float | None) -> Mapping[str,
     return {
         name: [alpha * h + (1 - alpha) * (1 - e) for h, e in zip(his[name], entropy[name], strict=True)] for name in his
     }
-
-
-def _grid(values: Mapping[str, list[float]], modules: Sequence[str], heads: int) -> list[list[float]]:
-    """(layers, heads); NaN where a layer has fewer heads."""
-    return [[*values[module], *[math.nan] * (heads - len(values[module]))] for module in modules]
