@@ -229,8 +229,13 @@ class PruneSection(_Section):
     @field_validator("criterion")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        from .score import criterion_names
+        from .score import JUDGED_ONLY, criterion_names
 
+        if value in JUDGED_ONLY:
+            raise ValueError(
+                f"criterion must remove whole heads to be cut and saved, got {value!r}, which removes parts of all of "
+                f"them; compare with it in hies-export sweep --criteria hies,{value}"
+            )
         known = criterion_names()
         if value not in known:
             raise ValueError(f"criterion must be one of {', '.join(known)}, got {value!r}{did_you_mean(value, known)}")
