@@ -183,6 +183,10 @@ def sweep(
         StepError: A step failed; what was finished stays in the journal.
     """
     progress = progress or Silent()
+    if recipe.prune.steps > 1:
+        raise RecipeError(
+            [f"a sweep scores heads once for all sparsities, got prune.steps: {recipe.prune.steps}; set it to 1"]
+        )
     with Journal(folder, asked=_asked(recipe), overwrite=overwrite) as journal:
         runner = _Runner(recipe, grid, journal, progress)
         rows = runner.run()
