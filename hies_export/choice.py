@@ -9,24 +9,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from .alpha import ALPHAS, Judgement, choose_alpha
 from .budget import CostTable, check_reachable, counts_within, flops_table, latency_table, uniform_shares
 from .calibrate import collect_statistics
-from .compensate import collect_moments, moment_bytes, refit_heads
+from .compensate import collect_moments, compensate_heads, moment_bytes, refit_heads
 from .compensated import collect_effects, score_compensated
-from .cut import weight_norms
+from .cut import prune_heads, weight_norms
 from .drop import choose_by_drop
 from .errors import PlanError
 from .evaluate_model import predict
 from .gains import export
+from .heads.layout import find_attention
 from .metrics import METRICS
-from .prepare import Prepared, budget_options
+from .model.twin import share_weights
+from .prepare import Prepared, budget_options, few
 from .progress import Progress
 from .quality import Refit, held_out_metric, judgement, predict_pruned
 from .recipe import PruningRecipe
 from .score import COMPENSATED, SIGNAL_CRITERIA, score_heads, uses_alpha
 from .select import bundle_count, check_budget, select_heads
 from .signals import collect_signals
+from .steps import compose, filled_in, sizes_of_steps
 from .values import HeadScores, HeadStatistics, PruningPlan, dump_json
 
 logger = logging.getLogger(__name__)
@@ -55,7 +60,66 @@ class Choice:
 
 
 def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> Choice:
-    """Calibrate, score, select; with `alpha: auto`, at the alpha that does best on the held-out rows."""
+    """Calibrate, score, select; with `alpha: auto`, at the alpha that does best on the held-out rows.
+
+    With `steps`, so much of the budget at a time, each on the model that the steps before leave: cut, and refitted
+    where the recipe compensates. What is said of a head is what the last step found that it was there for.
+    """
+    if recipe.prune.steps == 1:
+        return _choose_once(prepared, recipe, progress=progress)
+    chosen: Choice | None = None
+    for number, size in enumerate(
+        sizes_of_steps(prepared.scored, steps=recipe.prune.steps, **budget_options(recipe)), start=1
+    ):
+        progress.stage(f"step {number}")
+        current = prepared if chosen is None else _left_by(chosen.plan, prepared, recipe)
+        found = _choose_once(current, recipe, size=size(current.scored), dense=prepared.model, progress=progress)
+        if chosen is not None:
+            found = replace(
+                found,
+                statistics=filled_in(chosen.statistics, found.statistics, chosen.plan),
+                scores=filled_in(chosen.scores, found.scores, chosen.plan),
+                plan=compose(chosen.plan, found.plan),
+            )
+        chosen = found
+    assert chosen is not None
+    return chosen
+
+
+def _left_by(plan: PruningPlan, prepared: Prepared, recipe: PruningRecipe) -> Prepared:
+    """The model that a run by a plan ends with, in the place of the dense one."""
+    slim = prune_heads(share_weights(prepared.model), plan, prepared.sites, inplace=True)
+    if recipe.prune.compensation is not None:
+        compensate_heads(
+            prepared.model,
+            slim,
+            plan,
+            prepared.sites,
+            prepared.compensation,
+            **recipe.prune.compensation.model_dump(exclude={"samples"}),
+        )
+    sites = find_attention(slim, few(prepared.calibration[0]))
+    names = {site.name for site in prepared.scored}
+    return replace(prepared, model=slim, sites=sites, scored=tuple(site for site in sites if site.name in names))
+
+
+def _choose_once(
+    prepared: Prepared,
+    recipe: PruningRecipe,
+    *,
+    size: Mapping[str, Any] | None = None,
+    dense: PreTrainedModel | None = None,
+    progress: Progress,
+) -> Choice:
+    """Choose on a model as it is.
+
+    Args:
+        prepared: With the model.
+        recipe: How.
+        size: What goes, for `select_heads`; by default what the recipe's budget says.
+        dense: The model that predictions are compared with, if not the same.
+        progress: Told about stages and loops.
+    """
     prune, seed = recipe.prune, recipe.calibration.seed
     # What a budget of cost allows is known before anything is scored.
     table = _cost_table(prepared, recipe, progress=progress)
@@ -78,7 +142,7 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
         },
         "model": weight_norms(prepared.model, prepared.sites),
     }
-    options = budget_options(recipe)
+    options = budget_options(recipe) | dict(size or {})
 
     def plan_by(scores: HeadScores) -> PruningPlan:
         if table is None:
@@ -110,11 +174,11 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
         plan = plan_by(candidates[0])
         return Choice(statistics, candidates[0], plan, (), _budget_details(recipe, prepared, table, plan))
     progress.stage("choose alpha")
-    dense, held_out = prepared.model, prepared.held_out
-    dense_logits, refit = predict(dense, held_out), _refit(prepared, recipe, progress=progress)
+    model, held_out = prepared.model, prepared.held_out
+    dense_logits, refit = predict(dense or model, held_out), _refit(prepared, recipe, progress=progress)
 
     def judged(plan: PruningPlan) -> Judgement:
-        logits = predict_pruned(dense, plan, prepared.sites, held_out, refit=refit)
+        logits = predict_pruned(model, plan, prepared.sites, held_out, refit=refit)
         return judgement(prepared, held_out, dense_logits, logits, recipe)
 
     scores_of = dict(zip(ALPHAS, candidates, strict=True))

@@ -202,7 +202,13 @@ def build_parser() -> argparse.ArgumentParser:
         [as_json],
         "show the attention heads of a checkpoint and whether they can be cut",
     )
-    inspect.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id")
+    inspect.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id; a recipe with --theory")
+    inspect.add_argument(
+        "--theory",
+        action="store_true",
+        help="say on a recipe's calibration rows what HIES's theory says: orthogonality, bound and increase of the "
+        "loss, entropy deficits",
+    )
     architectures = add(
         "architectures",
         commands.architectures_command,

@@ -243,6 +243,8 @@ def sweep_command(options: argparse.Namespace, out: Console, progress: Progress)
     for table in sweep_tables(result.rows):
         out.print(f"\n{table.title}", markup=False)
         out.print(terminal_table(table))
+    for name, how in table.differences.items():
+        out.print(f"{name} differs from the original: {how}", markup=False, soft_wrap=True)
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     out.print(f"\n{result.evaluations} models judged; {spent}", markup=False, soft_wrap=True)
     out.print(f"written to {recipe.output}: sweep.json, sweep.csv, tables.md, tables.tex", markup=False)
@@ -263,6 +265,9 @@ def generate_command(options: argparse.Namespace, out: Console, progress: Progre
 
 def inspect_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Show the heads of a checkpoint."""
+    if options.theory:
+        _inspect_theory(options, out, progress)
+        return
     import torch
 
     from .checkpoint.loading import load
@@ -296,6 +301,55 @@ def inspect_command(options: argparse.Namespace, out: Console, progress: Progres
     out.print(plain_table(*layer_table(layers)))
     modules = [{"name": s.name, "heads": s.heads, "key_value_heads": s.key_value_heads} for s in sites]
     _print_json(options, result | {"can_be_cut": True, "attention": modules, "flops_per_layer": layers})
+
+
+def _inspect_theory(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Show what the theory says of the model of a recipe."""
+    from dataclasses import asdict
+
+    from .prepare import prepare
+    from .recipe import PruningRecipe
+    from .report.report import plain_table
+    from .theory import theory
+    from .values import dump_json
+
+    if not options.model.endswith((".yaml", ".yml")):
+        raise RecipeError([f"--theory needs a recipe, for its model and calibration rows, got {options.model!r}"])
+    recipe = PruningRecipe.from_yaml(options.model)
+    progress.stage("load")
+    prepared = prepare(recipe)
+    progress.stage("theory")
+    alpha = 0.9 if recipe.prune.alpha == "auto" else recipe.prune.alpha
+    found = theory(prepared.model, prepared.calibration, prepared.scored, alpha=alpha)
+    lines = [
+        (name, f"{n.output:.3g}", f"{n.blocks.max():.3g}", f"{n.activation.mean():.3g}", _range(n.deficit.tolist()))
+        for name, n in found.modules.items()
+    ]
+    head = ("attention module", "|W_O|", "largest |W_O,h|", "mean |A_h|^2", "entropy deficit of heads")
+    out.print(plain_table(head, lines))
+    o = found.orthogonality
+    out.print(
+        f"\nHIS (u, sum 1) and entropy (v): mean u {o.mean_u:.3g}, mean v {o.mean_v:.3g}, covariance "
+        f"{o.covariance:.3g}, mean u v {o.mean_product:.3g}, correlation {o.correlation:.3f}\n",
+        soft_wrap=True,
+    )
+    rows = [
+        (
+            f"{i.criterion}, {i.share:.0%}",
+            f"{i.first_order:.4g}",
+            f"{i.quadratic:.4g}",
+            f"{i.quadratic_blocks:.4g}",
+            f"{i.measured:.4g}",
+        )
+        for i in found.increases
+    ]
+    out.print(plain_table(("heads removed by", "sum of HIS", "+ quadratic", "(by blocks)", "measured increase"), rows))
+    out.print(f"of the {found.loss}; the bound takes W_O for the model's last layer", markup=False)
+    _print_json(options, {"model": recipe.model, **json.loads(dump_json(asdict(found)))})
+
+
+def _range(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
 
 
 def architectures_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:

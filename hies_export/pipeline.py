@@ -186,9 +186,7 @@ def prune(
             plan,
             prepared.sites,
             prepared.compensation,
-            method=recipe.prune.compensation.method,
-            ridge=recipe.prune.compensation.ridge,
-            sequential=recipe.prune.compensation.sequential,
+            **recipe.prune.compensation.model_dump(exclude={"samples"}),
             progress=lambda batches: progress.track(batches, "compensate"),
         )
     progress.stage("save")

@@ -211,7 +211,8 @@ class PruneSection(_Section):
 
     `criterion: hies-compensated` (see `score_compensated`) presumes `compensation`, uses neither alpha nor labels, and
     wants `calibration.samples: 256`. Of a model of several towers those named in `towers` lose heads, by default the
-    language model; of others, all of it.
+    language model; of others, all of it. In `steps`, a share of the heads goes at a time, and what the others mean is
+    found out anew; see `choice.choose`.
     """
 
     criterion: str = "hies"
@@ -224,13 +225,19 @@ class PruneSection(_Section):
     min_heads: int = Field(1, ge=1)
     keep_layers: tuple[int, ...] = ()
     multiple_of: int = Field(1, ge=1)
+    steps: int = Field(1, ge=1)
     compensation: CompensationSection | None = None
 
     @field_validator("criterion")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        from .score import criterion_names
+        from .score import JUDGED_ONLY, criterion_names
 
+        if value in JUDGED_ONLY:
+            raise ValueError(
+                f"criterion must remove whole heads to be cut and saved, got {value!r}, which removes parts of all of "
+                f"them; compare with it in hies-export sweep --criteria hies,{value}"
+            )
         known = criterion_names()
         if value not in known:
             raise ValueError(f"criterion must be one of {', '.join(known)}, got {value!r}{did_you_mean(value, known)}")
@@ -246,6 +253,22 @@ class PruneSection(_Section):
         if not 0 <= value < 1:
             raise ValueError(f"alpha must be in [0, 1), got {value:g}; for importance alone use criterion: his")
         return value
+
+    @model_validator(mode="after")
+    def _can_take_steps(self) -> PruneSection:
+        budget = next(name for name in type(self.budget).model_fields if getattr(self.budget, name) is not None)
+        given = {
+            f"a budget of {budget}": budget != "heads",
+            f"multiple_of {self.multiple_of}": self.multiple_of > 1,
+            # With one query head left in a group it would turn to the groups.
+            "unit query": self.unit == "query",
+        }
+        if self.steps > 1 and any(given.values()):
+            said = " and ".join(name for name, is_given in given.items() if is_given)
+            raise ValueError(
+                f"steps: {self.steps} needs a budget of heads in units of groups, got {said}; set steps: 1"
+            )
+        return self
 
 
 class ExportSection(_Section):

@@ -118,9 +118,31 @@ CRITERIA["ae + activation-l2"] = ae_and_activation_l2
 SIGNAL_CRITERIA = ("activation-l2", "output-norm", "obs", "llm-pruner-block", "ae + activation-l2")
 
 
+# Baselines that remove something else than heads: a sweep judges what the model would compute, nothing is cut.
+CHANNELS, SLICED, SLICED_TUNED = "llm-pruner-channel", "slicegpt", "slicegpt-tuned"
+JUDGED_ONLY = (CHANNELS, SLICED, SLICED_TUNED)
+
+# How rows that are approximations differ from the methods they are named after.
+DIFFERENCES = {
+    "llm-pruner-block": "only attention is pruned; the first three layers and the last lose heads where no others are "
+    "left, and, below 8 layers, like any other",
+    CHANNELS: "channels of heads, in attention only, as many weights as the heads have; masked, because heads of "
+    "unequal width cannot be saved",
+    SLICED: "only what q, k, v read and what o writes is projected, by the same share of every matrix; masked, and the "
+    "rotations are not counted",
+    SLICED_TUNED: "slicegpt, then three epochs of q, k, v and o towards the dense model's predictions on unlabelled "
+    "rows (the original tunes low-rank adapters on text)",
+}
+
+
 def criterion_names() -> tuple[str, ...]:
     """Every criterion a recipe may name."""
     return (*CRITERIA, COMPENSATED)
+
+
+def sweep_names() -> tuple[str, ...]:
+    """Every criterion a sweep may name."""
+    return (*criterion_names(), *JUDGED_ONLY)
 
 
 def uses_alpha(name: str) -> bool:

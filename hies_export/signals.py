@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .baselines.channels import has_channels, sum_by_channel
 from .calibrate import sum_by_head
 from .compensate import real_tokens
 from .data.labels import is_regression
@@ -42,6 +43,8 @@ def collect_signals(
         taylor         the sum of |w dL/dw| over the q, k, v and o weights of a head, L the loss of all batches
                        (LLM-Pruner, Ma et al. 2023, https://arxiv.org/abs/2305.11627, "param_first"); a shared key/value
                        head counts for each of its queries
+        channel_taylor the same sum for every channel of the key/value heads, (key/value heads * width,), where heads
+                       have channels; see `baselines.channels`
 
     Args:
         model: The model; its weights, mode and gradients are left as they were found.
@@ -50,7 +53,7 @@ def collect_signals(
         progress: Wraps the batches.
 
     Returns:
-        Signal -> attention module -> (heads,) float64 on CPU.
+        Signal -> attention module -> (heads,) float64 on CPU, or (channels,).
 
     Raises:
         DataError: There is no batch, or a regression or language model has no labels.
@@ -119,7 +122,11 @@ def collect_signals(
     for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
         product = (layer.weight.detach().float() * gradient).abs().double().cpu()  # type: ignore[operator]
         salience[name] = product if weight_of(layer).shape == product.shape else product.T
+    of_channels = {}
+    if has_channels(sites):
+        of_channels["channel_taylor"] = {s.name: sum_by_channel(s, salience.__getitem__) for s in sites}
     return {
+        **of_channels,
         "activation_l2": {name: total / tokens[name] for name, total in activation.items()},
         "output_norm": {name: total / tokens[name] for name, total in written.items()},
         "obs": {s.name: _obs(model, s, moments[s.name] / tokens[s.name]) for s in sites},

@@ -16,20 +16,24 @@ import torch
 from conftest import bert, causal_lm, llama, save_project, text_batch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
+from hies_export.baselines.channels import masked_channels, select_channels
+from hies_export.baselines.slicing import collect_bases, fine_tuned, sliced
 from hies_export.choice import choose
 from hies_export.cli import main
 from hies_export.compensate import collect_moments, compensate_heads, refit_heads
 from hies_export.cut import prune_heads
 from hies_export.data.lengths import by_length
 from hies_export.errors import OutputExistsError, RecipeError, RequestError
-from hies_export.evaluate_model import predict
+from hies_export.evaluate_model import compute_metrics, predict, references, stability
 from hies_export.heads.layout import find_attention
 from hies_export.measure.counts import count_flops
 from hies_export.prepare import prepare
 from hies_export.progress import Silent
 from hies_export.quality import evaluate
 from hies_export.recipe import PruningRecipe
+from hies_export.score import JUDGED_ONLY
 from hies_export.select import select_heads
+from hies_export.signals import collect_signals
 from hies_export.sweep.journal import Journal
 from hies_export.sweep.sweep import SweepGrid, sweep, weighted_area
 from hies_export.sweep.tables import render_latex, render_markdown, sweep_tables
@@ -95,6 +99,50 @@ def test_rows_are_what_a_single_run_of_each_finds(recipe_file: Path, tmp_path: P
         assert row["stability"] == found["stability"]
         batch = next(iter(prepared.measured.values()))
         assert row["flops_ratio"] == count_flops(slim, batch) / count_flops(prepared.model, batch)
+
+
+def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = PruningRecipe.from_yaml(recipe_file)
+    grid = SweepGrid(
+        criteria=("his", *JUDGED_ONLY),
+        sparsities=(0.5,),
+        seeds=(1,),
+        calibration_sizes=(8,),
+        compensations=("none", "least_squares"),
+    )
+    result = sweep(recipe, grid, tmp_path / "out")
+    rows = {(row["criterion"], row["compensation"]): row for row in result.rows}
+    assert list(rows) == [("his", "none"), *((name, "none") for name in JUDGED_ONLY), ("his", "least_squares")]
+    fields = recipe.model_dump()
+    fields["calibration"] |= {"seed": 1}
+    prepared = prepare(PruningRecipe(**fields))
+    model, sites = prepared.model, prepared.sites
+    dense = predict(model, prepared.evaluation)
+    signals = collect_signals(model, prepared.calibration, sites)
+    plan = select_channels(HeadScores("", {}, signals["channel_taylor"]), sites, heads=0.5)
+    unlabelled = by_length(prepared.compensation, config=model.config)
+    bases, targets = collect_bases(model, unlabelled, sites), predict(model, unlabelled)
+    found = {}
+    with masked_channels(model, sites, plan):
+        found["llm-pruner-channel"] = predict(model, prepared.evaluation)
+    with sliced(model, sites, bases, share=0.5):
+        found["slicegpt"] = predict(model, prepared.evaluation)
+        with fine_tuned(model, sites, unlabelled, targets):
+            found["slicegpt-tuned"] = predict(model, prepared.evaluation)
+    labels = references(prepared.evaluation)
+    for name, logits in found.items():
+        row = rows[name, "none"]
+        assert row["quality"] == compute_metrics(logits, labels, names=["accuracy"])["accuracy"]
+        assert row["stability"] == stability(dense, logits)
+        assert (row["flops_ratio"], row["heads_removed"]) == (None, None)
+        assert row["calibration_samples"] == (8 if name == "llm-pruner-channel" else 40)
+        for file in ("tables.md", "tables.tex"):
+            assert f"{name}" in (tmp_path / "out" / file).read_text()
+    said = (tmp_path / "out" / "tables.md").read_text()
+    assert "- slicegpt differs from the original: only what q, k, v read" in said
+    assert "- his differs" not in said
+    again = sweep(recipe, grid, tmp_path / "out")
+    assert (again.rows, again.evaluations) == (result.rows, 0)
 
 
 @pytest.mark.slow

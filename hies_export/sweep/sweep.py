@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..alpha import ALPHAS, Judgement, choose_alpha
+from ..baselines.channels import check_channels, masked_channels, select_channels
+from ..baselines.slicing import Bases, collect_bases, fine_tuned, sliced
 from ..calibrate import collect_statistics
 from ..compensate import METHODS, SplitMoments, collect_moments, refit_heads
 from ..compensated import Effects, collect_effects, score_compensated
 from ..cut import prune_heads
 from ..data.lengths import by_length
 from ..errors import RecipeError, did_you_mean
-from ..evaluate_model import predict
+from ..evaluate_model import Predictions, predict
 from ..measure.counts import count_flops
 from ..metrics import METRICS
 from ..model.twin import share_weights
@@ -32,7 +34,17 @@ from ..prepare import Prepared, budget_options, prepare
 from ..progress import Progress, Silent
 from ..quality import Refit, judge, judgement, predict_pruned
 from ..recipe import PruningRecipe
-from ..score import COMPENSATED, SIGNAL_CRITERIA, criterion_names, score_heads, uses_alpha
+from ..score import (
+    CHANNELS,
+    COMPENSATED,
+    JUDGED_ONLY,
+    SIGNAL_CRITERIA,
+    SLICED,
+    SLICED_TUNED,
+    score_heads,
+    sweep_names,
+    uses_alpha,
+)
 from ..select import check_budget, select_heads
 from ..signals import collect_signals
 from ..values import HeadScores, HeadStatistics, PruningPlan, library_versions
@@ -52,13 +64,13 @@ class SweepGrid:
     """What a sweep tries.
 
     Attributes:
-        criteria: Names in `hies_export.score.criterion_names()`.
+        criteria: Names in `hies_export.score.sweep_names()`.
         alphas: For criteria that have one: numbers in [0, 1), "auto" (chosen for every sparsity on held-out rows) or
             "auto-area" (one for all, by the weighted area under the quality-sparsity curve).
         sparsities: Shares of heads to remove.
         seeds: Each draws other calibration rows.
         calibration_sizes: How many of them heads are scored on.
-        compensations: "none", "bias" or "least_squares".
+        compensations: "none", "bias" or "least_squares"; criteria that do not remove heads have none.
 
     Raises:
         RecipeError: A value is impossible; all problems at once.
@@ -73,7 +85,7 @@ class SweepGrid:
 
     def __post_init__(self) -> None:
         problems = [f"a sweep needs at least one of {name}, got none" for name, v in asdict(self).items() if not v]
-        known = criterion_names()
+        known = sweep_names()
         problems += [
             f"a criterion must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
             for name in self.criteria
@@ -102,10 +114,11 @@ class SweepGrid:
                 for compensation in self.compensations:
                     for criterion in self.criteria:
                         alphas = self.alphas if uses_alpha(criterion) else (None,)
-                        # It has its own samples, the same whatever the others are scored on.
-                        given = 0 if criterion == COMPENSATED else samples
+                        # They have their own samples, the same whatever the others are scored on.
+                        given = 0 if criterion in (COMPENSATED, SLICED, SLICED_TUNED) else samples
+                        by = "none" if criterion in JUDGED_ONLY else compensation
                         found += [
-                            Cell(criterion, alpha, sparsity, seed, given, compensation)
+                            Cell(criterion, alpha, sparsity, seed, given, by)
                             for alpha in alphas
                             for sparsity in self.sparsities
                         ]
@@ -114,7 +127,7 @@ class SweepGrid:
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to try; `samples` is 0 for `hies-compensated`, which has a number of its own."""
+    """One thing to try; `samples` is 0 for `hies-compensated` and `slicegpt`, which have numbers of their own."""
 
     criterion: str
     alpha: float | str | None
@@ -171,6 +184,10 @@ def sweep(
         StepError: A step failed; what was finished stays in the journal.
     """
     progress = progress or Silent()
+    if recipe.prune.steps > 1:
+        raise RecipeError(
+            [f"a sweep scores heads once for all sparsities, got prune.steps: {recipe.prune.steps}; set it to 1"]
+        )
     with Journal(folder, asked=_asked(recipe), overwrite=overwrite) as journal:
         runner = _Runner(recipe, grid, journal, progress)
         rows = runner.run()
@@ -224,6 +241,8 @@ class _Runner:
             self._base = prepare(self._variant(grid.seeds[0], grid.calibration_sizes[0]))
         for sparsity in grid.sparsities:
             check_budget(self._base.scored, **budget_options(recipe) | {"heads": sparsity})
+        if CHANNELS in grid.criteria:
+            check_channels(self._base.scored)
         with self._timed("evaluate"):
             self._dense = predict(self._base.model, self._base.evaluation)
         # Plans that are equal give equal results: what the journal knows of them is not computed again.
@@ -251,7 +270,9 @@ class _Runner:
         cells = [
             c
             for c in self._grid.cells()
-            if c.seed == self._grid.seeds[0] and c.samples == self._grid.calibration_sizes[0]
+            if c.seed == self._grid.seeds[0]
+            and c.samples == self._grid.calibration_sizes[0]
+            and c.criterion not in JUDGED_ONLY
         ]
         plans = {}
         for cell in cells:
@@ -271,15 +292,22 @@ class _Runner:
 
     def _do(self, cell: Cell) -> dict[str, Any]:
         alpha = self._alpha(cell) if isinstance(cell.alpha, str) else cell.alpha
-        scores = self._scores(cell, alpha)
-        plan = self._plan(scores, cell)
-        # Moments differ from seed to seed.
-        heads = ";".join(f"{kept.query}" for kept in plan.kept.values())
-        judged = f"{cell.compensation}|{'' if cell.compensation == 'none' else cell.seed}|{heads}"
+        plan = None
+        judged = f"{cell.criterion}|{cell.seed}|{cell.sparsity}"
+        if cell.criterion not in (SLICED, SLICED_TUNED):
+            plan = self._plan(self._scores(cell, alpha), cell)
+            # Moments differ from seed to seed.
+            kind = cell.criterion if cell.criterion == CHANNELS else cell.compensation
+            heads = ";".join(f"{kept.query}" for kept in plan.kept.values())
+            judged = f"{kind}|{'' if cell.compensation == 'none' else cell.seed}|{heads}"
         if judged not in self._judged:
             self._judged[judged] = self._judge(plan, cell)
-        samples = cell.samples or self._effects(cell.seed).samples
-        return {"judged": judged, "alpha": alpha, "samples": samples, "result": self._judged[judged]}
+        return {"judged": judged, "alpha": alpha, "samples": self._samples(cell), "result": self._judged[judged]}
+
+    def _samples(self, cell: Cell) -> int:
+        if cell.criterion == COMPENSATED:
+            return self._effects(cell.seed).samples
+        return cell.samples or sum(len(next(iter(batch.values()))) for batch in self._unlabelled(cell.seed))
 
     def _row(self, cell: Cell) -> dict[str, Any]:
         entry = self._journal.rows[cell.key(self._grid)]
@@ -294,20 +322,25 @@ class _Runner:
             **entry["result"],
         }
 
-    def _judge(self, plan: PruningPlan, cell: Cell) -> dict[str, Any]:
-        refit = self._refit(cell)
-        with self._timed("evaluate"):
-            logits = predict_pruned(self._base.model, plan, self._base.sites, self._base.evaluation, refit=refit)
+    def _judge(self, plan: PruningPlan | None, cell: Cell) -> dict[str, Any]:
+        if cell.criterion in JUDGED_ONLY:
+            logits = self._baseline(plan, cell)
+        else:
+            assert plan is not None
+            refit = self._refit(cell)
+            with self._timed("evaluate"):
+                logits = predict_pruned(self._base.model, plan, self._base.sites, self._base.evaluation, refit=refit)
         self.evaluations += 1
         metrics, share = judge(self._base, self._base.evaluation, self._dense, logits, self._recipe)
         name = self._base.metrics[0]
+        heads = None if cell.criterion in JUDGED_ONLY else plan
         return {
             "metric": name,
             "quality": metrics[name],
             "quality_dense": self._dense_quality(),
             "stability": share,
-            "flops_ratio": self._flops_ratio(plan),
-            "heads_removed": plan.removed,
+            "flops_ratio": heads and self._flops_ratio(heads),
+            "heads_removed": heads and heads.removed,
         }
 
     def _refit(self, cell: Cell) -> Refit | None:
@@ -322,16 +355,36 @@ class _Runner:
 
         return refit
 
+    def _baseline(self, plan: PruningPlan | None, cell: Cell) -> Predictions:
+        """What the model predicts without some channels, by a plan of channels, or with its inputs sliced."""
+        dense, sites = self._base.model, self._base.scored
+        with ExitStack() as stack:
+            if plan:
+                stack.enter_context(masked_channels(dense, sites, plan))
+            else:
+                bases, batches, targets = self._bases(cell.seed)
+                stack.enter_context(sliced(dense, sites, bases, share=cell.sparsity))
+                if cell.criterion == SLICED_TUNED:
+                    with self._timed("fine-tune"):
+                        stack.enter_context(fine_tuned(dense, sites, batches, targets))
+            with self._timed("evaluate"):
+                return predict(dense, self._base.evaluation)
+
     def _plan(self, scores: HeadScores, cell: Cell) -> PruningPlan:
         options = budget_options(self._recipe) | {"heads": cell.sparsity}
+        if cell.criterion == CHANNELS:
+            shared = {name: options[name] for name in ("heads", "allocation", "min_heads", "keep_layers")}
+            return select_channels(scores, self._base.scored, **shared, seed=cell.seed)
         return select_heads(scores, self._base.sites, **options, seed=cell.seed)
 
     def _scores(self, cell: Cell, alpha: float | None) -> HeadScores:
         if cell.criterion == COMPENSATED:
             return self._of_seed(cell.seed, "compensated scores", self._compensated_scores)
         statistics = self._calibrated(cell.seed, cell.samples).statistics
-        if cell.criterion in SIGNAL_CRITERIA:
+        if cell.criterion in (*SIGNAL_CRITERIA, CHANNELS):
             signals = self._of_seed(cell.seed, f"signals of {cell.samples}", lambda _: self._signals(cell))
+            if cell.criterion == CHANNELS:
+                return HeadScores(CHANNELS, {}, signals["channel_taylor"])
             statistics = replace(statistics, signals=signals)
         normalize = self._recipe.prune.normalize
         given = {} if alpha is None else {"alpha": alpha}
@@ -396,6 +449,17 @@ class _Runner:
     def _unlabelled(self, seed: int) -> list[dict[str, Tensor]]:
         return self._calibrated(seed, self._grid.calibration_sizes[0]).prepared.compensation
 
+    def _bases(self, seed: int) -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
+        """Principal components, and what a fine-tune goes by: batches, and the dense model's predictions on them."""
+
+        def collect(seed: int) -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
+            batches = by_length(self._unlabelled(seed), config=self._base.model.config)
+            with self._timed("principal components"):
+                bases = collect_bases(self._base.model, batches, self._base.scored)
+            return bases, batches, predict(self._base.model, batches)
+
+        return self._of_seed(seed, "bases", collect)
+
     def _moments(self, seed: int) -> SplitMoments:
         def collect(seed: int) -> SplitMoments:
             batches = by_length(self._unlabelled(seed), config=self._base.model.config)
@@ -453,7 +517,8 @@ class _Runner:
     def _variant(self, seed: int, samples: int) -> PruningRecipe:
         """The recipe with what the grid says of calibration, and every row drawn that some cell needs."""
         grid, recipe = self._grid, self._recipe
-        unlabelled = COMPENSATED in grid.criteria or set(grid.compensations) != {"none"}
+        wanting = {COMPENSATED, SLICED, SLICED_TUNED}
+        unlabelled = not wanting.isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
         automatic = any(alpha in AUTOMATIC for alpha in grid.alphas) and any(map(uses_alpha, grid.criteria))
         fields = recipe.model_dump()
         compensation = fields["prune"]["compensation"] or {}  # the recipe's, or the defaults

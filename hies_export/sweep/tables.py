@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ..metrics import METRICS
 from ..report.report import plain_table
+from ..score import DIFFERENCES
 from ..values import dump_json
 
 Row = Mapping[str, Any]
@@ -38,6 +39,7 @@ class SweepTable:
         entries: Per method, per sparsity; None where the sweep has no such row.
         higher_is_better: Whether more is better.
         gains: Per method that blends HIS with entropy, its relative gain over HIS at every sparsity, in percent.
+        differences: Per criterion that approximates the method it is named after, in what.
     """
 
     title: str
@@ -45,6 +47,7 @@ class SweepTable:
     entries: Mapping[str, Sequence[Entry | None]]
     higher_is_better: bool
     gains: Mapping[str, Sequence[float | None]]
+    differences: Mapping[str, str]
 
     def rank(self, method: str, column: int) -> int | None:
         """0 for the best mean of a column, 1 for the second best value; equal means share a rank. None for others."""
@@ -128,7 +131,9 @@ def _table(rows: Sequence[Row], what: str, title: str, scale: float, higher_is_b
             if base in entries:
                 pairs = zip(entries[method], entries[base], strict=True)
                 gains[method] = [_gain(ours, theirs, higher_is_better) for ours, theirs in pairs]
-    return SweepTable(title, sparsities, entries, higher_is_better, gains)
+    names = dict.fromkeys(row["criterion"] for row in rows)
+    differences = {name: DIFFERENCES[name] for name in names if name in DIFFERENCES}
+    return SweepTable(title, sparsities, entries, higher_is_better, gains, differences)
 
 
 def _gain(ours: Entry | None, theirs: Entry | None, higher_is_better: bool) -> float | None:
@@ -164,7 +169,8 @@ def render_markdown(tables: Sequence[SweepTable]) -> str:
             lines.append(f"| {method} | " + " | ".join(cells) + " |")
         parts.append(f"### {table.title}\n\n" + "\n".join(lines) + "\n")
     note = "Mean ± standard deviation over seeds. Best bold, second underlined; gains are relative to HIS.\n"
-    return "\n".join(parts) + "\n" + note
+    differences = [f"- {name} differs from the original: {how}.\n" for name, how in tables[0].differences.items()]
+    return "\n".join(parts) + "\n" + note + "".join(["\n", *differences] if differences else [])
 
 
 def render_latex(tables: Sequence[SweepTable]) -> str:
@@ -188,7 +194,9 @@ def render_latex(tables: Sequence[SweepTable]) -> str:
         ]
         for method, cells in _cells(table, marks, r"$\pm$", "--"):
             lines.append(rf"{_escape(method)} & {' & '.join(_escape_percent(c) for c in cells)} \\")
-        lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}"]
+        lines += [r"\bottomrule", r"\end{tabular}"]
+        lines += [_escape(f"\\par\\footnotesize {name}: {how}.") for name, how in table.differences.items()]
+        lines += [r"\end{table}"]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 

@@ -1,0 +1,201 @@
+"""SliceGPT for attention alone (Ashkboos et al. 2024, https://arxiv.org/abs/2401.15024): directions of little power go.
+
+What q, k and v read, and what o writes, is projected onto its principal components. With a share s of the components
+gone, each of the four matrices needs 1 - s of its rows or columns in the rotated basis, as it does without a share s of
+the heads. The original slices the residual stream, and with it the MLPs and the embeddings; the rotations are not
+counted, which there are merged into the residual connections.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..compensate import real_tokens
+from ..errors import DataError, UnsupportedModelError
+from ..evaluate_model import Predictions
+from ..model.modes import evaluating, frozen, without_cache
+from ..values import AttentionSite
+
+Progress = Callable[[Sequence[Any]], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Bases:
+    """Principal components of what attention modules read and write, by module; uncentred, on CPU, float64.
+
+    Attributes:
+        read: (width, width), a component per column, the one of most power first.
+        written: The same of the output.
+    """
+
+    read: Mapping[str, Tensor]
+    written: Mapping[str, Tensor]
+
+
+def collect_bases(
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, Tensor]],
+    sites: Sequence[AttentionSite],
+    *,
+    progress: Progress | None = None,
+) -> Bases:
+    """Find the principal components in one forward pass per batch; padding is left out.
+
+    Args:
+        model: The dense model.
+        batches: Inputs; labels are not used.
+        sites: The attention modules, from `find_attention`.
+        progress: Wraps the batches.
+
+    Raises:
+        DataError: There is no batch.
+        UnsupportedModelError: The projections of a module do not read the same.
+    """
+    if not batches:
+        raise DataError("principal components need at least one sample, got none; raise calibration.samples")
+    # Per layer what it read and what it wrote; a layer that is shared is called more than once.
+    seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            for what, x in zip(seen.setdefault(name, ([], [])), (inputs[0], output), strict=True):
+                what.append(x)
+
+        return hook
+
+    names = dict.fromkeys(name for site in sites for name in (*(p.name for p in site.projections), site.output))
+    handles = [model.get_submodule(name).register_forward_hook(record(name)) for name in names]
+    sums: dict[tuple[str, int], Tensor] = {}
+    try:
+        with evaluating(model), without_cache(model), torch.no_grad():
+            for batch in progress(batches) if progress else batches:
+                on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
+                seen.clear()
+                model(**on_device)
+                for site in sites:
+                    read = [seen[p.name][0] for p in site.projections]
+                    if any(x is not first for other in read for x, first in zip(other, read[0], strict=True)):
+                        raise UnsupportedModelError(
+                            f"slicegpt needs attention whose projections read the same, but those of {site.name} do "
+                            "not; leave it out of the criteria"
+                        )
+                    for what, calls in enumerate((read[0], seen[site.output][1])):
+                        for x in calls:
+                            real = x[real_tokens(model, site.name, on_device, x)].double()  # (tokens, width)
+                            sums[site.name, what] = sums.get((site.name, what), 0) + real.T @ real
+    finally:
+        for handle in handles:
+            handle.remove()
+    bases = {key: torch.linalg.eigh(total).eigenvectors.flip(-1).cpu() for key, total in sums.items()}
+    return Bases(*({site.name: bases[site.name, what] for site in sites} for what in (0, 1)))
+
+
+@contextmanager
+def sliced(model: PreTrainedModel, sites: Sequence[AttentionSite], bases: Bases, *, share: float) -> Iterator[None]:
+    """Inside the block attention reads and writes its first principal components only.
+
+    Args:
+        model: The dense model.
+        sites: The attention modules.
+        bases: From `collect_bases`.
+        share: Share of the components that go, and so of the weights; of each basis to the nearest whole number.
+    """
+    handles = []
+    try:
+        for site in sites:
+            output: Any = model.get_submodule(site.output)
+            read, written = (
+                basis[:, : max(1, round((1 - share) * len(basis)))].to(output.weight)
+                for basis in (bases.read[site.name], bases.written[site.name])
+            )
+            for projection in site.projections:
+                layer = model.get_submodule(projection.name)
+                handles.append(layer.register_forward_pre_hook(_project_input(read)))
+            handles.append(output.register_forward_hook(_project_output(written)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def fine_tuned(
+    model: PreTrainedModel,
+    sites: Sequence[AttentionSite],
+    batches: Sequence[dict[str, Tensor]],
+    targets: Predictions,
+    *,
+    epochs: int = 3,
+    rate: float = 2e-4,
+) -> Iterator[None]:
+    """Inside the block the attention's weights are those after a short fine-tune; then they are as they were.
+
+    AdamW on the q, k, v and o layers alone, without dropout, towards the dense model: the cross-entropy to its
+    probabilities, the squared error to its number, or, of a language model, its own loss of the text.
+
+    Args:
+        model: The model, already inside `sliced`.
+        sites: The attention modules.
+        batches: Inputs, shortest first or in any order; gone through in that order.
+        targets: From `predict` of the dense model on the same batches; of a language model not read.
+        epochs: How often.
+        rate: Learning rate at the start; it falls to zero linearly.
+    """
+    names = dict.fromkeys(name for site in sites for name in (*(p.name for p in site.projections), site.output))
+    trained = [parameter for name in names for parameter in model.get_submodule(name).parameters()]
+    before = [parameter.detach().clone() for parameter in trained]
+    steps = epochs * len(batches)
+    sizes = [len(next(iter(batch.values()))) for batch in batches]
+    wanted = targets.split(sizes) if isinstance(targets, Tensor) else [None] * len(batches)
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    try:
+        with frozen(model), without_cache(model), torch.enable_grad():
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            for batch, target in itertools.islice(itertools.cycle(zip(batches, wanted, strict=True)), steps):
+                optimizer.zero_grad()
+                _distance(model, {key: value.to(model.device) for key, value in batch.items()}, target).backward()
+                optimizer.step()
+                schedule.step()
+            optimizer.zero_grad()
+            for parameter in trained:
+                parameter.requires_grad_(False)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, old in zip(trained, before, strict=True):
+                parameter.copy_(old)
+
+
+def _distance(model: PreTrainedModel, batch: dict[str, Tensor], target: Tensor | None) -> Tensor:
+    if target is None:
+        loss: Tensor = model(**batch).loss
+        return loss
+    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    target = target.to(logits.device)
+    if target.shape[-1] == 1:
+        return torch.nn.functional.mse_loss(logits, target)
+    return torch.nn.functional.cross_entropy(logits, target.softmax(-1))
+
+
+def _project_input(basis: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0] @ basis @ basis.T, *inputs[1:])
+
+    return hook
+
+
+def _project_output(basis: Tensor) -> Callable[..., Tensor]:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output @ basis @ basis.T
+
+    return hook
