@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COMPENSATIONS = {"none": "no compensation", "bias": "bias", "least_squares": "least squares"}
-_STYLE: Any = {
+STYLE: Any = {
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -28,8 +28,11 @@ _STYLE: Any = {
 }
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(otherwise: str = "") -> None:
     """Check that figures can be drawn.
+
+    Args:
+        otherwise: What else can be done than installing it.
 
     Raises:
         MissingRuntimeError: matplotlib is not installed.
@@ -37,7 +40,7 @@ def require_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise MissingRuntimeError(
             "figures need matplotlib, which is not installed; install it with: "
-            'pip install "hies-export[plots]", or pass --no-figures'
+            'pip install "hies-export[plots]"' + (f", {otherwise}" if otherwise else "")
         )
 
 
@@ -74,7 +77,7 @@ def draw_figures(folder: Path) -> list[Path]:
         "seeds": lambda: seeds(rows),
     }
     written = []
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         for name, draw in drawings.items():
             figure = draw()
             if figure is None:
@@ -91,7 +94,7 @@ def curves(rows: Sequence[Row], what: str) -> Any:
     """Quality or stability against sparsity, a panel per compensation; bands are one standard deviation over seeds."""
     shown = _not_too_many(_of_first_size(rows))
     panels = list(dict.fromkeys(r["compensation"] for r in shown))
-    figure = _figure(1.2 + 4.2 * len(panels), 4.4)
+    figure = new_figure(1.2 + 4.2 * len(panels), 4.4)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     names = list(dict.fromkeys(_name(r) for r in shown))[: len(COLOURS)]
     for axis, compensation in zip(axes, panels, strict=True):
@@ -118,31 +121,45 @@ def head_maps(details: Mapping[str, Any]) -> Any:
     modules = list(details["his"])
     heads = max(len(values) for values in details["his"].values())
     width, height = max(2.3, 0.2 * heads + 0.7), max(1.9, 0.2 * len(modules) + 0.8)
-    figure = _figure(columns * width + 1.2, len(kinds) * height + 0.8)
+    figure = new_figure(columns * width + 1.2, len(kinds) * height + 0.8)
     axes = figure.subplots(len(kinds), columns, squeeze=False)
     for line, kind in zip(axes, kinds, strict=True):
         for axis, plan in zip(line, plans[kind], strict=False):
             alpha = plan["alpha"] if kind == "hies" else None
-            grid = _grid(_importance(details, alpha), modules, heads)
-            image = axis.imshow(grid, cmap="cividis", aspect="auto", vmin=0, vmax=1, origin="lower")
-            gone = [
-                (head, layer)
-                for layer, module in enumerate(modules)
-                for head in range(len(details["his"][module]))
-                if head not in plan["kept"][module]
-            ]
-            marks = {"marker": "x", "color": "white", "s": 22, "linewidths": 1.6}
-            axis.scatter([x for x, _ in gone], [y for _, y in gone], **marks)
             label = "HIS" if alpha is None else f"HIES, α {alpha:g}"
-            axis.set_title(f"{label}: {plan['sparsity']:.0%} removed", fontsize=9)
-            axis.grid(False)
-            axis.set_xticks(range(0, heads, max(1, heads // 6)))
-            axis.set_yticks(range(0, len(modules), max(1, len(modules) // 6)))
+            title = f"{label}: {plan['sparsity']:.0%} removed"
+            image = draw_heads(axis, _importance(details, alpha), plan["kept"], title)
         line[0].set_ylabel("layer")
     for axis in axes[-1]:
         axis.set_xlabel("head")
     figure.colorbar(image, ax=axes, label="score, 0 to 1 (x: removed)", fraction=0.03)
     return figure
+
+
+def draw_heads(axis: Any, values: Mapping[str, Sequence[float]], kept: Mapping[str, Sequence[int]], title: str) -> Any:
+    """One number in [0, 1] per head, layers up and heads across, with crosses on those that go; returns the image."""
+    modules, heads = list(values), max(len(line) for line in values.values())
+    image = axis.imshow(_grid(values, modules, heads), cmap="cividis", aspect="auto", vmin=0, vmax=1, origin="lower")
+    gone = [
+        (head, layer)
+        for layer, module in enumerate(modules)
+        for head in range(len(values[module]))
+        if head not in kept[module]
+    ]
+    axis.scatter([x for x, _ in gone], [y for _, y in gone], marker="x", color="white", s=22, linewidths=1.6)
+    axis.set_title(title, fontsize=9)
+    axis.grid(False)
+    axis.set_xticks(range(0, heads, max(1, heads // 6)))
+    axis.set_yticks(range(0, len(modules), max(1, len(modules) // 6)))
+    return image
+
+
+def spread(values: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Min-max normalised over all heads of the model; zeros where all are alike."""
+    everything = [v for line in values.values() for v in line]
+    low, high = min(everything), max(everything)
+    width = high - low
+    return {name: [(v - low) / width if width else 0.0 for v in line] for name, line in values.items()}
 
 
 def importance_bars(details: Mapping[str, Any]) -> Any:
@@ -155,7 +172,7 @@ def importance_bars(details: Mapping[str, Any]) -> Any:
     from mpl_toolkits.mplot3d.art3d import Poly3DCollection  # noqa: F401  registers the projection
 
     colours = mpl.colormaps["cividis"]
-    figure = _figure(5.4 * len(kinds), 4.8)
+    figure = new_figure(5.4 * len(kinds), 4.8)
     for number, (label, alpha) in enumerate(kinds):
         axis: Any = figure.add_subplot(1, len(kinds), number + 1, projection="3d")
         grid = _grid(_importance(details, alpha), modules, heads)
@@ -188,7 +205,7 @@ def alpha_sensitivity(rows: Sequence[Row]) -> Any:
     by_alpha = {a: [r for r in plain if r["alpha"] == a and r["alpha_by"] == "given"] for a in alphas}
     areas = {a: weighted_area(*_means(chosen, "quality")) for a, chosen in by_alpha.items()}
     ranked = sorted(alphas, key=lambda a: areas[a], reverse=METRICS[rows[0]["metric"]].higher_is_better)
-    figure = _figure(6.0, 4.4)
+    figure = new_figure(6.0, 4.4)
     axis = figure.subplots()
     places = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
     for index, (place, alpha) in enumerate(places.items()):
@@ -217,7 +234,7 @@ def calibration_sizes(rows: Sequence[Row]) -> Any:
             and r["criterion"] != "hies-compensated"
         ]
     )
-    figure = _figure(6.0, 4.8)
+    figure = new_figure(6.0, 4.8)
     axis = figure.subplots()
     for index, name in enumerate(list(dict.fromkeys(_name(r) for r in at))[: len(COLOURS)]):
         chosen = [{**r, "sparsity": r["calibration_samples"]} for r in at if _name(r) == name]
@@ -240,7 +257,7 @@ def seeds(rows: Sequence[Row]) -> Any:
     sparsity = _middle(rows)
     shown = grouped(_of_first_size(rows), "stability")
     found = {name: values[sparsity] for name, values in shown.items() if sparsity in values}
-    figure = _figure(8.0, 1.3 + 0.34 * len(found))
+    figure = new_figure(8.0, 1.3 + 0.34 * len(found))
     axis = figure.subplots()
     for place, values in enumerate(reversed(found.values())):
         shares = [100 * value for value in values]
@@ -254,7 +271,8 @@ def seeds(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches."""
     # Not pyplot: it would keep every figure, and choose a window system.
     from matplotlib.figure import Figure
 
@@ -338,13 +356,6 @@ def _plans_of(details: Mapping[str, Any], criterion: str) -> list[Mapping[str, A
 
 def _importance(details: Mapping[str, Any], alpha: float | None) -> Mapping[str, list[float]]:
     """Per module, HIS^ of every head, or with an alpha its HIES, min-max normalised over the model."""
-
-    def spread(values: Mapping[str, list[float]]) -> dict[str, list[float]]:
-        everything = [v for line in values.values() for v in line]
-        low, high = min(everything), max(everything)
-        width = high - low
-        return {name: [(v - low) / width if width else 0.0 for v in line] for name, line in values.items()}
-
     his, entropy = spread(details["his"]), spread(details["entropy"])
     if alpha is None:
         return his
@@ -353,6 +364,6 @@ def _importance(details: Mapping[str, Any], alpha: float | None) -> Mapping[str,
     }
 
 
-def _grid(values: Mapping[str, list[float]], modules: Sequence[str], heads: int) -> list[list[float]]:
+def _grid(values: Mapping[str, Sequence[float]], modules: Sequence[str], heads: int) -> list[list[float]]:
     """(layers, heads); NaN where a layer has fewer heads."""
     return [[*values[module], *[math.nan] * (heads - len(values[module]))] for module in modules]
