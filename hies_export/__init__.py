@@ -6,6 +6,7 @@
 or stage by stage: `find_attention`, `collect_statistics`, `score_heads`, `select_heads`, `prune_heads`,
 `compensate_heads`, `save_slim`, `export_onnx`, `compare_latency`. `apply_plan` does the cut on the files of a
 checkpoint. A saved slim model comes back with `load`, and an exported decoder generates with `OnnxGenerator`.
+`push_to_hub` publishes a run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .calibrate import collect_statistics
     from .checkpoint.apply import apply_plan
-    from .checkpoint.loading import load
+    from .checkpoint.loading import HIESModel, load
+    from .checkpoint.push import push_to_hub
     from .checkpoint.save import save_slim
     from .compensate import compensate_heads
     from .compensated import collect_effects, score_compensated
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
         OutputExistsError,
         ParityError,
         PlanError,
+        PushError,
         RecipeError,
         ReloadMismatchError,
         RequestError,
@@ -73,6 +76,7 @@ _HOMES = {
         "OutputExistsError",
         "ParityError",
         "PlanError",
+        "PushError",
         "RecipeError",
         "ReloadMismatchError",
         "RequestError",
@@ -81,7 +85,8 @@ _HOMES = {
     ],
     "onnx.export": ["export_onnx"],
     "heads.layout": ["find_attention"],
-    "checkpoint.loading": ["load"],
+    "checkpoint.loading": ["HIESModel", "load"],
+    "checkpoint.push": ["push_to_hub"],
     "measure.counts": ["count_flops", "count_parameters"],
     "measure.latency": ["compare_latency"],
     "onnx.generator": ["OnnxGenerator"],
@@ -103,6 +108,7 @@ __all__ = [
     "DataError",
     "DropError",
     "ExportError",
+    "HIESModel",
     "HeadScores",
     "HeadStatistics",
     "HiesError",
@@ -115,6 +121,7 @@ __all__ = [
     "PlanError",
     "PruningPlan",
     "PruningRecipe",
+    "PushError",
     "RecipeError",
     "ReloadMismatchError",
     "Report",
@@ -137,6 +144,7 @@ __all__ = [
     "load",
     "masked_heads",
     "prune_heads",
+    "push_to_hub",
     "run",
     "save_slim",
     "score_compensated",

@@ -34,13 +34,17 @@ examples:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentParser | None = None) -> int:
     """Run one command.
+
+    Args:
+        arguments: By default those of the process.
+        parser: Makes `options.command` and what it reads of them; by default that of every command.
 
     Returns:
         0 done; 2 the request was wrong; 1 a step failed, nothing half-written left behind; 130 interrupted.
     """
-    options = build_parser().parse_args(arguments)
+    options = (parser or build_parser()).parse_args(arguments)
     # Into a file or a pipe, tables are as wide as they need.
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     err = Console(stderr=True, highlight=False)
@@ -98,10 +102,9 @@ def _in_finaliser(frame: FrameType | None) -> bool:
     return False
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command."""
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("-v", "--verbose", action="store_true", help="let the libraries talk too")
+def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
+    """The parser of every command, called `prog` in what it prints."""
+    common = _verbose_option()
     recipe = argparse.ArgumentParser(add_help=False)
     recipe.add_argument("recipe", metavar="RECIPE", help="a recipe, YAML")
     recipe.add_argument("-o", "--output", metavar="DIR", type=Path, help="folder to write (default: the recipe's)")
@@ -114,14 +117,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="override a field of the recipe, e.g. prune.budget.heads=0.5; may be repeated",
     )
     recipe.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
-    as_json = argparse.ArgumentParser(add_help=False)
-    as_json.add_argument("--json", action="store_true", help="print the result as one line of JSON, last on stdout")
+    as_json = _json_option()
 
     parser = argparse.ArgumentParser(
-        prog="hies-export",
+        prog=prog,
         description="Remove the attention heads a Transformer can lose, and ship what is left: a slim checkpoint, an "
         "ONNX model and a measured report.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES.replace("hies-export", prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hies-export {__version__}")
@@ -145,11 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
     apply.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="folder to write")
     apply.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
     export = add("export", commands.export_command, [as_json], "export a checkpoint, slim or not, to an ONNX folder")
-    export.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id")
-    export.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="folder to write")
-    export.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
-    export.add_argument("--provider", default="cpu", help="what to fuse for: cpu (the default), cuda or tensorrt")
-    export.add_argument("--dtype", default="float32", help="float32 or float16")
+    _add_export_arguments(export, "-o", "--output", required=True)
     bench = add("bench", commands.bench_command, [as_json], "compare the latency of two checkpoints or ONNX folders")
     bench.epilog = (
         "The exit code is 0 for noisy rows too, since they were measured: read `noisy` in the rows of --json. What is "
@@ -196,6 +194,26 @@ def build_parser() -> argparse.ArgumentParser:
         "--image", dest="images", metavar="FILE", type=Path, action="append", default=[], help="one, or one per prompt"
     )
     generate.add_argument("--max-new-tokens", metavar="N", type=int, default=20, help="at most (default: 20)")
+    push = add(
+        "push", commands.push_command, [as_json], "push a finished run to the Hub: checkpoint, ONNX, report, card"
+    )
+    push.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run's folder")
+    push.add_argument("repository", metavar="USER/REPO", help="made if there is none")
+    push.add_argument("--private", action="store_true", help="make the repository private")
+    push.add_argument("--revision", metavar="BRANCH", default="main", help="branch to commit to (default: main)")
+    push.add_argument("--message", metavar="TEXT", help="commit message (default: the report's headline)")
+    push.add_argument("--license", metavar="ID", help="of the model, where the dense model's card names none")
+    push.add_argument("--base-model", metavar="ID", help="Hub id of the dense model, where it was read from a folder")
+    push.add_argument("--overwrite", action="store_true", help="replace whatever the repository holds")
+    upgrade = add(
+        "upgrade",
+        commands.upgrade_command,
+        [as_json],
+        "make a slim checkpoint of one whose heads transformers 4 pruned, which transformers 5 cannot load",
+    )
+    upgrade.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id, with pruned_heads in its config")
+    upgrade.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="folder to write")
+    upgrade.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
     inspect = add(
         "inspect",
         commands.inspect_command,
@@ -225,6 +243,38 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--html", metavar="FILE", type=Path, help="write it as one self-contained page")
     return parser
+
+
+def build_optimum_export_parser() -> argparse.ArgumentParser:
+    """The parser of `optimum-cli export hies MODEL DIR`: the command `export` with the folder in its place."""
+    parser = argparse.ArgumentParser(
+        prog="optimum-cli export hies",
+        parents=[_json_option(), _verbose_option()],
+        description="export a checkpoint, slim or not, to an ONNX folder",
+    )
+    parser.set_defaults(command=commands.export_command)
+    _add_export_arguments(parser, "output")
+    return parser
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser, *output: str, **how: Any) -> None:
+    parser.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id")
+    parser.add_argument(*output, metavar="DIR", type=Path, help="folder to write", **how)
+    parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
+    parser.add_argument("--provider", default="cpu", help="what to fuse for: cpu (the default), cuda or tensorrt")
+    parser.add_argument("--dtype", default="float32", help="float32 or float16")
+
+
+def _verbose_option() -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument("-v", "--verbose", action="store_true", help="let the libraries talk too")
+    return parent
+
+
+def _json_option() -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument("--json", action="store_true", help="print the result as one line of JSON, last on stdout")
+    return parent
 
 
 class _Terminal:

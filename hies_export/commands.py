@@ -263,6 +263,55 @@ def generate_command(options: argparse.Namespace, out: Console, progress: Progre
     _print_json(options, {"folder": str(options.folder), "results": results})
 
 
+def push_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Push a run to the Hub."""
+    from .checkpoint.push import push_to_hub
+
+    pushed = push_to_hub(
+        options.folder,
+        options.repository,
+        private=options.private,
+        revision=options.revision,
+        message=options.message,
+        license=options.license,
+        base_model=options.base_model,
+        overwrite=options.overwrite,
+        progress=progress,
+    )
+    out.print(
+        f"{len(pushed.files)} files, {pushed.bytes / 1e6:.1f} MB, are now in {pushed.repository}: {pushed.url}\n"
+        f'load it with: hies_export.load("{pushed.repository}")',
+        markup=False,
+        soft_wrap=True,
+    )
+    _print_json(options, asdict(pushed))
+
+
+def upgrade_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Make a slim checkpoint of one whose heads transformers 4 pruned."""
+    from .checkpoint.folders import refuse_existing
+    from .checkpoint.save import save_slim
+    from .checkpoint.version4 import load_version4
+    from .measure.counts import synthetic_batch
+
+    refuse_existing(options.output, overwrite=options.overwrite)
+    progress.stage("load")
+    model, plan = load_version4(options.model)
+    progress.stage("save")
+    reload_max_abs = save_slim(
+        model,
+        options.output,
+        plan=plan,
+        batch=synthetic_batch(model, batch=2, sequence=16),
+        processor=_processor(options.model, model),
+        overwrite=options.overwrite,
+    )
+    _print_plan(plan, out)
+    out.print(f"\nwritten to {options.output}; reloaded against saved {reload_max_abs:.2g}", markup=False)
+    heads = {"total": plan.heads, "removed": plan.removed}
+    _print_json(options, {"folder": str(options.output), "heads": heads, "reload_max_abs": reload_max_abs})
+
+
 def inspect_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Show the heads of a checkpoint."""
     if options.theory:

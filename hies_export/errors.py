@@ -6,7 +6,7 @@
     │   ├── DataError               a file, split, column or label is not what the recipe says
     │   ├── UnsupportedModelError   the attention of this model cannot be cut
     │   ├── PlanError               a pruning plan does not fit the model, or the budget cannot be met
-    │   ├── OutputExistsError       the output folder is already there
+    │   ├── OutputExistsError       the output folder, or something else in its place, is already there
     │   └── MissingRuntimeError     a runtime was asked for that is not installed
     └── StepError                   a step failed (exit code 1); nothing half-written is left behind
         ├── NonFiniteError          NaN or infinity in a loss or a gradient
@@ -14,6 +14,7 @@
         ├── ReloadMismatchError     the saved checkpoint does not come back as it was saved
         ├── ExportError             the exporter failed
         ├── ParityError             the exported graph differs from torch
+        ├── PushError               the upload to the Hub did not finish
         └── DropError               the refitted model lost more quality than its budget allows
 
 A message says what must hold, what was given, and what to do.
@@ -66,7 +67,7 @@ class PlanError(RequestError):
 
 
 class OutputExistsError(RequestError):
-    """The output folder is already there."""
+    """The output folder is already there, or the repository holds something else."""
 
 
 class MissingRuntimeError(RequestError):
@@ -99,6 +100,10 @@ class DropError(StepError):
 
 class ParityError(StepError):
     """The exported graph's output differs from torch's."""
+
+
+class PushError(StepError):
+    """The upload to the Hub did not finish; nothing of it is visible there."""
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

@@ -12,6 +12,7 @@ from .errors import MissingRuntimeError
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart too; a marker each for print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _STYLE: Any = {
     "axes.grid": True,
     "axes.spines.right": False,

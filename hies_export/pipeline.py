@@ -29,8 +29,9 @@ from .prepare import AUTO_CLASSES, Prepared, few, prepare
 from .progress import Progress, Silent
 from .quality import evaluate, held_out_metric
 from .recipe import PruningRecipe
+from .report.card import read_card, render_card
 from .report.html import render_html
-from .report.report import Report, head_map, render_card, render_markdown
+from .report.report import Report, head_map, render_markdown
 from .values import PruningPlan
 
 
@@ -95,6 +96,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
             latency=gains["latency"],
             environment=latency.environment(),
             details={
+                "base_model": None if Path(recipe.model).exists() else recipe.model,
                 "head_map": head_map(plan),
                 "heads": head_numbers(choice),
                 "budget": measured_budget(budget, gains),
@@ -115,11 +117,13 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                     "calibration_batch_asked": min(recipe.calibration.batch_size, statistics.samples),
                     "evaluation_samples": sum(len(next(iter(batch.values()))) for batch in prepared.evaluation),
                     "evaluation_split": recipe.evaluation.split,
+                    **_data_source(recipe),
                     "fingerprint": statistics.fingerprint,
                 },
             },
         )
-        (folder / "slim" / "README.md").write_text(render_card(report), encoding="utf-8")
+        origin = read_card(recipe.model) if Path(recipe.model).exists() else {"base_model": recipe.model}
+        (folder / "slim" / "README.md").write_text(render_card(report, origin=origin), encoding="utf-8")
         (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
         (folder / "report.html").write_text(render_html(report), encoding="utf-8")
         (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
@@ -150,6 +154,12 @@ def confirm_drop(
             f"it, but the compensated one lost {lost:.4g}; compensate on more samples, or not at all"
         )
     return {**budget, "slim": value}
+
+
+def _data_source(recipe: PruningRecipe) -> dict[str, str | None]:
+    """The Hub data set, or the file, that quality was judged on."""
+    split = recipe.evaluation.split.partition("[")[0]
+    return {"name": recipe.data.name, "file": recipe.data.files[split].name if recipe.data.files else None}
 
 
 def _predicted(recipe: PruningRecipe) -> str:

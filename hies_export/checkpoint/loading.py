@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from ..errors import RequestError
 def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """Load a checkpoint, slim or not, as the model class it was saved from.
 
-    The folder's own `modeling_hies.py` is not executed: the same code ships with this package.
+    The folder's own `modeling_hies.py` is not executed: the same code ships with this package. A checkpoint whose heads
+    were pruned by transformers 4 (`pruned_heads` in its config) comes as a slim model, which can be saved as one.
 
     Args:
         path: Folder or Hub id.
@@ -29,12 +31,36 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     Raises:
         RequestError: There is no model at `path`, or its class is not one of transformers'.
     """
-    hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
+    hub = hub_options(kwargs)
+    if read_config(path, **hub).get("pruned_heads"):
+        from .version4 import load_version4
+
+        return load_version4(path, **kwargs)[0]
     model_class = find_model_class(path, **hub)
     try:
         return model_class.from_pretrained(path, **kwargs)
     except OSError as error:
         raise RequestError(f"the model at {path} cannot be loaded: {_first_line(error)}") from error
+
+
+class HIESModel:
+    """The Auto class of slim checkpoints: `HIESModel.from_pretrained("user/repo")` is `load("user/repo")`.
+
+    The task class is the one the checkpoint was saved from, e.g. `BertForSequenceClassification`.
+    """
+
+    def __init__(self) -> None:
+        raise TypeError("HIESModel makes models of any class; use HIESModel.from_pretrained(folder or Hub id)")
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> PreTrainedModel:
+        """Load a checkpoint, slim or not; see `load`."""
+        return load(path, **kwargs)
+
+
+def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options of `from_pretrained` that say where and how to look on the Hub."""
+    return {k: options[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in options}
 
 
 def find_model_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:

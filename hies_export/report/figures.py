@@ -1,4 +1,4 @@
-"""The figures of a finished run as files for papers: head maps and latency. Needs matplotlib, the extra `plots`."""
+"""The figures of a finished run as files, for papers and the card. Needs matplotlib, the extra `plots`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..figures import COLOURS, head_map, new_figure, require_matplotlib, write_figures
+from ..figures import COLOURS, MARKERS, head_map, new_figure, require_matplotlib, write_figures
 from .latency import row_name
 from .report import CUT, KEPT, Report
 
 # What is drawn of every head, and how it is called.
 MAPS = {"his": "importance (HIS)", "entropy": "attention entropy", "score": "score"}
+CAPTIONS = {
+    "head-maps": "What was found out about every head, and the plan; crosses on the heads that went",
+    "latency": "Time of the slim model relative to the dense one, beside the dense one against itself",
+    "alpha": "Quality and stability on held-out samples by alpha",
+}
 
 
 def draw_report(report: Report, folder: Path) -> list[Path]:
-    """Draw the head maps and the latency of a run.
+    """Draw what `CAPTIONS` lists.
 
     Args:
         report: Of a finished run; what it has no numbers for is left out.
@@ -28,7 +33,11 @@ def draw_report(report: Report, folder: Path) -> list[Path]:
         MissingRuntimeError: matplotlib is not installed.
     """
     require_matplotlib()
-    drawings = {"head-maps": lambda: head_maps(report), "latency": lambda: latency(report.latency)}
+    drawings = {
+        "head-maps": lambda: head_maps(report),
+        "latency": lambda: latency(report.latency),
+        "alpha": lambda: alpha_curve(report),
+    }
     return write_figures(drawings, folder)
 
 
@@ -87,4 +96,23 @@ def latency(rows: Sequence[Mapping[str, Any]]) -> Any:
     axis.set_xlabel("time relative to the dense model, 95 % interval")
     axis.grid(False, axis="y")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+def alpha_curve(report: Report) -> Any:
+    """Quality, where there are labels, and stability of every alpha that was tried; None where it was given."""
+    points = report.details.get("alpha_curve", ())
+    if len(points) < 2:
+        return None
+    names = {"quality": report.quality["metric"], "stability": "stability"}
+    shown = {what: name for what, name in names.items() if points[0][what] is not None}
+    figure = new_figure(6.0, 0.6 + 2.2 * len(shown))
+    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for index, (axis, (what, name)) in enumerate(zip(axes, shown.items(), strict=True)):
+        style = {"color": COLOURS[index], "marker": MARKERS[index]}
+        axis.plot([point["alpha"] for point in points], [point[what] for point in points], **style)
+        axis.axvline(report.alpha, color="#555555", linestyle=":")
+        axis.set_ylabel(name)
+    axes[0].set_title(f"held-out samples; alpha {report.alpha:g} was chosen", fontsize=9)
+    axes[-1].set_xlabel("alpha (0: entropy alone, 1: importance alone)")
     return figure

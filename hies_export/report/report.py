@@ -1,4 +1,4 @@
-"""The report: one JSON that the terminal table, the Markdown page and the model card are rendered from."""
+"""The report: one JSON that the terminal table, the Markdown page, the HTML page and the card are rendered from."""
 
 from __future__ import annotations
 
@@ -193,24 +193,24 @@ def render_markdown(report: Report) -> str:
         f"# {title(report)}",
         f"`{report.model}` · {report.task} · {criterion_text(report)} · seed {report.seed}",
         "## What changed",
-        _markdown_table(("", "dense", "slim", "change"), comparison_rows(report)),
+        markdown_table(("", "dense", "slim", "change"), comparison_rows(report)),
         *([budget_text(report)] if budget_text(report) else []),
         "## Heads",
-        _markdown_head_map(report),
+        markdown_head_map(report),
     ]
     if report.latency:
         parts += [
             "## Latency",
-            _markdown_table(*latency_table(report.latency)),
+            markdown_table(*latency_table(report.latency)),
             latency_note(report.latency),
         ]
     layers = layer_lines(report)
     if layers:
         batch, sequence = report.details["flops_per_layer"]["shape"]
-        parts += [f"## FLOPs of every layer, at {batch} x {sequence}", _markdown_table(*layers)]
+        parts += [f"## FLOPs of every layer, at {batch} x {sequence}", markdown_table(*layers)]
     parts += [
         "## Checks",
-        _markdown_table(
+        markdown_table(
             ("largest difference of any output", ""),
             [
                 ("cut model against masked model", f"{report.cut_max_abs:.2g}"),
@@ -222,48 +222,6 @@ def render_markdown(report: Report) -> str:
         how_measured(report),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def render_card(report: Report, *, folder_name: str = "slim") -> str:
-    """The slim checkpoint's README.md: what it is, what it costs and gains, how to load it."""
-    auto_class = report.details.get("auto_class", "AutoModel")
-    custom = report.details.get("custom_code", False)
-    remote = ", trust_remote_code=True" if custom else ""
-    note = (
-        "Its layers have different numbers of heads, which a plain config cannot describe; `modeling_hies.py` in this "
-        "folder (it imports only torch and transformers) rebuilds the shapes. `hies_export.load` needs no remote code."
-        if custom
-        else "It is a plain checkpoint: stock transformers loads it with no extra code."
-    )
-    return "\n".join(
-        [
-            "---",
-            "library_name: transformers",
-            f"pipeline_tag: {report.task}",
-            "tags: [hies-export, pruning, attention-heads]",
-            "---",
-            "",
-            f"# {title(report)}",
-            "",
-            f"{report.heads['removed']} of the {report.heads['total']} attention heads of `{model_name(report)}` were "
-            f"removed by hies_export ({criterion_text(report)}), without retraining. {note}",
-            "",
-            _markdown_table(("", "dense", "slim", "change"), comparison_rows(report)),
-            "",
-            "```python",
-            f"from transformers import {auto_class}",
-            "",
-            f'model = {auto_class}.from_pretrained("{folder_name}"{remote})',
-            "```",
-            "",
-            "or `hies_export.load(...)`. Which heads went is in `hies_plan.json`:",
-            "",
-            _markdown_head_map(report),
-            "",
-            how_measured(report),
-            "",
-        ]
-    )
 
 
 def agreement(report: Report) -> str:
@@ -323,7 +281,8 @@ def layer_lines(report: Report) -> tuple[list[str], list[list[str]]] | None:
     return layer_table(layers["dense"], layers["slim"]) if layers else None
 
 
-def _markdown_head_map(report: Report) -> str:
+def markdown_head_map(report: Report) -> str:
+    """The head map as a block of text."""
     lines = [
         f"{index:>3}  {' '.join(line)}  {line.count(KEPT)}/{len(line)}"
         for index, line in enumerate(report.details["head_map"].values())
@@ -331,7 +290,8 @@ def _markdown_head_map(report: Report) -> str:
     return "\n".join(["```text", f"{KEPT} kept  {CUT} cut", *lines, "```"])
 
 
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
-from ..figures import COLOURS, head_grid, head_map, new_figure, require_matplotlib, write_figures
+from ..figures import COLOURS, MARKERS, head_grid, head_map, new_figure, require_matplotlib, write_figures
 
 Row = Mapping[str, Any]
 
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COMPENSATIONS = {"none": "no compensation", "bias": "bias", "least_squares": "least squares"}
 
 

@@ -1,0 +1,87 @@
+"""Load a checkpoint whose heads were pruned by transformers 4, which transformers 5 cannot: a slim model.
+
+`prune_heads` of transformers 4 cut the weights as `hies_export.cut` does, and wrote into the config which heads went:
+`pruned_heads`, layer -> original indices.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cut import is_slim, prune_heads
+from ..errors import RequestError, UnsupportedModelError
+from ..heads.layout import find_attention
+from ..measure.counts import synthetic_batch
+from ..values import AttentionSite, KeptHeads, PruningPlan, library_versions
+from .loading import find_model_class, hub_options
+from .modeling_hies import SlimModel
+
+
+def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
+    """Load a checkpoint that carries `pruned_heads`.
+
+    Args:
+        path: Folder or Hub id.
+        **kwargs: Passed to `from_pretrained`.
+
+    Returns:
+        The slim model, in evaluation mode, and which heads of the model it once was are in it.
+
+    Raises:
+        RequestError: There is no such checkpoint, its config prunes nothing, or its weights are not those that its
+            config describes.
+        UnsupportedModelError: The attention of this model cannot be found, or a layer lost all of its heads.
+    """
+    stock = find_model_class(path, **hub_options(kwargs))
+    config = stock.config_class.from_pretrained(path, **hub_options(kwargs))  # type: ignore[union-attr]
+    pruned = {int(layer): heads for layer, heads in (getattr(config, "pruned_heads", None) or {}).items() if heads}
+    if not pruned:
+        raise RequestError(
+            f"a checkpoint to upgrade must have pruned_heads in its config, but {path} has none; it loads as it is"
+        )
+    del config.pruned_heads
+    with torch.device("meta"):
+        skeleton = stock._from_config(copy.deepcopy(config))
+    sites = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
+    plan = _plan(path, pruned, sites)
+    skeleton = prune_heads(skeleton, plan, sites, inplace=True)
+    slim_class = type(skeleton)
+    # transformers renames older keys on loading for classes it takes to be its own; these files have them.
+    reads_old_keys = {"is_custom_code": classmethod(lambda cls: False), "__module__": __name__}
+    reader: Any = type(stock.__name__, (SlimModel, stock), reads_old_keys) if is_slim(skeleton) else stock
+    try:
+        model, info = reader.from_pretrained(path, config=skeleton.config, output_loading_info=True, **kwargs)
+    except (OSError, RuntimeError) as error:
+        raise RequestError(
+            f"the weights must be those that pruned_heads describes, but {path} does not load so: "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
+    if info["missing_keys"]:
+        raise RequestError(
+            f"every parameter must be in the files, but {path} has no {', '.join(sorted(info['missing_keys'])[:3])}"
+        )
+    model.__class__ = slim_class
+    return model.eval(), plan
+
+
+def _plan(path: str | Path, pruned: Mapping[int, Sequence[int]], sites: Sequence[AttentionSite]) -> PruningPlan:
+    """What transformers 4 kept, by the order of the layers."""
+    kept = {}
+    for layer, site in enumerate(sites):
+        stay = tuple(head for head in range(site.heads) if head not in pruned.get(layer, ()))
+        if not stay:
+            raise UnsupportedModelError(f"every layer must keep a head, but layer {layer} of {path} has none left")
+        kept[site.name] = KeptHeads(stay, stay, site.heads, site.key_value_heads)
+    beyond = sorted(layer for layer in pruned if layer >= len(sites))
+    if beyond or any(site.heads != site.key_value_heads for site in sites):
+        raise UnsupportedModelError(
+            f"pruned_heads must be about layers of the model, each query head with a key/value head of its own, but "
+            f"{path} has {len(sites)} such layers and names {sorted(pruned)}"
+        )
+    return PruningPlan(kept=kept, criterion="pruned_heads", alpha=None, seed=0, versions=library_versions())
