@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .calibrate import sum_by_head
 from .compensate import real_tokens
-from .data.labels import is_regression
+from .data.targets import is_regression
 from .errors import DataError, NonFiniteError
 from .model.linear import weight_of
 from .model.modes import frozen, without_cache
