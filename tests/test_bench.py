@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 
@@ -44,6 +47,30 @@ def test_everything_is_measured_or_named(tmp_path: Path) -> None:
     assert [row["model"] for row in scoring] == ["tiny BERT", "tiny LLaMA"]
     assert len(found["missing"]) == 1
     assert "onnxruntime-cuda" in found["missing"][0]
+
+
+def test_what_takes_too_long_or_breaks_is_named_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.5)
+
+    def session(seconds: float) -> Any:
+        return gpu.Session(tmp_path / "gpu.json", seconds=seconds, device="cpu", repeats=1, console=Console(quiet=True))
+
+    late, broken = session(0.5), session(60)
+    late.attempt("long", lambda: time.sleep(30))
+    late.attempt("next", lambda: pytest.fail("begun"))
+    assert late.missing == [
+        "long: it was stopped 0.5 s after the 0.00833 minutes were over",
+        "next: the 0.00833 minutes were over before it began",
+    ]
+    broken.attempt("wrong", lambda: [][1])
+    broken.attempt("right", lambda: broken.scoring.append({}))
+    assert broken.missing == ["wrong: IndexError: list index out of range"]
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["tables"][1]["rows"] == [{}]
 
 
 @pytest.mark.slow

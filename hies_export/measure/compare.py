@@ -37,7 +37,7 @@ def time_on(
     """Time two models on one runtime, interleaved, with the first one against itself as control.
 
     Args:
-        runtime: A name in `hies_export.runtimes`.
+        runtime: A name in `hies_export.measure.runtimes`.
         dense: What the ratios are relative to: a model for torch, an ONNX folder for ONNX Runtime.
         slim: What is compared with it.
         batches: What both run, by (batch, sequence).
@@ -240,7 +240,7 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
         counts.synthetic_batch(model, batch=1, sequence=shape[1])
     if shapes:
         return [(shape[0], shape[1]) for shape in shapes]
-    positions = getattr(model.config, "max_position_embeddings", 128)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", 128)
     return [(1, min(128, positions)), (8, min(128, positions))]
 
 
