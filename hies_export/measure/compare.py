@@ -240,7 +240,7 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
         counts.synthetic_batch(model, batch=1, sequence=shape[1])
     if shapes:
         return [(shape[0], shape[1]) for shape in shapes]
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", 128)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 128
     return [(1, min(128, positions)), (8, min(128, positions))]
 
 
