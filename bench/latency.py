@@ -1,41 +1,75 @@
 """Part of the heads, how much of the time? Dense against slim, interleaved, with an A/A control beside every row.
 
-python bench/latency.py [--heads 0.5] [--shapes 1x128 8x128] [--runtimes torch onnxruntime-cpu] [--repeats 30]
-                        [--model FOLDER | --width minilm | --width bert-base]
+python bench/latency.py [--width minilm | --width bert-base | --model FOLDER] [--heads 0.3 0.5]
+                        [--shapes 1x128 8x128 8x512] [--runtimes torch onnxruntime-cpu] [--repeats 30]
 
-Without --model: random weights, which is enough for time. Ends in one JSON line.
+Without --model: random weights, which is enough for time. Writes bench/results/latency-WIDTH.json, which
+`hies-export report` shows again, and latency-WIDTH.txt. The machine should be idle.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
 
 import torch
+from models import BERT_BASE, MINILM, bert, uniformly_pruned
 from rich.console import Console
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from hies_export import export_onnx, find_attention, load, prune_heads, score_heads, select_heads
-from hies_export.measure.compare import count_both_flops, time_on
+from hies_export import find_attention, load
+from hies_export.checkpoint.folders import replace_file
+from hies_export.measure.compare import count_both_flops, export_for, time_on
 from hies_export.measure.counts import synthetic_batch
-from hies_export.measure.latency import environment
-from hies_export.values import HeadStatistics
+from hies_export.measure.latency import compare_latency, environment
+from hies_export.measure.runtime import RUNTIMES, Runtime
+from hies_export.measure.runtimes import check_runtime
+from hies_export.report.bench import Bench, print_bench
 
-WIDTHS = {
-    "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
-    "bert-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
-}
+WIDTHS = {"minilm": bert("MiniLM", **MINILM), "bert-base": bert("BERT-base", **BERT_BASE)}
+RESULTS = Path(__file__).with_name("results")
 
 
-def uniformly_pruned(model: PreTrainedModel, heads: float) -> PreTrainedModel:
-    """A random choice of the same number of heads in every layer: which ones does not matter for time."""
-    sites = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
-    zeros = {site.name: torch.zeros(site.heads) for site in sites}
-    statistics = HeadStatistics(his=zeros, entropy=zeros, weight_l2=zeros, samples=0, labels="none", fingerprint="")
-    scores = score_heads(statistics, criterion="random")
-    return prune_heads(model, select_heads(scores, sites, heads=heads, allocation="uniform"), sites)
+class Nothing(Runtime):
+    """Takes no time: what is measured of it is the measuring."""
+
+    provider, dtype, threads = "nothing", "float32", 1
+
+    def prepare(self, batch: Any) -> Any:
+        return batch
+
+    def run(self, feed: Any) -> None:
+        return None
+
+    def fetch(self, result: None) -> dict[str, Any]:
+        return {}
+
+
+def overhead_us(repeats: int = 6000) -> float:
+    """What the loop of `compare_latency` spends on a call beyond the call itself: median over rounds, in us."""
+    nothing = [Nothing() for _ in range(3)]
+    bare, ends = [], []
+    for _ in range(repeats):
+        start_ns = perf_counter_ns()
+        for runner in nothing:
+            runner.run({})
+        bare.append(perf_counter_ns() - start_ns)
+    first, second, control = nothing
+    compare_latency(
+        first,
+        second,
+        control=control,
+        batch={},
+        repeats=repeats,
+        progress=lambda done, total: ends.append(perf_counter_ns()),
+    )
+    rounds = [after - before for before, after in pairwise(ends)]
+    return (statistics.median(rounds) - statistics.median(bare)) / 3 / 1000
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -45,45 +79,56 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=float, default=0.5, help="share of heads to remove")
+    parser.add_argument("--heads", type=float, nargs="+", default=[0.3, 0.5], help="shares of heads to remove")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--shapes", type=parse_shape, nargs="+", default=[(1, 128), (8, 128)], metavar="BxS")
+    parser.add_argument("--shapes", type=parse_shape, nargs="+", default=[(1, 128), (8, 128), (8, 512)], metavar="BxS")
     parser.add_argument("--runtimes", nargs="+", default=["torch", "onnxruntime-cpu"])
     parser.add_argument("--model", metavar="FOLDER", help="a text classifier")
     parser.add_argument("--width", choices=WIDTHS, default="minilm")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: bench/results/latency-WIDTH.json")
     options = parser.parse_args()
 
+    for runtime in options.runtimes:
+        check_runtime(runtime)
     torch.manual_seed(0)
     if options.model:
-        dense = load(options.model, dtype=torch.float32).eval()
+        dense = load(options.model, dtype=torch.float32)
+        name = Path(options.model).name
     else:
-        dense = BertForSequenceClassification(BertConfig(**WIDTHS[options.width])).eval()
-    slim = uniformly_pruned(dense, options.heads)
-    console, rows = Console(highlight=False), []
+        dense, name = WIDTHS[options.width].build(device="cpu", dtype=torch.float32), options.width
+    sites = find_attention(dense, synthetic_batch(dense, batch=2, sequence=8))
+    batches = {shape: synthetic_batch(dense, batch=shape[0], sequence=shape[1]) for shape in options.shapes}
+    console, rows = Console(highlight=False, markup=False, width=140), []
+    cost_us = overhead_us()
     with tempfile.TemporaryDirectory() as folder:
-        sources = {"torch": (dense, slim)}
-        if "onnxruntime-cpu" in options.runtimes:
-            sample = synthetic_batch(dense, batch=2, sequence=16)
-            exported = [export_onnx(m, Path(folder) / n, batch=sample) for m, n in ((dense, "dense"), (slim, "slim"))]
-            sources["onnxruntime-cpu"] = tuple(e.folder for e in exported)
-        console.print(
-            "runtime          shape     dense ms  slim ms  slim/dense [95 %]     A/A [95 %]            realised"
-        )
-        batches = {s: synthetic_batch(dense, batch=s[0], sequence=s[1]) for s in options.shapes}
-        flops = count_both_flops(dense, slim, batches)
-        for runtime in options.runtimes:
-            for row in time_on(runtime, *sources[runtime], batches=batches, flops=flops, repeats=options.repeats):
-                rows.append(row)
-                shape = f"{row['batch']}x{row['sequence']}"
-                console.print(
-                    f"{runtime:16} {shape:8} {row['dense_ms']:9.2f} {row['slim_ms']:8.2f}"
-                    f"  {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
-                    f"  {row['control_ratio']:.3f} [{row['control_low']:.3f}, {row['control_high']:.3f}]"
-                    f"  {row['realised']:.2f} of {1 - row['flops_ratio']:.3f}",
-                    markup=False,
-                    soft_wrap=True,
-                )
-    print(json.dumps({"heads": options.heads, "latency": rows, "environment": environment()}))
+        for share in options.heads:
+            slim = uniformly_pruned(dense, share, sites)
+            flops = count_both_flops(dense, slim, batches)
+            for runtime in options.runtimes:
+                console.print(f"{name}, {share:.0%} of the heads removed, {runtime}")
+                sources: list[Any] = [dense, slim]
+                if not RUNTIMES[runtime].reads_models:
+                    places = [Path(folder) / f"{runtime}-{what}" for what in ("dense", f"{share:.0%}")]
+                    for place, model in zip(places, sources, strict=True):
+                        if not place.exists():
+                            export_for(runtime, model, place, "float32")
+                    sources = [place / "onnx" for place in places]
+                found = time_on(runtime, *sources, batches=batches, flops=flops, repeats=options.repeats)
+                rows += [{"model": f"{name} -{share:.0%}", **row} for row in found]
+    values = {
+        "title": f"{name}: the same share of the heads of every layer removed",
+        "tables": [{"title": "Latency", "names": ["dense", "slim"], "rows": rows}],
+        "missing": [],
+        "environment": environment(),
+        "overhead_us": cost_us,
+    }
+    out = options.out or RESULTS / f"latency-{name}.json"
+    replace_file(out, json.dumps(values, indent=1) + "\n")
+    with out.with_suffix(".txt").open("w", encoding="utf-8") as file:
+        for target in (console, Console(file=file, highlight=False, markup=False, width=140)):
+            print_bench(Bench.from_values(values), target)
+            target.print(f"Measuring costs {cost_us:.2f} us per timed call (median).")
+    print(f"written to {out} and {out.with_suffix('.txt')}")
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def latency_table(
     Args:
         model: The dense model.
         sites: The modules that may lose heads.
-        runtime: A name in `hies_export.runtimes`.
+        runtime: A name in `hies_export.measure.runtimes`.
         batch: What is run.
         export: Writes a model into a new ONNX folder; called where the runtime reads those.
         unit: As in `select_heads`.

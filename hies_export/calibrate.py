@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .data.batches import batches_fingerprint
-from .data.labels import IGNORED, check_label_tokens, is_regression, predicted_positions
+from .data.targets import IGNORED, batches_fingerprint, check_label_tokens, is_regression, predicted_positions
 from .errors import DataError, NonFiniteError, StepError, UnsupportedModelError
 from .heads.attention import AttentionCall, VisibleKeys, attend, attend_with_entropy, use_attention
 from .model.linear import weight_of

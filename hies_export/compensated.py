@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .compensate import real_tokens
-from .data.labels import check_label_tokens, is_regression, predicted_positions
+from .data.targets import check_label_tokens, is_regression, predicted_positions
 from .errors import DataError, NonFiniteError, RecipeError
 from .model.modes import frozen, without_cache
 from .score import COMPENSATED

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class HiesError(Exception):
@@ -116,3 +117,9 @@ def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     """
     nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Name at most twenty, for an error message."""
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")

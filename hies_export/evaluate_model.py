@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .data.labels import IGNORED, check_label_tokens, predicted_positions
+from .data.targets import IGNORED, check_label_tokens, predicted_positions
 from .errors import DataError, NonFiniteError
 from .metrics import check_metrics, load_metric
 from .model.modes import evaluating, without_cache

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from .checkpoint.loading import find_model_class, load_config
 from .cut import auto_classes
 from .data.batches import GENERATIVE, Columns, check_rows, draw_samples, load_processor, make_batches
-from .data.labels import is_regression
 from .data.lengths import by_length
 from .data.rows import load_rows
+from .data.targets import is_regression
 from .errors import MissingRuntimeError, RequestError
 from .heads.layout import find_attention, tower_of
 from .measure.compare import check_dtypes, model_shapes

@@ -282,7 +282,7 @@ class MeasureSection(_Section):
     """What is timed.
 
     Attributes:
-        runtimes: Names in `hies_export.runtimes`.
+        runtimes: Names in `hies_export.measure.runtimes`.
         dtypes: What the models are timed in, each on the runtimes that can run it; by default torch runs the model
             as it is, and ONNX Runtime the graph as it is exported. Only time is measured in the others.
         shapes: (batch, sequence) pairs; an image model's sequence follows from its image size, so (batch,) is enough.

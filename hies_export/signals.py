@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .baselines.channels import has_channels, sum_by_channel
 from .calibrate import sum_by_head
 from .compensate import real_tokens
-from .data.labels import is_regression
+from .data.targets import is_regression
 from .errors import DataError, NonFiniteError
 from .model.linear import weight_of
 from .model.modes import frozen, without_cache

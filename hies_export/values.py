@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from . import __version__
 from .errors import PlanError
 
 PLAN_FORMAT = 1
@@ -237,4 +238,5 @@ def dump_json(value: Any) -> str:
 
 def library_versions() -> dict[str, str]:
     """Versions of the libraries that decide what a plan or a measurement means."""
-    return {name: version(name) for name in ("hies-export", "torch", "transformers")}
+    # The package itself may be run from a checkout.
+    return {"hies-export": __version__, **{name: version(name) for name in ("torch", "transformers")}}

@@ -24,13 +24,13 @@ from transformers import (
 
 from hies_export.data.batches import (
     Columns,
-    batches_fingerprint,
     check_rows,
     is_regression,
     load_processor,
     make_batches,
 )
 from hies_export.data.rows import load_rows
+from hies_export.data.targets import batches_fingerprint
 from hies_export.errors import DataError, RequestError
 
 

@@ -35,6 +35,13 @@ def test_every_recipe_is_valid(path: Path) -> None:
     assert path.read_text().startswith("# ")
 
 
+def test_a_latency_budget_is_met_in_one_dtype() -> None:
+    fields = changed("prune.budget", {"latency": {"ratio": 0.8}})
+    assert PruningRecipe(**fields).measure.dtypes == ()
+    with pytest.raises(RecipeError, match="measure.dtypes must not be given, got float32, float16; time other dtypes"):
+        PruningRecipe(**fields, measure={"dtypes": ["float32", "float16"]})
+
+
 def test_there_are_recipes() -> None:
     assert {p.stem for p in RECIPES} >= {"quickstart-vit-digits", "bert-sst2", "bert-stsb", "vit-cifar100"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
 import re
@@ -12,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from hies_export.errors import RequestError
+from hies_export.report.bench import Bench, print_bench, read_report, render_bench
 from hies_export.report.html import render_html
 from hies_export.report.report import CUT, KEPT, Report, render_markdown
 
@@ -153,6 +158,82 @@ def test_reports_of_older_runs_still_render() -> None:
     assert "noisy" not in "".join(Page(text).words[3:])
 
 
+def test_a_step_tells_tokens_and_every_layer_its_flops() -> None:
+    speed = {"tokens_per_second": {"dense": 812.3, "slim": 1043.1}, "realised": None}
+    step = latency_row("torch", 0.78, phase="decode", dtype="bfloat16", **speed)
+    layers = [{"layer": "encoder.layer.0", "projections": 3e6, "products": 1e6, "other": 8e6}]
+    layers.append({"layer": "", "projections": 0, "products": 0, "other": 1e6})
+    slim = [{**layers[0], "projections": 1.5e6, "products": 0.5e6}, layers[1]]
+    report = make_report(flops_per_layer={"dense": layers, "slim": slim, "shape": [8, 128]})
+    report = dataclasses.replace(report, latency=[*report.latency, step])
+    markdown, page = render_markdown(report), "".join(Page(render_html(report)).words)
+    assert "| torch 8 x 128 decode bfloat16 | 100.00 ms | 78.00 ms | 0.780 [0.770, 0.792] |" in markdown
+    assert "| 812 → 1043 |" in markdown
+    assert "812 → 1043 tokens/s" in page
+    assert "| encoder.layer.0 | 3 → 1.5 | 1 → 0.5 | 8 | 12 → 10 |" in markdown
+    assert "| all | 3 → 1.5 | 1 → 0.5 | 9 | 13 → 11 |" in markdown
+    assert "3 → 1.51 → 0.5812 → 10" in page
+
+
+def test_a_bench_of_several_tables(tmp_path: Path) -> None:
+    rows = [latency_row("torch", 0.8, model="<b>BERT"), latency_row("torch", 1.1, noisy=True, model="LLaMA")]
+    scoring = [latency_row("torch", 1.05, realised=None, peak_bytes={"dense": 2e9, "slim": 2.1e9})]
+    values = {
+        "title": "Pruned models on a card",
+        "tables": [
+            {"title": "Latency", "names": ["dense", "slim"], "rows": rows},
+            {"title": "Scoring", "names": ["plain", "scoring"], "rows": scoring},
+            {"title": "Nothing", "names": ["a", "b"], "rows": []},
+        ],
+        "missing": ["ViT: it does not fit"],
+        "environment": {"gpu": "a card", "torch": "2.13.0"},
+    }
+    (tmp_path / "gpu.json").write_text(json.dumps(values))
+    bench = read_report(tmp_path / "gpu.json")
+    assert isinstance(bench, Bench)
+    text = render_bench(bench)
+    page = Page(text)
+    words = "".join(page.words)
+    assert [tag for tag, _ in page.tags].count("section") == 4
+    assert "<b>BERT" not in text
+    assert "scoring / plain, with its 95 % interval" in words
+    assert "2 → 2.1" in words
+    assert "ViT: it does not fit" in words
+    out = io.StringIO()
+    print_bench(bench, Console(file=out, width=140))
+    assert "not measured: ViT: it does not fit" in out.getvalue()
+    assert re.search(r"LLaMA .* noisy ", out.getvalue())
+    (tmp_path / "gpu.json").write_text("{}")
+    with pytest.raises(RequestError, match="a report must be a report.json or a run's folder"):
+        read_report(tmp_path / "gpu.json")
+
+
+def test_figures_of_a_run_are_drawn_the_same_twice(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
+    from hies_export.report import figures
+
+    report = make_report()
+    files = figures.draw_report(report, tmp_path)
+    assert sorted(file.name for file in files) == [f"{n}.{e}" for n in ("head-maps", "latency") for e in ("png", "svg")]
+    before = {file: file.read_bytes() for file in files}
+    figures.draw_report(report, tmp_path)
+    assert {file: file.read_bytes() for file in files} == before
+    maps = [axis for axis in figures.head_maps(report).axes if axis.images]
+    assert [axis.get_title() for axis in maps] == [
+        *("importance (HIS)", "attention entropy", "hies score", "plan: 3 of 12 removed"),
+    ]
+    for axis in maps:
+        assert sorted(map(tuple, axis.collections[0].get_offsets().tolist())) == [(0, 0), (2, 2), (3, 1)]
+    assert maps[0].images[0].get_array()[1].tolist() == pytest.approx([0.04, 0.05, 0.06, 0.07])
+    plot = figures.latency(report.latency).axes[0]
+    assert [label.get_text() for label in plot.get_yticklabels()] == [
+        *("torch 8 x 128", "onnxruntime-cpu 8 x 128", "onnxruntime-cpu-int8 8 x 128 (noisy)"),
+    ]
+    # The noisy row has a control and no ratio.
+    assert (len(plot.patches), len(plot.containers)) == (3, 5)
+    assert figures.latency([]) is None
+
+
 def test_names_cannot_become_markup() -> None:
     report = make_report()
     evil = "</script><script>alert(1)</script>"
@@ -226,6 +307,15 @@ def test_a_browser_shows_it_whole(chromium: str, tmp_path: Path, width: int, dar
     page = render_html(make_report(layers=24, heads=16))
     script = "const RESULT={wide:document.documentElement.scrollWidth,seen:innerWidth}"
     result = json.loads(browse(chromium, tmp_path, page, width=width, script=script, dark=dark))
+    assert result == {"wide": width, "seen": width}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_shows_a_bench(chromium: str, tmp_path: Path, width: int) -> None:
+    values = {"a": "one", "b": "two", "latency": make_report().latency, "environment": make_report().environment}
+    script = "const RESULT={wide:document.documentElement.scrollWidth,seen:innerWidth}"
+    result = json.loads(browse(chromium, tmp_path, render_bench(Bench.from_values(values)), width=width, script=script))
     assert result == {"wide": width, "seen": width}
 
 

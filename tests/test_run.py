@@ -136,6 +136,10 @@ def test_a_slim_checkpoint_can_be_run_exported_inspected_and_benched(
     assert inspected["can_be_cut"]
     assert inspected["slim"]
     assert sum(a["heads"] for a in inspected["attention"]) == 11
+    assert [row["layer"] for row in inspected["flops_per_layer"]] == [
+        *(f"bert.encoder.layer.{i}" for i in range(3)),
+        "",
+    ]
     for first, second in ((project / "model", slim), (project / "onnx", slim), (project / "onnx", project / "onnx")):
         command = ("bench", first, second, "--shape", "2x8", "--repeats", 4, "--runtime", "onnxruntime-cpu", "--json")
         assert hies(*command) == 0
@@ -219,8 +223,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty split": ({"data.files.train": "empty.jsonl"}, "empty"),
     "metric of a regressor": ({"evaluation.metrics": "[pearson]"}, "'pearson', which is for numbers"),
     "runtime": ({"measure.runtimes": "[onnxruntime-gpuu]"}, "a runtime must be one of"),
+    "runtime not here": ({"measure.runtimes": "[onnxruntime-cuda]"}, 'install it with: pip install "hies-export[gpu]"'),
+    "dtype": (
+        {"measure.runtimes": "[onnxruntime-cpu]", "measure.dtypes": "[bfloat16]"},
+        "a dtype must be one of float32, float16 on onnxruntime-cpu, got 'bfloat16'",
+    ),
     "shape": ({"measure.shapes": "[[1]]"}, "must be batch and sequence, got [1]"),
-    "shape too long": ({"measure.shapes": "[[1, 65]]"}, "65"),
+    "shape too long": ({"measure.shapes": "[[1, 65]]"}, "sequence must be in 1..64 for BertForSequenceClassificat"),
     "task of the model": (
         {"task": "image-classification", "data.text": "[]", "data.image": "sentence"},
         "image-classification needs a model fine-tuned for it",
@@ -322,6 +331,33 @@ def test_bench_refuses_what_cannot_be_compared(project: Path, capsys: pytest.Cap
     assert "--shape must be BATCHxSEQUENCE" in capsys.readouterr().err
     assert hies("bench", project / "model", "--runtime", "tourch") == 2
     assert "did you mean 'torch'" in capsys.readouterr().err
+    assert hies("bench", project / "model", "--dtype", "int4") == 2
+    assert "a dtype must be one of float32, float16, bfloat16 on torch, got 'int4'" in capsys.readouterr().err
+    assert hies("bench", project / "model", "--runtime", "onnxruntime-tensorrt") == 2
+    assert 'pip install "hies-export[gpu]"' in capsys.readouterr().err
+    assert hies("bench", project / "model", "--shape", "1x65") == 2
+    assert "sequence must be in 1..64" in capsys.readouterr().err
+    (project / "model.onnx").touch()
+    assert hies("bench", project, "--dtype", "float16") == 2
+    assert "is an ONNX folder with its own" in capsys.readouterr().err
+
+
+def test_what_bench_prints_is_shown_again(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--shape", "2x8", "--repeats", 2, "--dtype", "float16", "--dtype", "float32")
+    assert hies("bench", project / "model", *options, "--json") == 0
+    *said, written = capsys.readouterr().out.splitlines()
+    rows = json.loads(written)["latency"]
+    assert [row["dtype"] for row in rows] == ["float16", "float32"]
+    (project / "bench.json").write_text(written)
+    assert hies("report", project / "bench.json", "--html", project / "bench.html", "--json") == 0
+    *again, values = capsys.readouterr().out.splitlines()
+    assert again == said
+    assert json.loads(values)["tables"][0]["rows"] == rows
+    page = (project / "bench.html").read_text()
+    assert "torch <span class=muted>2 × 8 float16</span>" in page
+    assert hies("report", project / "bench.json", "--figures", project / "figures") == 2
+    assert "figures are drawn of a run" in capsys.readouterr().err
+    assert not (project / "figures").exists()
 
 
 def test_help_names_every_command_and_imports_nothing_heavy() -> None:

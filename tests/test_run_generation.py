@@ -66,9 +66,18 @@ def test_language_model(stories: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert {(row["runtime"], row["batch"], row["sequence"]) for row in summary["latency"]} == {
         (runtime, *shape) for runtime in ("torch", "onnxruntime-cpu") for shape in ((1, 8), (2, 16))
     }
+    assert [row["phase"] for row in summary["latency"]] == ["prefill", "decode"] * 4
+    for row in summary["latency"]:
+        if row["phase"] == "decode":
+            speed = {side: row["batch"] / row[f"{side}_ms"] * 1000 for side in ("dense", "slim")}
+            assert row["tokens_per_second"] == pytest.approx(speed)
+            assert row["realised"] is None
+        else:
+            assert row["tokens_per_second"] is None
     page = (tmp_path / "out" / "report.md").read_text()
     assert "| cache per token | 256 B | 128 B | -50.0% |" in page
     assert "| same next token |" in page
+    assert "| onnxruntime-cpu 2 x 16 decode |" in page
     assert "AutoModelForCausalLM" in (tmp_path / "out" / "slim" / "README.md").read_text()
 
     # The perplexity of the dense model, by hand: every block but its first token.
@@ -88,7 +97,7 @@ def test_language_model(stories: Path, tmp_path: Path, capsys: pytest.CaptureFix
     [
         ["prune.alpha=auto", "prune.compensation.method=least_squares", "prune.compensation.samples=24"],
         ["prune.criterion=hies-compensated", "prune.compensation.method=least_squares"],
-        ["prune.unit=query", "prune.allocation=global", "dtype=bfloat16"],
+        ["prune.unit=query", "prune.allocation=global", "dtype=bfloat16", "measure.dtypes=[float16, bfloat16]"],
         ["data.packing=false", "evaluation.metrics=[token_accuracy, perplexity]"],
     ],
     ids=["alpha auto", "compensated", "query heads", "rows"],
@@ -101,6 +110,7 @@ def test_other_ways(options: list[str], stories: Path, tmp_path: Path) -> None:
     if "prune.unit=query" in options:
         assert all(count == 2 for count in report.heads["kept_per_layer"])
         assert report.cache_bytes_per_token == {"dense": 128, "slim": 128}
+        assert list(dict.fromkeys(row["dtype"] for row in report.latency)) == ["float16", "bfloat16"]
 
 
 BAD = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ import numpy as np
 import torch
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-from ..errors import DataError, RequestError
+from ..errors import DataError, RequestError, listed
 from .generation import answer_batches, block_batches, image_text_batches, text_batches
 from .images import as_images, holds_images, rgb_image
-from .labels import STRINGS, is_regression, kind_of, read_labels
+from .labels import STRINGS, kind_of, read_labels
 from .prompts import check_prompt, one_row_per_question, right_choice
-from .rows import listed, said
+from .rows import said
+from .targets import is_regression
 from .text_blocks import pack_text
 from .tokens import check_vocabulary, settle_padding, token_limit
 
@@ -323,15 +323,3 @@ def _generative_batches(
     if task == "text-generation":
         return answer_batches(rows, tokenizer=tokenizer, **options)
     return image_text_batches(rows, image=str(columns.image), processor=processor, **options)
-
-
-def batches_fingerprint(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
-    """Return the SHA-256, in hexadecimal, of the batches: their keys, dtypes, shapes and bytes, in order."""
-    digest = hashlib.sha256()
-    for batch in batches:
-        for key in sorted(batch):
-            tensor = batch[key].detach().cpu()
-            digest.update(f"{key}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-            digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-        digest.update(b"|")
-    return digest.hexdigest()

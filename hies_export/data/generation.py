@@ -13,8 +13,8 @@ import torch
 
 from ..errors import DataError
 from .images import as_images, rgb_image
-from .labels import IGNORED
 from .prompts import answer_text, filled, template_fields, tokenise
+from .targets import IGNORED
 from .tokens import check_vocabulary, position_ids
 
 logger = logging.getLogger(__name__)

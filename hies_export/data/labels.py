@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import datasets
-import torch
 
-from ..errors import DataError
-from .rows import listed
+from ..errors import DataError, listed
+from .targets import is_regression
 
 logger = logging.getLogger(__name__)
 
 STRINGS = ("string", "large_string")
-# What transformers' losses leave out.
-IGNORED = -100
-
-
-def is_regression(config: Any) -> bool:
-    """Tell whether a classifier's config makes it a regressor: one label, or that problem type."""
-    return config.num_labels == 1 or getattr(config, "problem_type", None) == "regression"
 
 
 def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int] | list[float]:
@@ -98,33 +90,6 @@ def _numbers_of_names(names: Sequence[str], *, column: str, config: Any) -> list
         given = ", ".join(repr(name) for name in list(unknown)[:3]) + (", ..." if len(unknown) > 3 else "")
         raise DataError(f"the class names in {column!r} must be among the model's ({known}), got {given}")
     return [numbers[name] if name in numbers else numbers[name.casefold()] for name in names]
-
-
-def predicted_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Which outputs of a language model are judged, (batch, tokens - 1) bool: those before a token that is a label.
-
-    Args:
-        labels: (batch, tokens), -100 where no loss is wanted; not shifted, as models take them.
-    """
-    return labels[:, 1:] != IGNORED
-
-
-def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Check, where labels are tokens, that every sample has one that a loss can be computed of.
-
-    Raises:
-        DataError: a sample has none.
-    """
-    for index, batch in enumerate(batches):
-        labels = batch.get("labels")
-        if labels is not None and labels.dim() == 2:
-            empty = (~predicted_positions(labels).any(-1)).nonzero().flatten().tolist()
-            if empty:
-                raise DataError(
-                    f"every sample must have a label token after its first token, but of batch {index} (from 0) "
-                    f"{'sample' if len(empty) == 1 else 'samples'} {listed(empty)} (from 0) of {len(labels)} "
-                    f"{'has' if len(empty) == 1 else 'have'} none; leave such samples out or raise max_length"
-                )
 
 
 def kind_of(feature: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .labels import IGNORED
+from .targets import IGNORED
 
 
 def by_length(batches: Sequence[dict[str, Tensor]], *, config: Any) -> list[dict[str, Tensor]]:

@@ -11,9 +11,8 @@ from typing import Any
 import datasets
 import pyarrow
 
-from ..errors import DataError, did_you_mean
+from ..errors import DataError, did_you_mean, listed
 from .labels import STRINGS, kind_of
-from .rows import listed
 
 LISTS = (datasets.List, datasets.LargeList)
 

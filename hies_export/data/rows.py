@@ -6,14 +6,14 @@ import csv
 import glob
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 
-from ..errors import DataError
+from ..errors import DataError, listed
 from ..quiet import quiet
 
 # Only an empty cell is missing: "None", "NA" and "null" are words that texts contain. One chunk, so that the type of
@@ -158,12 +158,6 @@ def _build(builder: str, patterns: list[str], **options: Any) -> datasets.Datase
         )
     rows.data.validate(full=True)  # pyarrow reads text that is not UTF-8 without a word
     return rows
-
-
-def listed(names: Iterable[Any]) -> str:
-    """Name at most twenty, for an error message."""
-    shown = [str(name) for name in names]
-    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
 
 
 def said(error: BaseException) -> str:

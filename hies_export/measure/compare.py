@@ -37,7 +37,7 @@ def time_on(
     """Time two models on one runtime, interleaved, with the first one against itself as control.
 
     Args:
-        runtime: A name in `hies_export.runtimes`.
+        runtime: A name in `hies_export.measure.runtimes`.
         dense: What the ratios are relative to: a model for torch, an ONNX folder for ONNX Runtime.
         slim: What is compared with it.
         batches: What both run, by (batch, sequence).
@@ -66,17 +66,22 @@ def time_on(
                 repeats=repeats,
                 min_seconds=min_seconds,
             )
-            rows.append(_row(found, runtime=runtime, shape=shape, phase=phase, flops=flops[shape]))
+            # A step reads all weights to compute a token: its time is that of the memory, and no share of FLOPs.
+            counted = None if phase == "decode" else flops[shape]
+            rows.append(latency_row(found, runtime=runtime, shape=shape, phase=phase, flops=counted))
     return rows
 
 
-def _row(
-    found: latency.LatencyComparison, *, runtime: str, shape: Shape, phase: latency.Phase, flops: tuple[int, int]
+def latency_row(
+    found: latency.LatencyComparison,
+    *,
+    runtime: str,
+    shape: Shape,
+    phase: latency.Phase = "forward",
+    flops: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """A comparison as a row of report.json's `latency`."""
-    step = phase == "decode"
-    # A step reads all weights to compute a token: its time is that of the memory, and no share of FLOPs.
-    flops_ratio = None if step else flops[1] / flops[0]
+    """A comparison as a row of report.json's `latency`; without FLOPs there is no realised share of their saving."""
+    flops_ratio = None if flops is None else flops[1] / flops[0]
     per_second = {"dense": 1000 * shape[0] / found.dense.p50_ms, "slim": 1000 * shape[0] / found.slim.p50_ms}
     return {
         "runtime": runtime,
@@ -92,7 +97,7 @@ def _row(
         "ratio_high": found.ratio_high,
         "realised": None if flops_ratio is None else latency.realised_share(found.ratio, flops_ratio),
         "flops_ratio": flops_ratio,
-        "tokens_per_second": per_second if step else None,
+        "tokens_per_second": per_second if phase == "decode" else None,
         "dense_p90_ms": found.dense.p90_ms,
         "dense_p99_ms": found.dense.p99_ms,
         "slim_p90_ms": found.slim.p90_ms,
@@ -235,7 +240,7 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
         counts.synthetic_batch(model, batch=1, sequence=shape[1])
     if shapes:
         return [(shape[0], shape[1]) for shape in shapes]
-    positions = getattr(model.config, "max_position_embeddings", 128)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 128
     return [(1, min(128, positions)), (8, min(128, positions))]
 
 

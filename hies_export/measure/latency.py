@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from .. import __version__
 from ..errors import NonFiniteError, RecipeError
 from .runtime import Runtime
 
@@ -247,10 +248,11 @@ def realised_share(latency_ratio: float, flops_ratio: float) -> float | None:
 def environment() -> dict[str, Any]:
     """Where a measurement was made: versions, processor, GPU. No host name, no user, no path."""
     gpu = gpu_facts()
-    packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "optimum", "hies-export")
+    packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "optimum")
     return {
         "python": platform.python_version(),
         **{name.replace("-", "_"): _version(name) for name in packages},
+        "hies_export": __version__,
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),

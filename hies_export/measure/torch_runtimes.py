@@ -6,7 +6,7 @@ import copy
 import inspect
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any, ClassVar
@@ -120,14 +120,7 @@ class TorchRuntime(Runtime):
 
     def peak_memory_bytes(self, feed: dict[str, Any]) -> int | None:
         """The parameters, and what torch's allocator holds beyond what it held before, at the peak of a run."""
-        if not self._on_cuda:
-            return None
-        device = self._model.device
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        self.run(feed)
-        return parameter_bytes(self._model) + torch.cuda.max_memory_allocated(device) - before
+        return peak_memory_bytes(self._model, lambda: self.run(feed))
 
 
 @register_runtime("torch-compile")
@@ -148,6 +141,22 @@ class CompiledTorchRuntime(TorchRuntime):
         self.cuda_graph = self._on_cuda
         mode = "reduce-overhead" if self.cuda_graph else None
         self._forward = torch.compile(self._model, dynamic=False, mode=mode)
+
+
+def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int | None:
+    """A model's parameters, and the most that torch's allocator holds during `run` beyond what it held before.
+
+    Other models on the device do not count. None on the CPU.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.max_memory_allocated.html
+    """
+    if model.device.type != "cuda":
+        return None
+    torch.cuda.synchronize(model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    run()
+    return parameter_bytes(model) + torch.cuda.max_memory_allocated(model.device) - before
 
 
 def _fresh(feed: dict[str, Any]) -> dict[str, Any]:

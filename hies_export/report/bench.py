@@ -99,5 +99,5 @@ def render_bench(bench: Bench) -> str:
     if bench.missing:
         sections.append(("Not measured", table(["", ""], [[sentence] for sentence in bench.missing])))
     environment = [[name, str(value)] for name, value in bench.environment.items() if value is not None]
-    sections.append(("Where", table(["", ""], environment)))
+    sections.append(("Where", folded("Environment", table(["", ""], environment), wrap=True)))
     return page(bench.title, environment_text(bench.environment), sections)

@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from .latency import latency_figure, latency_note, row_name
-from .page import bar, folded, page, table
+from .page import asset, bar, folded, page, table
 from .report import (
     CUT,
     Report,
@@ -44,7 +44,7 @@ def render_html(report: Report) -> str:
         ("How to load it", _load_section(report)),
     ]
     subtitle = f"{model_name(report)} · {report.task} · {criterion_text(report)} · seed {report.seed}"
-    return page(title(report), subtitle, sections, top=_tiles(report))
+    return page(title(report), subtitle, sections, top=_tiles(report), script=asset("report.js"))
 
 
 def _tiles(report: Report) -> str:

@@ -81,8 +81,9 @@ def latency_figure(rows: Sequence[Row], names: tuple[str, str] = ("dense", "slim
 
     out = []
     for row in rows:
-        runtime, _, rest = escape(f"{row.get('model', '')} {row_name(row)}".strip()).partition(" ")
-        name = f"<span>{runtime} <span class=muted>{rest.replace(' x ', ' × ')}</span></span>"
+        what = escape(row_name(row)).replace(" x ", " × ")
+        head, rest = (escape(row["model"]), what) if row.get("model") else what.split(" ", 1)
+        name = f"<span>{head} <span class=muted>{rest}</span></span>"
         times = f"{row['dense_ms']:.1f} → {row['slim_ms']:.1f} ms"
         if row.get("tokens_per_second"):
             times += f", {_pair(row['tokens_per_second'])} tokens/s"
@@ -119,7 +120,10 @@ def _with_interval(row: Row, ratio: str, low: str, high: str) -> str:
 def _gain(row: Row) -> str:
     if row.get("tokens_per_second"):
         return _pair(row["tokens_per_second"])
-    return "" if row["realised"] is None or row.get("noisy") else f"{row['realised']:.0%}"
+    if row["realised"] is None or row.get("noisy"):
+        return ""
+    saving = row.get("flops_ratio")
+    return f"{row['realised']:.0%}" + (f" of {1 - saving:.1%}" if saving else "")
 
 
 def _pair(values: Mapping[str, float] | None, *, scale: float = 1.0) -> str:

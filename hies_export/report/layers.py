@@ -24,5 +24,5 @@ def layer_table(
         cells = [[row[part] for row in rows] for part in PARTS]
         cells.append([sum(row[part] for part in PARTS) for row in rows])
         shown = [" → ".join(dict.fromkeys(f"{value / 1e6:.4g}" for value in cell)) for cell in cells]
-        lines.append([rows[0]["layer"] or "embeddings, heads", *shown])
+        lines.append([rows[0]["layer"] or "outside the layers", *shown])
     return ["MFLOPs", "projections", "attention products", "other", "all"], lines

@@ -10,17 +10,17 @@ from pathlib import Path
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *, top: str = "") -> str:
-    """A page of sections (name, HTML), with `top` (HTML) under its headline."""
+def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *, top: str = "", script: str = "") -> str:
+    """A page of sections (name, HTML), with `top` (HTML) under its headline and a script at its end."""
     body = "".join(f"<section><h2>{name}</h2>{content}</section>" for name, content in sections)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{_asset('report.css')}</style></head><body><main>"
+        f"<title>{escape(title)}</title><style>{asset('report.css')}</style></head><body><main>"
         f"<header><h1>{escape(title)}</h1><p class=muted>{escape(subtitle)}</p>{top}</header>"
-        f"{body}</main><script>{_asset('report.js')}</script></body></html>\n"
+        f"{body}</main>{f'<script>{script}</script>' if script else ''}</body></html>\n"
     )
 
 
@@ -46,5 +46,6 @@ def folded(summary: str, content: str, *, wrap: bool = False) -> str:
     return f"<details{' class=wrap' if wrap else ''}><summary>{escape(summary)}</summary>{content}</details>"
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file beside this one."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")

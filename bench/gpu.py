@@ -1,0 +1,289 @@
+"""Latency, memory and scoring cost on one NVIDIA GPU, for BERT-base, ViT-large, a LLaMA of 1B width and LLaVA-1.5-7B.
+
+bench/gpu.sh [--out FILE] [--minutes 8] [--dry]
+
+Random weights; 0, 30 and 50 % of the heads of every layer removed (0 % is the dense model against itself). What is not
+installed, does not fit into memory or does not fit into the time is named in the file. `hies-export report FILE` shows
+the file again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from models import (
+    BERT_BASE,
+    CLIP_LARGE,
+    LLAMA_1B,
+    LLAMA_7B,
+    TINY,
+    VIT_LARGE,
+    Shape,
+    bert,
+    llama,
+    llava,
+    uniformly_pruned,
+    vit,
+)
+from rich.console import Console
+from scoring import hies, plain
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hies_export.checkpoint.folders import replace_file
+from hies_export.errors import HiesError
+from hies_export.measure.compare import count_both_flops, export_for, latency_row, time_on
+from hies_export.measure.counts import sequence_length
+from hies_export.measure.latency import compare_latency, environment
+from hies_export.measure.runtime import RUNTIMES, Runtime
+from hies_export.measure.runtimes import check_runtime
+from hies_export.measure.torch_runtimes import peak_memory_bytes
+from hies_export.onnx.trace import reason
+from hies_export.report.bench import Bench, print_bench, render_bench
+
+SHARES = (0.0, 0.3, 0.5)
+# What began in time may go on for so long.
+GRACE_SECONDS = 30
+RESULTS = Path(__file__).with_name("results")
+
+
+class Training(Runtime):
+    """A forward and backward pass, with or without the statistics of the heads: `way` of bench/scoring.py."""
+
+    dtypes: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, way: Callable[..., None], model: PreTrainedModel, sites: Any):
+        self.way, self.model, self.sites, self.threads = way, model, sites, torch.get_num_threads()
+
+    @property
+    def provider(self) -> str:
+        return self.model.device.type
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def prepare(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+
+    def run(self, feed: dict[str, Tensor]) -> None:
+        self.way(self.model, feed, self.sites)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def fetch(self, result: None) -> dict[str, Any]:
+        return {}
+
+    def peak_memory_bytes(self, feed: dict[str, Tensor]) -> int | None:
+        return peak_memory_bytes(self.model, lambda: self.run(feed))
+
+
+@dataclass
+class Session:
+    """What was found so far, in a file from the first row on, and how much time is left."""
+
+    out: Path
+    seconds: float
+    device: str
+    repeats: int
+    console: Console
+    started: float = field(default_factory=time.perf_counter)
+    latency: list[dict[str, Any]] = field(default_factory=list)
+    scoring: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def attempt(self, what: str, work: Callable[[], None]) -> None:
+        """Do a piece of work, or say why it is missing."""
+        try:
+            self.check_time("before it began")
+            self.console.print(f"{time.perf_counter() - self.started:5.0f} s  {what}")
+            self.stop_after(GRACE_SECONDS)
+            work()
+        except (TimeoutError, HiesError) as error:
+            self.missing.append(f"{what}: {error}")
+        except torch.OutOfMemoryError:
+            self.missing.append(f"{what}: it does not fit into the device's memory")
+        except Exception as error:  # of a machine that nobody has tried: what was found before must not be lost
+            self.missing.append(f"{what}: {reason(error)}")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        replace_file(self.out, json.dumps(self.values(), indent=1) + "\n")
+
+    def check_time(self, when: str) -> None:
+        """Raise TimeoutError where there is no time left to begin anything."""
+        if time.perf_counter() - self.started > self.seconds:
+            raise TimeoutError(f"the {self.seconds / 60:.3g} minutes were over {when}")
+
+    def stop_after(self, grace: float) -> None:
+        """Raise TimeoutError in whatever runs, a while after the time is over."""
+
+        def stop(*_: object) -> None:
+            raise TimeoutError(f"it was stopped {grace:g} s after the {self.seconds / 60:.3g} minutes were over")
+
+        signal.signal(signal.SIGALRM, stop)
+        left = self.started + self.seconds + grace - time.perf_counter()
+        # Again and again: libraries catch what is raised in them.
+        signal.setitimer(signal.ITIMER_REAL, max(left, 0.1), 5)
+
+    def values(self) -> dict[str, Any]:
+        where = environment()
+        return {
+            "title": f"Pruned models on {where['gpu'] or where['cpu']}",
+            "tables": [
+                {"title": "Latency", "names": ["dense", "slim"], "rows": self.latency},
+                {
+                    "title": "Scoring, beside a forward and backward pass alone",
+                    "names": ["plain", "scoring"],
+                    "rows": self.scoring,
+                },
+            ],
+            "missing": self.missing,
+            "environment": where,
+            "seconds": time.perf_counter() - self.started,
+        }
+
+
+def time_models(
+    session: Session,
+    shape: Shape,
+    *,
+    runtimes: Sequence[str],
+    dtypes: Sequence[str],
+    sizes: Sequence[tuple[int, int]],
+    shares: Sequence[float] = SHARES,
+) -> None:
+    """Every runtime, dtype and share of heads, at every (batch, tokens of text)."""
+    for runtime in runtimes:
+        for dtype in dtypes:
+            work = partial(_time_shares, session, shape, runtime=runtime, dtype=dtype, sizes=sizes, shares=shares)
+            session.attempt(f"{shape.name}, {runtime}, {dtype}", work)
+
+
+def _time_shares(
+    session: Session,
+    shape: Shape,
+    *,
+    runtime: str,
+    dtype: str,
+    sizes: Sequence[tuple[int, int]],
+    shares: Sequence[float],
+) -> None:
+    check_runtime(runtime)
+    sites = shape.sites()
+    dense = shape.build(device=session.device, dtype=getattr(torch, dtype))
+    made = [shape.batch(dense, *size) for size in sizes]
+    batches = {(len(next(iter(batch.values()))), sequence_length(dense, batch)): batch for batch in made}
+    exports = not RUNTIMES[runtime].reads_models
+    with tempfile.TemporaryDirectory() as folder:
+        first: Any = export_for(runtime, dense, Path(folder) / "dense", dtype) if exports else dense
+        for share in shares:
+            session.check_time(f"at {share:.0%} of the heads")
+            slim = uniformly_pruned(dense, share, sites) if share else dense
+            second: Any = slim
+            if exports:
+                second = export_for(runtime, slim, Path(folder) / f"{share:.0%}", dtype) if share else first
+            flops = count_both_flops(dense, slim, batches)
+            rows = time_on(runtime, first, second, batches=batches, flops=flops, repeats=session.repeats)
+            session.latency.extend({"model": f"{shape.name} -{share:.0%}", **row} for row in rows)
+
+
+def time_scoring(session: Session, shape: Shape, *, dtype: str, size: tuple[int, int]) -> None:
+    """What the statistics of the heads cost beyond a forward and backward pass."""
+
+    def work() -> None:
+        sites = shape.sites()
+        model = shape.build(device=session.device, dtype=getattr(torch, dtype))
+        batch = shape.batch(model, *size)
+        labels = batch["input_ids"] if model.can_generate() else torch.zeros(size[0], dtype=torch.int64)
+        batch["attention_mask"][-1, : size[1] // 4] = 0  # a padded row, as real batches have
+        ways = [Training(way, model, sites) for way in (plain, hies, plain)]
+        found = compare_latency(
+            ways[0], ways[1], control=ways[2], batch={**batch, "labels": labels}, repeats=session.repeats, warmup=2
+        )
+        session.scoring.append({"model": shape.name, **latency_row(found, runtime="torch", shape=size)})
+
+    session.attempt(f"scoring {shape.name}, {dtype}", work)
+
+
+def real(session: Session) -> None:
+    """The shapes of the issue, the cheapest and most asked for first."""
+    base, large = bert("BERT-base", **BERT_BASE), vit("ViT-large", 224, **VIT_LARGE)
+    billion = llama("LLaMA-1B", **LLAMA_1B)
+    assistant = llava("LLaVA-1.5-7B", 336, text=LLAMA_7B, vision=CLIP_LARGE)
+    cuda = ["onnxruntime-cuda"]
+    text, half = [(1, 128), (8, 128), (8, 512)], ["float16", "bfloat16"]
+    time_models(session, base, runtimes=["torch"], dtypes=["float32", *half], sizes=text)
+    time_models(session, billion, runtimes=["torch"], dtypes=["bfloat16"], sizes=[(1, 512), (8, 512)])
+    time_models(session, large, runtimes=["torch"], dtypes=half, sizes=[(1, 0), (32, 0)])
+    time_scoring(session, base, dtype="float32", size=(32, 128))
+    time_scoring(session, billion, dtype="bfloat16", size=(2, 2048))
+    time_models(session, base, runtimes=cuda, dtypes=["float32", "float16"], sizes=text)
+    time_models(session, assistant, runtimes=["torch"], dtypes=["bfloat16"], sizes=[(1, 64)])
+    time_models(session, large, runtimes=cuda, dtypes=["float16"], sizes=[(1, 0), (32, 0)], shares=[0.5])
+    time_models(session, billion, runtimes=cuda, dtypes=["float16"], sizes=[(1, 512)], shares=[0.5])
+    time_models(session, base, runtimes=["torch-compile"], dtypes=["float16"], sizes=[(1, 128)], shares=[0.5])
+
+
+def dry(session: Session) -> None:
+    """The same code with tiny models on the CPU."""
+    short = {"vocab_size": 100, "max_position_embeddings": 64}
+    decoder = {**TINY, **short, "num_key_value_heads": 4}
+    base, decodes = bert("tiny BERT", **TINY, **short), llama("tiny LLaMA", **decoder)
+    time_models(session, base, runtimes=["torch"], dtypes=["float32", "bfloat16"], sizes=[(2, 12)])
+    time_models(session, decodes, runtimes=["torch"], dtypes=["bfloat16"], sizes=[(2, 12)], shares=[0.5])
+    image = vit("tiny ViT", 32, **TINY)
+    time_models(session, image, runtimes=["torch"], dtypes=["float32"], sizes=[(2, 0)], shares=[0.5])
+    assistant = llava("tiny LLaVA", 28, text=decoder, vision=TINY)
+    time_models(session, assistant, runtimes=["torch"], dtypes=["float32"], sizes=[(1, 8)], shares=[0.5])
+    time_scoring(session, base, dtype="float32", size=(2, 12))
+    time_scoring(session, decodes, dtype="float32", size=(2, 12))
+    both = ["onnxruntime-cpu", "onnxruntime-cuda"]
+    time_models(session, base, runtimes=both, dtypes=["float32"], sizes=[(2, 12)], shares=[0.5])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: bench/results/gpu.json, or gpu-dry.json")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="nothing is begun after that, or goes on for long (default: 8)"
+    )
+    parser.add_argument("--repeats", type=int, default=None, help="timed runs of each (default: 30, dry: 3)")
+    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU, to check the script")
+    options = parser.parse_args()
+    if not options.dry and not torch.cuda.is_available():
+        parser.error("an NVIDIA GPU that torch can use is needed, and there is none; --dry checks the script without")
+
+    torch.manual_seed(0)
+    if options.dry:
+        torch.set_num_threads(1)  # on a busy machine threads wait for each other
+    out = options.out or RESULTS / ("gpu-dry.json" if options.dry else "gpu.json")
+    session = Session(
+        out=out,
+        seconds=60 * options.minutes,
+        device="cpu" if options.dry else "cuda",
+        repeats=options.repeats or (3 if options.dry else 30),
+        console=Console(highlight=False, markup=False, width=140),
+    )
+    (dry if options.dry else real)(session)
+    found = Bench.from_values(session.values())
+    print_bench(found, session.console)
+    replace_file(out.with_suffix(".html"), render_bench(found))
+    print(f"written to {out} and {out.with_suffix('.html')}")
+
+
+if __name__ == "__main__":
+    main()

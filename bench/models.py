@@ -1,0 +1,126 @@
+"""Models of real shapes with random weights, which is enough for time, and pruned ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hies_export import AttentionSite, find_attention, prune_heads, score_heads, select_heads
+from hies_export.heads.layout import tower_of
+from hies_export.measure.counts import synthetic_batch
+from hies_export.model.twin import share_weights
+from hies_export.values import HeadStatistics
+
+BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+VIT_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+LLAMA_1B = {
+    **{"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"intermediate_size": 8192, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 4096},
+    "tie_word_embeddings": True,
+}
+LLAMA_7B = {"vocab_size": 32064, "max_position_embeddings": 4096}  # the rest are the defaults of LlamaConfig
+CLIP_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 96}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model to be built: its name, its config for images of a size (0 for text), its class, and what it is fed."""
+
+    name: str
+    config: Callable[[int], Any]
+    model_class: type[PreTrainedModel]
+    batch: Callable[[PreTrainedModel, int, int], dict[str, Tensor]]
+    image_size: int = 0
+
+    def build(self, *, device: str, dtype: torch.dtype) -> PreTrainedModel:
+        """The model with random weights, in evaluation mode."""
+        with _default_dtype(dtype), torch.device(device):
+            return self.model_class(self.config(self.image_size)).eval().requires_grad_(False)
+
+    def sites(self) -> tuple[AttentionSite, ...]:
+        """Its attention modules, found without weights and on a small image."""
+        small = 28 if self.image_size else 0
+        with torch.device("meta"):
+            model = self.model_class(self.config(small)).eval()
+        return find_attention(model, self.batch(model, 2, 8))
+
+
+def text_batch(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, Tensor]:
+    return synthetic_batch(model, batch=batch, sequence=sequence)
+
+
+def image_text_batch(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, Tensor]:
+    """An image in each row, with as many text tokens after it as are asked for."""
+    vision = model.config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2
+    text = text_batch(model, batch, sequence)["input_ids"] % (model.config.image_token_id - 1)
+    ids = torch.cat([torch.full((batch, tokens), model.config.image_token_id), text], dim=1)
+    pixels = torch.randn(batch, 3, vision.image_size, vision.image_size)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+def bert(name: str, **sizes: Any) -> Shape:
+    return Shape(name, lambda _: BertConfig(**sizes), BertForSequenceClassification, text_batch)
+
+
+def vit(name: str, image_size: int, patch_size: int = 16, **sizes: Any) -> Shape:
+    def config(size: int) -> ViTConfig:
+        return ViTConfig(**sizes, image_size=size, patch_size=min(patch_size, size // 2))
+
+    return Shape(name, config, ViTForImageClassification, text_batch, image_size)
+
+
+def llama(name: str, **sizes: Any) -> Shape:
+    return Shape(name, lambda _: LlamaConfig(**sizes), LlamaForCausalLM, text_batch)
+
+
+def llava(name: str, image_size: int, *, text: Mapping[str, Any], vision: Mapping[str, Any]) -> Shape:
+    def config(size: int) -> LlavaConfig:
+        language, tower = LlamaConfig(**text), CLIPVisionConfig(**vision, image_size=size, patch_size=14)
+        image = language.vocab_size - 2
+        return LlavaConfig(text_config=language, vision_config=tower, image_token_index=image)
+
+    return Shape(name, config, LlavaForConditionalGeneration, image_text_batch, image_size)
+
+
+def uniformly_pruned(model: PreTrainedModel, heads: float, sites: tuple[AttentionSite, ...]) -> PreTrainedModel:
+    """The same share of the heads of every layer removed, at random, the other weights shared with the model.
+
+    Which heads go does not matter for time. Of a composite model the language model loses heads.
+    """
+    towers = {site.name: tower_of(model, site) for site in sites}
+    chosen = [site for site in sites if towers[site.name] == "language" or "language" not in towers.values()]
+    zeros = {site.name: torch.zeros(site.heads) for site in sites}
+    statistics = HeadStatistics(his=zeros, entropy=zeros, weight_l2=zeros, samples=0, labels="none", fingerprint="")
+    scores = score_heads(statistics, criterion="random")
+    plan = select_heads(scores, chosen, heads=heads, allocation="uniform")
+    return prune_heads(share_weights(model), plan, tuple(chosen), inplace=True)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,61 @@
+"""What batches of tensors aim at: regression or classes, tokens that are judged, and which batches they were.
+
+Scoring needs these, and no library that reads rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DataError, listed
+
+# What transformers' losses leave out.
+IGNORED = -100
+
+
+def is_regression(config: Any) -> bool:
+    """Tell whether a classifier's config makes it a regressor: one label, or that problem type."""
+    return config.num_labels == 1 or getattr(config, "problem_type", None) == "regression"
+
+
+def predicted_positions(labels: torch.Tensor) -> torch.Tensor:
+    """Which outputs of a language model are judged, (batch, tokens - 1) bool: those before a token that is a label.
+
+    Args:
+        labels: (batch, tokens), -100 where no loss is wanted; not shifted, as models take them.
+    """
+    return labels[:, 1:] != IGNORED
+
+
+def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Check, where labels are tokens, that every sample has one that a loss can be computed of.
+
+    Raises:
+        DataError: a sample has none.
+    """
+    for index, batch in enumerate(batches):
+        labels = batch.get("labels")
+        if labels is not None and labels.dim() == 2:
+            empty = (~predicted_positions(labels).any(-1)).nonzero().flatten().tolist()
+            if empty:
+                raise DataError(
+                    f"every sample must have a label token after its first token, but of batch {index} (from 0) "
+                    f"{'sample' if len(empty) == 1 else 'samples'} {listed(empty)} (from 0) of {len(labels)} "
+                    f"{'has' if len(empty) == 1 else 'have'} none; leave such samples out or raise max_length"
+                )
+
+
+def batches_fingerprint(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
+    """Return the SHA-256, in hexadecimal, of the batches: their keys, dtypes, shapes and bytes, in order."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for key in sorted(batch):
+            tensor = batch[key].detach().cpu()
+            digest.update(f"{key}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+            digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(b"|")
+    return digest.hexdigest()
