@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .benchmarks import check_benchmarks
 from .checkpoint.loading import find_model_class, load_config
 from .cut import auto_classes
 from .data.batches import GENERATIVE, Columns, check_rows, draw_samples, load_processor, make_batches
@@ -105,6 +106,8 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
             COMPENSATED,
         )
     runtimes = _runtimes(recipe)
+    if recipe.evaluation.lm_eval:
+        check_benchmarks(recipe.evaluation.lm_eval)
     columns = Columns(text=data.text, image=data.image, label=data.label, prompt=data.prompt, answer=data.answer)
     processor = load_processor(recipe.model, task=recipe.task, revision=recipe.revision)
     shared: dict[str, Any] = {
