@@ -189,7 +189,18 @@ def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
     sweep.add_argument("--no-figures", action="store_true", help="do not draw; figures need the extra 'plots'")
     generate = add("generate", commands.generate_command, [as_json], "continue prompts, greedily, with an ONNX folder")
     generate.add_argument("folder", metavar="FOLDER", help="ONNX folder; or a checkpoint, which runs in torch")
-    generate.add_argument("--prompt", dest="prompts", action="append", required=True, help="may be repeated")
+    asked = generate.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", dest="prompts", action="append", help="may be repeated")
+    asked.add_argument(
+        "--questions", metavar="FILE", type=Path, help="MM-Vet's or VizWiz's JSON; --image is then the folder of images"
+    )
+    generate.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="where answers to --questions go, as MM-Vet's grader reads",
+    )
     generate.add_argument(
         "--image", dest="images", metavar="FILE", type=Path, action="append", default=[], help="one, or one per prompt"
     )

@@ -252,7 +252,10 @@ def sweep_command(options: argparse.Namespace, out: Console, progress: Progress)
 
 
 def generate_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
-    """Continue prompts."""
+    """Continue prompts, or answer a file of questions."""
+    if options.questions is not None:
+        _answer_command(options, out, progress)
+        return
     from .generate import generate_text
 
     progress.stage("generate")
@@ -310,6 +313,32 @@ def upgrade_command(options: argparse.Namespace, out: Console, progress: Progres
     out.print(f"\nwritten to {options.output}; reloaded against saved {reload_max_abs:.2g}", markup=False)
     heads = {"total": plan.heads, "removed": plan.removed}
     _print_json(options, {"folder": str(options.output), "heads": heads, "reload_max_abs": reload_max_abs})
+
+
+def _answer_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    from .checkpoint.folders import replace_file
+    from .questions import VqaAccuracy, answer_questions, read_questions
+    from .values import dump_json
+
+    if options.output is None or len(options.images) != 1:
+        raise RecipeError(["--questions needs -o FILE for the answers and one --image, the folder of the images"])
+    questions = read_questions(options.questions)
+    progress.stage("generate")
+    answers = answer_questions(
+        options.folder,
+        questions,
+        images=options.images[0],
+        max_new_tokens=options.max_new_tokens,
+        progress=lambda batches: progress.track(batches, "generate"),
+    )
+    replace_file(options.output, dump_json(answers))
+    result: dict[str, Any] = {"folder": str(options.folder), "answers": len(answers)}
+    out.print(f"written to {options.output}: {len(answers)} answers", markup=False)
+    if all(question.answers for question in questions):
+        references = [list(question.answers) for question in questions]
+        result |= VqaAccuracy().compute(predictions=[answers[q.id] for q in questions], references=references)
+        out.print(f"VQA accuracy {result['vqa_accuracy']:.4f}")
+    _print_json(options, result)
 
 
 def inspect_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:

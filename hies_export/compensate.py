@@ -42,6 +42,10 @@ class FewTokensWarning(UserWarning):
     """Fewer calibration tokens than four times a projection's inputs: the fit may not carry over."""
 
 
+class SingularInputsWarning(UserWarning):
+    """Some kept inputs of a projection are the same for all tokens: least squares has no one answer."""
+
+
 @dataclass(frozen=True)
 class LayerFit:
     """What compensation did to one output projection.
@@ -380,8 +384,18 @@ def _refit(
     if method == "least_squares":
         tried.append((untouched, "none", None))
         for candidate in RIDGES if ridge is None else (ridge,):
-            error = held_out.error(*fitting.fit(weight, ridge=candidate, centred=centred))
-            tried.append((error, "least_squares", candidate))
+            try:
+                error = held_out.error(*fitting.fit(weight, ridge=candidate, centred=centred))
+                tried.append((error, "least_squares", candidate))
+            except torch.linalg.LinAlgError:
+                instead = "its bias is refitted" if centred else "it is left as it was cut"
+                warnings.warn(
+                    f"the covariance of the inputs of {name} is singular (what they give is the same for all tokens), "
+                    f"so least squares cannot be fitted and {instead}; check that layer's weights",
+                    SingularInputsWarning,
+                    stacklevel=3,
+                )
+                break
     error, chosen, chosen_ridge = min(tried, key=lambda item: item[0])
     with torch.no_grad():
         if chosen_ridge is not None:

@@ -9,7 +9,7 @@
     │   ├── OutputExistsError       the output folder, or something else in its place, is already there
     │   └── MissingRuntimeError     a runtime was asked for that is not installed
     └── StepError                   a step failed (exit code 1); nothing half-written is left behind
-        ├── NonFiniteError          NaN or infinity in a loss or a gradient
+        ├── NonFiniteError          NaN or infinity in a loss, a gradient or a score
         ├── CutMismatchError        the cut model differs from the masked model
         ├── ReloadMismatchError     the saved checkpoint does not come back as it was saved
         ├── ExportError             the exporter failed
@@ -80,7 +80,7 @@ class StepError(HiesError):
 
 
 class NonFiniteError(StepError):
-    """NaN or infinity in a loss or a gradient; the message names the batch."""
+    """NaN or infinity in a loss, a gradient or a score; the message names the batch, or the head."""
 
 
 class CutMismatchError(StepError):

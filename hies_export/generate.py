@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,9 @@ def generate_text(
     """
     if max_new_tokens < 1:
         raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
-    exported = any((Path(folder) / name).is_file() for name in (ONNX_FILE, DECODER_FILE))
     processor = load_prompt_processor(folder, images=bool(images))
     batch = encode_prompts(processor, prompts, images)
-    if exported:
-        tokens = OnnxGenerator.from_folder(folder).generate(**batch, max_new_tokens=max_new_tokens)
-    else:
-        tokens = _generate_in_torch(folder, batch, max_new_tokens)
+    tokens = load_generator(folder)(batch, max_new_tokens)
     return processor.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -110,18 +106,35 @@ def _open_image(file: str | Path) -> Any:
         raise DataError(f"an image must be a file that Pillow decodes, and {file} is not: {error}") from error
 
 
-def _generate_in_torch(folder: str | Path, batch: dict[str, Tensor], max_new_tokens: int) -> Tensor:
-    """What the checkpoint's own `generate` makes of the batch, greedily."""
+def load_generator(folder: str | Path) -> Callable[[dict[str, Tensor], int], Tensor]:
+    """What continues a batch of `encode_prompts`, greedily, by so many tokens at most.
+
+    Args:
+        folder: As `generate_text` takes.
+
+    Returns:
+        A function to the tokens, (batch, sequence), those of the prompt first.
+
+    Raises:
+        RequestError: The folder does not generate.
+    """
+    if any((Path(folder) / name).is_file() for name in (ONNX_FILE, DECODER_FILE)):
+        exported = OnnxGenerator.from_folder(folder)
+        return lambda batch, most: exported.generate(**batch, max_new_tokens=most)
     model = load(folder, dtype=torch.float32).eval()
     if not model.can_generate():
         raise RequestError(f"a checkpoint must generate text to be prompted, and {type(model).__name__} does not")
     own = model.generation_config
     padding = own.pad_token_id if own is not None else None
-    greedy = GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=0 if padding is None else padding,
-    )
-    return model.generate(**batch, generation_config=greedy)
+
+    def generate(batch: dict[str, Tensor], most: int) -> Tensor:
+        greedy = GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            max_new_tokens=most,
+            pad_token_id=0 if padding is None else padding,
+        )
+        return model.generate(**batch, generation_config=greedy)
+
+    return generate

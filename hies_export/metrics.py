@@ -181,6 +181,18 @@ class ExactMatch(TokenMetric):
         return {"exact_match": sum(right) / len(right)}
 
 
+class Stability(OfflineMetric):
+    """The share of predictions that equal the reference model's, which are the references.
+
+    `tolerance` is the largest difference at which numbers count as equal; classes and tokens must be the same.
+    """
+
+    of = "numbers"
+
+    def _compute(self, predictions: Any, references: Any, tolerance: float = 0.0) -> dict[str, float]:
+        return {"stability": float(np.mean(np.abs(np.subtract(predictions, references)) <= tolerance))}
+
+
 def _constant(predictions: Any, references: Any, *, name: str) -> bool:
     for what, values in (("predictions", predictions), ("references", references)):
         if np.ptp(values) == 0:

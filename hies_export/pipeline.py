@@ -101,6 +101,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "heads": head_numbers(choice),
                 "budget": measured_budget(budget, gains),
                 "metrics": quality["metrics"],
+                "benchmarks": quality["benchmarks"],
                 "uncompensated": quality["uncompensated"],
                 "compensation": [asdict(fit) for fit in fits],
                 "alpha_curve": choice.alpha_curve,

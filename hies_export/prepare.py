@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .benchmarks import check_benchmarks
 from .checkpoint.loading import find_model_class, load_config
 from .cut import auto_classes
 from .data.batches import GENERATIVE, Columns, check_rows, draw_samples, load_processor, make_batches
@@ -105,6 +106,8 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
             COMPENSATED,
         )
     runtimes = _runtimes(recipe)
+    if recipe.evaluation.lm_eval:
+        check_benchmarks(recipe.evaluation.lm_eval)
     columns = Columns(text=data.text, image=data.image, label=data.label, prompt=data.prompt, answer=data.answer)
     processor = load_processor(recipe.model, task=recipe.task, revision=recipe.revision)
     shared: dict[str, Any] = {
@@ -161,6 +164,7 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
         columns = replace(columns, label=None)  # the right choices are chosen
     size = calibration.batch_size
     calibration_batches = batches(part(0, calibration.samples), columns, size)
+    _warn_of_one_class(calibration_batches, regression=regression)
     sites = find_attention(model, few(calibration_batches[0]))
     scored = _in_towers(model, sites, recipe.prune.towers)
     options = budget_options(recipe)
@@ -187,6 +191,21 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
         runtimes=runtimes,
         measured=measured,
     )
+
+
+def _warn_of_one_class(batches: list[dict[str, Tensor]], *, regression: bool) -> None:
+    """Say so where all rows that heads are scored on are of one class: what tells others apart counts for nothing."""
+    labels = [batch["labels"] for batch in batches if "labels" in batch]
+    if regression or not labels or labels[0].dim() > 1:
+        return
+    classes = torch.cat(labels)
+    if len(classes) > 1 and len(classes.unique()) == 1:
+        logger.warning(
+            "all %d calibration rows are of class %d, so heads are scored by that class alone; raise "
+            "calibration.samples, change calibration.seed, or shuffle the split",
+            len(classes),
+            classes[0].item(),
+        )
 
 
 def _runtimes(recipe: PruningRecipe) -> tuple[str, ...]:

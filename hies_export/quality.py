@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .alpha import Judgement
+from .benchmarks import run_benchmarks
 from .cut import masked_heads, prune_heads
 from .evaluate_model import (
     Predictions,
@@ -35,7 +36,7 @@ def evaluate(
 
     Returns:
         metrics: name -> dense and slim value; stability: share of equal predictions; uncompensated: metrics and
-        stability of the cut alone, or None.
+        stability of the cut alone, or None; benchmarks: of lm-eval, name -> dense and slim value.
     """
     progress.stage("evaluate")
 
@@ -58,7 +59,22 @@ def evaluate(
         "metrics": {name: {"dense": dense[name], "slim": slim_values[name]} for name in prepared.metrics},
         "stability": share,
         "uncompensated": uncompensated,
+        "benchmarks": _benchmarks(prepared, slim, recipe, progress=progress),
     }
+
+
+def _benchmarks(
+    prepared: Prepared, slim: PreTrainedModel, recipe: PruningRecipe, *, progress: Progress
+) -> dict[str, dict[str, float]]:
+    asked = recipe.evaluation
+    if not asked.lm_eval:
+        return {}
+    progress.stage("benchmarks")
+    dense, pruned = (
+        run_benchmarks(model, prepared.processor, asked.lm_eval, samples=asked.samples, batch_size=asked.batch_size)
+        for model in (prepared.model, slim)
+    )
+    return {name: {"dense": dense[name], "slim": pruned[name]} for name in dense}
 
 
 def judge(

@@ -83,6 +83,8 @@ class EvaluationSection(_Section):
     Attributes:
         metrics: Names in `hies_export.metrics`; the first one is the report's. By default those usual for the task.
         stability_tolerance: How far a regression output may move and still count as the same prediction.
+        lm_eval: Benchmarks of the extra lm-eval that language models are judged on besides, names of its tasks or YAML
+            files; `samples` documents of each.
     """
 
     split: str = "validation"
@@ -90,6 +92,7 @@ class EvaluationSection(_Section):
     batch_size: int = Field(32, ge=1)
     metrics: tuple[str, ...] = ()
     stability_tolerance: float = Field(0.25, gt=0)
+    lm_eval: tuple[str, ...] = ()
 
 
 class LatencyBudget(_Section):
@@ -366,6 +369,8 @@ class PruningRecipe(_Section):
     @model_validator(mode="after")
     def _columns_fit_the_task(self) -> PruningRecipe:
         data = self.data
+        if self.evaluation.lm_eval and self.task != "text-generation":
+            raise ValueError(f"evaluation.lm_eval judges language models (text-generation), got task: {self.task}")
         given = {name for name in ("text", "image", "prompt", "label") if getattr(data, name)}
         wanted: dict[str, tuple[set[str], set[str], str]] = {
             "text-classification": ({"text"}, {"label"}, "data.text (one or two columns)"),
@@ -423,6 +428,11 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
         fields["model"] = os.path.normpath(folder / fields["model"])
     if isinstance(fields.get("output"), str):
         fields["output"] = folder / fields["output"]
+    evaluation = fields.get("evaluation")
+    if isinstance(evaluation, dict) and isinstance(evaluation.get("lm_eval"), list):
+        files = [folder / str(task) for task in evaluation["lm_eval"]]
+        named = zip(evaluation["lm_eval"], files, strict=True)
+        evaluation["lm_eval"] = [str(file) if file.suffix in (".yaml", ".yml") else task for task, file in named]
     data = fields.get("data")
     if isinstance(data, dict) and isinstance(data.get("files"), dict):
         data["files"] = {k: folder / v if isinstance(v, str) else v for k, v in data["files"].items()}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .errors import PlanError, RecipeError
+from .errors import NonFiniteError, PlanError, RecipeError
 from .values import AttentionSite, HeadScores, KeptHeads, PruningPlan, library_versions
 
 ALLOCATIONS = ("global", "uniform")
@@ -67,6 +67,7 @@ def select_heads(
     Raises:
         RecipeError: An option is out of range.
         PlanError: The constraints leave less to remove than the budget asks for.
+        NonFiniteError: A score is NaN or infinite.
     """
     scored = [site for site in sites if site.name in scores.scores]
     constraints: dict[str, Any] = {
@@ -309,7 +310,17 @@ def _removable(sites: Sequence[AttentionSite], unit: str, min_heads: int, keep_l
 
 
 def _bundles(scores: Tensor, site: AttentionSite, unit: str) -> list[tuple[float, tuple[int, ...]]]:
-    """Score and query heads of everything that goes together, worst first; ties go to the later head."""
+    """Score and query heads of everything that goes together, worst first; ties go to the later head.
+
+    Raises:
+        NonFiniteError: A score is NaN or infinite, which has no place in an order.
+    """
+    wrong = (~scores.isfinite()).nonzero().flatten().tolist()
+    if wrong:
+        raise NonFiniteError(
+            f"every score must be a finite number, but head {wrong[0]} of {site.name} has {scores[wrong[0]].item()}; "
+            "check the criterion, and the model's dtype"
+        )
     values = scores.double().view(site.key_value_heads, site.group_size).tolist()
     heads = [[g * site.group_size + j for j in range(site.group_size)] for g in range(site.key_value_heads)]
     if unit == "group" or site.group_size == 1:

@@ -11,7 +11,7 @@ from test_cut import random_plan
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.compensate import FewTokensWarning, Moments, compensate_heads
+from hies_export.compensate import FewTokensWarning, Moments, SingularInputsWarning, compensate_heads
 from hies_export.cut import max_abs, prune_heads
 from hies_export.errors import DataError, RecipeError, RequestError
 from hies_export.heads.layout import find_attention
@@ -212,6 +212,26 @@ def test_a_fit_that_does_not_carry_over_is_not_kept() -> None:
     unchanged = [torch.equal(slim.get_submodule(s.output).weight, w) for s, w in zip(sites, weights, strict=True)]
     by_name = dict(zip([s.name for s in sites], unchanged, strict=True))
     assert [by_name[fit.name] for fit in fits] == [method != "least_squares" for method in kept]
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_inputs_that_never_change_are_said_and_least_squares_left_out(make: Callable[[], PreTrainedModel]) -> None:
+    dense = make()
+    batches = [text_batch(5, 40, padding=False, labels=False) for _ in range(4)]
+    sites = find_attention(dense, batches[0])
+    plan = random_plan(sites, uniform=False)
+    empty = next(site for site in sites if len(plan.kept[site.name].query) < site.heads)
+    module = dense.get_submodule(empty.name)
+    with torch.no_grad():
+        for parameter in (module.value if make is bert else module.v_proj).parameters():
+            parameter.zero_()
+    slim = prune_heads(dense, plan, sites)
+    said = rf"the inputs of {empty.name} is singular .*, so least squares cannot be fitted"
+    with pytest.warns(SingularInputsWarning, match=said):
+        fits = {fit.name: fit.method for fit in compensate_heads(dense, slim, plan, sites, batches)}
+    assert fits.pop(empty.name) in ("bias", "none")
+    assert set(fits.values()) <= {"least_squares", "bias"}
+    assert torch.isfinite(slim(**batches[0]).logits).all()
 
 
 def test_bad_requests() -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import save_project, write_rows
 
 from hies_export.errors import RecipeError
+from hies_export.prepare import prepare
 from hies_export.recipe import PruningRecipe
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
@@ -139,3 +141,13 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
         PruningRecipe.from_yaml(write(tmp_path, "- 1"))
     with pytest.raises(RecipeError, match="holds NoneType"):
         PruningRecipe.from_yaml(write(tmp_path, ""))
+
+
+def test_calibration_rows_of_one_class_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_project(tmp_path, train=20, validation=4, calibration={"samples": 6}, prune={"budget": {"heads": 0.5}})
+    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
+    prepare(recipe)
+    assert "calibration rows" not in caplog.text
+    write_rows(tmp_path / "train.jsonl", 20, label=lambda i: 1)
+    prepare(recipe)
+    assert "all 6 calibration rows are of class 1, so heads are scored by that class alone" in caplog.text

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hies_export.errors import PlanError, RecipeError
+from hies_export.errors import NonFiniteError, PlanError, RecipeError
 from hies_export.select import select_heads
 from hies_export.values import AttentionSite, HeadScores, PruningPlan
 
@@ -47,6 +47,13 @@ def test_no_other_choice_keeps_more(seed: int, min_heads: int, keep_layers: tupl
             best = max(best, scores.flatten().sum().item() - scores.flatten()[list(removed)].sum().item())
     assert plan.removed == 5
     assert total == pytest.approx(best)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number_is_refused(value: float) -> None:
+    scores, sites = make_scores([0.1, 0.9], [0.2, value]), make_sites(2, 2)
+    with pytest.raises(NonFiniteError, match=f"must be a finite number, but head 1 of l1 has {value}; check"):
+        select_heads(scores, sites, heads=0.5)
 
 
 def test_min_heads_protects_a_weak_layer() -> None:

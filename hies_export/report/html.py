@@ -140,9 +140,10 @@ def _cost_section(report: Report) -> str:
         report.quality["metric"]: report.quality
     }
     before = report.details.get("uncompensated")
-    for name, values in metrics.items():
+    for name, values in {**metrics, **report.details.get("benchmarks", {})}.items():
         cells = [name, f"{values['dense']:.4f}", f"{values['slim']:.4f}", f"{values['slim'] - values['dense']:+.4f}"]
-        rows.append([*cells, f"{before['metrics'][name]:.4f}"] if before else cells)
+        alone = before and before["metrics"].get(name)
+        rows.append([*cells, "" if alone is None else f"{alone:.4f}"] if before else cells)
     same = [agreement(report), "", f"{report.stability:.1%}", ""]
     rows.append([*same, f"{before['stability']:.1%}"] if before else same)
     header = ["", "dense", "slim", "change"] + (["cut alone"] if before else [])

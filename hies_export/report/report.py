@@ -129,6 +129,10 @@ def comparison_rows(report: Report) -> list[tuple[str, str, str, str]]:
         (metric, f"{dense:.4f}", f"{slim:.4f}", f"{slim - dense:+.4f}"),
         (agreement(report), "", f"{report.stability:.1%}", ""),
         *(
+            (name, f"{v['dense']:.4f}", f"{v['slim']:.4f}", f"{v['slim'] - v['dense']:+.4f}")
+            for name, v in report.details.get("benchmarks", {}).items()
+        ),
+        *(
             [
                 (f"{metric} before compensation", "", f"{before['metrics'][metric]:.4f}", ""),
                 (f"{agreement(report)} before compensation", "", f"{before['stability']:.1%}", ""),

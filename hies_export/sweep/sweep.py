@@ -510,7 +510,9 @@ class _Runner:
             if "dense" not in self._once:
                 self._once["dense"] = count_flops(self._base.model, batch)
             if counts not in self._once:
-                shapes = share_weights(self._base.model, device="meta")
+                # A model that looks for its images among the tokens cannot be run on shapes alone.
+                looks = self._recipe.task == "image-text-to-text"
+                shapes = share_weights(self._base.model, device=None if looks else "meta")
                 self._once[counts] = count_flops(prune_heads(shapes, plan, self._base.sites, inplace=True), batch)
         return float(self._once[counts] / self._once["dense"])
 

@@ -1,0 +1,53 @@
+"""The scripts of the paper's tables, reduced, and the numbers they show beside."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAPER = Path(__file__).parents[1] / "recipes" / "paper"
+PUBLISHED = json.loads((PAPER / "published.json").read_text())
+
+
+def test_every_published_task_has_a_recipe_and_averages_are_the_papers() -> None:
+    tables = {name: table for name, table in PUBLISHED.items() if name != "source"}
+    for name, table in tables.items():
+        for what in ("quality", "stability"):
+            assert all((PAPER / f"{name}-{task}.yaml").is_file() for task in table[what])
+    # The last columns of Tables 1 and 2, which are not stored.
+    averages = {
+        ("quality", "hies"): (86.50, 85.20, 81.43),
+        ("quality", "his"): (86.42, 84.47, 79.50),
+        ("quality", "slicegpt-tuned"): (74.59, 71.23, 68.58),
+        ("stability", "hies"): (96.20, 91.90, 83.91),
+        ("stability", "ad"): (95.47, 71.58, 60.51),
+    }
+    for (what, criterion), expected in averages.items():
+        tasks = tables["glue"][what].values()
+        found = [sum(task[criterion][sparsity] for task in tasks) / 8 for sparsity in ("0.1", "0.3", "0.5")]
+        assert found == pytest.approx(expected, abs=0.006)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table", "task", "row"),
+    [
+        ("glue", "stsb", r"\| stsb \| pearson \| hies \| 94.00 \| -?\d+\.\d\d \| 93.89 \| -?\d+\.\d\d \|"),
+        ("llama", "hellaswag", r"\| hellaswag \| perplexity \| hies \| 53.98 \| \d+\.\d\d \|"),
+        ("llama", "gsm8k", r"\| gsm8k \| perplexity \| his \|  \| \d+\.\d\d \|"),
+        ("vit", "cifar100", r"\| cifar100 \| accuracy \| hies \| 92.40 \| \d+\.\d\d \|"),
+        ("llava", "vizwiz", r"\| vizwiz \| exact_match \| his \| 48.00 \| \d+\.\d\d \|"),
+    ],
+)
+def test_tables_run_reduced(table: str, task: str, row: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(PAPER / "table.py"), table, "--smoke", "--tasks", task, "-o", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    page = (tmp_path / f"{table}.md").read_text()
+    assert re.search(row, page)
+    assert page in done.stdout
