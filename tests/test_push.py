@@ -232,6 +232,9 @@ def test_the_licence_of_the_base_model_on_the_hub_is_inherited(hub: Hub, run_fol
     text = hub.files("user/slim")["README.md"].decode()
     assert "license: apache-2.0\n" in text
     assert "base_model: user/dense\n" in text
+    page = hub.files("user/slim")["report.html"].decode()
+    assert "from_pretrained(&quot;user/slim&quot;)" in page
+    assert "user/dense" in page
 
 
 @pytest.mark.parametrize("missing", ["report.json", "slim/config.json", "onnx/config.json"])

@@ -219,7 +219,7 @@ def _contents(
     )
     contents["report.json"] = public.to_json().encode()
     contents["report.md"] = render_markdown(public).encode()
-    contents["report.html"] = render_html(public).encode()
+    contents["report.html"] = render_html(public, location=repository).encode()
     pictures = draw_pictures(public)
     contents |= {f"images/{picture.name}": picture.png for picture in pictures}
     images = {f"images/{picture.name}": picture.shows for picture in pictures}
