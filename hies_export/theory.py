@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .calibrate import collect_statistics
 from .compensate import real_tokens
 from .cut import masked_heads
-from .data.labels import is_regression
+from .data.targets import is_regression
 from .evaluate_model import Predictions, TokenPredictions, predict, predicted, references
 from .model.linear import weight_of
 from .model.modes import evaluating, without_cache

@@ -11,13 +11,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: threads of their own would only be in each other's way, those of subprocesses too.
     os.environ["OMP_NUM_THREADS"] = "1"
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
 import yaml
+from hub import TOKEN, Hub
+from huggingface_hub import constants
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -216,6 +218,20 @@ def shared() -> Path:
     if not (SHARED / "models").is_dir():
         pytest.skip("no ../shared: real models and data are not here")
     return SHARED
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A Hub that the client in this process talks to, too, with a token."""
+    with Hub(tokens={TOKEN: "user"}) as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        template = running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield running
 
 
 WORDS = ["good", "bad", "fine", "poor", "great", "awful", "nice", "dull", "bright", "dark"]

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlparse
 
 import yaml
 
+TOKEN = "hf_nobodymayseethis"
 RELATIONS = ("adapter", "finetune", "merge", "quantized")
 LICENSES = ("apache-2.0", "mit", "llama3.2", "other")
 LARGE = (".safetensors", ".onnx", ".onnx_data", ".png")

@@ -6,14 +6,14 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import save_project
-from hub import Hub, check_metadata
+from hub import TOKEN, Hub, check_metadata
 from huggingface_hub import ModelCard, constants
 from test_report_html import make_report
 
@@ -21,28 +21,14 @@ import hies_export
 from hies_export.checkpoint.push import push_to_hub
 from hies_export.cli import main
 from hies_export.errors import OutputExistsError, PushError, RequestError
+from hies_export.report.card import render_card
 
 pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
 
 # What the client says of itself where it sends bytes.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
-TOKEN = "hf_nobodymayseethis"
 READ_TOKEN = "hf_ofsomebodyelse"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A Hub that the client in this process talks to, too, with a token."""
-    with Hub(tokens={TOKEN: "user", READ_TOKEN: "other"}) as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.url)
-        template = running.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield running
 
 
 @pytest.fixture
@@ -215,6 +201,7 @@ def test_other_content_is_refused_or_replaced_whole(hub: Hub, run_folder: Path) 
         ({"repository": "user/so bad"}, r"a repository must be USER/REPO, got 'user/so bad'"),
         ({"license": None}, r"the licence of some/model must be known .* give it as --license"),
         ({"base_model": "user/dense"}, r"keeps the licence of its dense model, .* which is apache-2.0, got mit; leave"),
+        ({"license": "beerware"}, r"metadata that the Hub takes.* it says: .license. must be one of"),
         ({"private": True}, r"user/there must be private, but it exists and is public"),
     ],
 )
@@ -223,6 +210,7 @@ def test_a_wrong_request_sends_nothing(
 ) -> None:
     hub.add("user/there", {})
     hub.add("user/dense", {"README.md": b"---\nlicense: apache-2.0\n---\n"})
+    hub.tokens[READ_TOKEN] = "other"
     token = given.pop("token", TOKEN)
     if token is None:
         monkeypatch.delenv("HF_TOKEN")
@@ -244,6 +232,9 @@ def test_the_licence_of_the_base_model_on_the_hub_is_inherited(hub: Hub, run_fol
     text = hub.files("user/slim")["README.md"].decode()
     assert "license: apache-2.0\n" in text
     assert "base_model: user/dense\n" in text
+    page = hub.files("user/slim")["report.html"].decode()
+    assert "from_pretrained(&quot;user/slim&quot;)" in page
+    assert "user/dense" in page
 
 
 @pytest.mark.parametrize("missing", ["report.json", "slim/config.json", "onnx/config.json"])
@@ -253,6 +244,25 @@ def test_a_folder_that_is_no_run_is_refused(missing: str, run_folder: Path, caps
         push_to_hub(run_folder, "user/slim", license="mit")
     assert main(["push", str(run_folder), "user/slim"]) == 2
     assert "has no" in capsys.readouterr().err
+
+
+def test_a_card_of_models_and_data_from_the_hub() -> None:
+    data = {"name": "nyu-mll/glue/sst2", "file": None, "evaluation_split": "validation[:100]"}
+    data |= {"labels": "data", "calibration_samples": 32, "evaluation_samples": 100}
+    report = make_report(data=data, custom_code=False)
+    text = render_card(report, location="me/slim", origin={"base_model": "some/model", "license": "mit", "tags": ["x"]})
+    metadata = ModelCard(text).data
+    assert (metadata.base_model, metadata.license, metadata.datasets) == ("some/model", "mit", "nyu-mll/glue")
+    assert [(r.dataset_type, r.dataset_config, r.metric_type, r.metric_value) for r in metadata.eval_results] == [
+        ("nyu-mll/glue", "sst2", "accuracy", 0.89),
+        ("nyu-mll/glue", "sst2", "f1", 0.81),
+    ]
+    assert "trust_remote_code" not in text
+    generative = render_card(replace(report, task="text-generation"), location="me/slim", revision="half")
+    assert (
+        'OnnxGenerator.from_folder(snapshot_download("me/slim", revision="half", allow_patterns="onnx/*")' in generative
+    )
+    assert "base_model" not in ModelCard(generative).data.to_dict()
 
 
 def test_the_class_of_no_model_makes_none() -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperation, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_token
+from huggingface_hub import (
+    CommitOperation,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    ModelInfo,
+    get_token,
+)
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
@@ -99,6 +108,7 @@ def push_to_hub(
     _check_repository(repository, info, found, private=private, overwrite=overwrite)
     progress.stage("draw")
     contents = _contents(Path(folder), report, repository, None if revision == MAIN else revision, origin)
+    _check_card(contents["README.md"], repository)
     stale = sorted(name for name in found - set(contents) if overwrite or _is_replaced(name))
     operations: list[CommitOperation] = [CommitOperationDelete(name) for name in stale if name != ".gitattributes"]
     operations += [CommitOperationAdd(name, content) for name, content in contents.items()]
@@ -210,7 +220,7 @@ def _contents(
     )
     contents["report.json"] = public.to_json().encode()
     contents["report.md"] = render_markdown(public).encode()
-    contents["report.html"] = render_html(public).encode()
+    contents["report.html"] = render_html(public, location=repository).encode()
     with tempfile.TemporaryDirectory(prefix="hies-push-") as temporary:
         figures = [file for file in draw_report(public, Path(temporary)) if file.suffix == ".png"]
         contents |= {f"images/{file.name}": file.read_bytes() for file in figures}
@@ -218,6 +228,24 @@ def _contents(
     card = render_card(public, location=repository, revision=revision, origin=origin, images=images)
     contents["README.md"] = card.encode()
     return contents
+
+
+def _check_card(card: str | bytes, repository: str) -> None:
+    """Ask the Hub whether it takes the metadata; a licence that it does not know is found here."""
+    assert isinstance(card, bytes)
+    with _told(repository):
+        try:
+            ModelCard(card.decode()).validate()
+            problem = ""
+        except ValueError as error:
+            problem = str(error)
+            with suppress(ValueError, KeyError, TypeError):
+                problem = "; ".join(found["message"] for found in json.loads(problem)["errors"])
+    if problem:
+        raise RequestError(
+            f"the card must have metadata that the Hub takes, a licence of "
+            f"https://huggingface.co/docs/hub/repositories-licenses among them, but it says: {problem}"
+        )
 
 
 def _is_replaced(name: str) -> bool:

@@ -34,14 +34,19 @@ MAPS = {
 }
 
 
-def render_html(report: Report) -> str:
-    """The report as one self-contained HTML page."""
+def render_html(report: Report, *, location: str = "slim") -> str:
+    """The report as one self-contained HTML page.
+
+    Args:
+        report: What to show.
+        location: The folder or Hub id that the slim checkpoint is loaded from.
+    """
     sections = [
         ("What was cut", _cut_section(report)),
         ("What it cost", _cost_section(report)),
         ("What it gained", _gain_section(report)),
         ("How it was measured", _method_section(report)),
-        ("How to load it", _load_section(report)),
+        ("How to load it", _load_section(report, location)),
     ]
     subtitle = f"{model_name(report)} · {report.task} · {criterion_text(report)} · seed {report.seed}"
     return page(title(report), subtitle, sections, top=_tiles(report), script=asset("report.js"))
@@ -239,22 +244,22 @@ def _method_section(report: Report) -> str:
     )
 
 
-def _load_section(report: Report) -> str:
+def _load_section(report: Report, location: str) -> str:
     auto_class = report.details.get("auto_class", "AutoModel")
     custom = report.details.get("custom_code", False)
     remote = ", trust_remote_code=True" if custom else ""
-    code = f'from transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained("slim"{remote})'
+    code = f'from transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained("{location}"{remote})'
     note = (
-        "Or <code>hies_export.load('slim')</code>, which runs no code from the folder. Layers have different "
-        "numbers of heads, which a plain config cannot say: <code>modeling_hies.py</code> in the folder rebuilds "
-        "the shapes."
+        f"Or <code>hies_export.load('{escape(location)}')</code>, which runs no code from the folder. Layers have "
+        "different numbers of heads, which a plain config cannot say: <code>modeling_hies.py</code> in the folder "
+        "rebuilds the shapes."
         if custom
         else "A plain checkpoint: stock transformers loads it with no extra code."
     )
     return (
         f"<pre><code>{escape(code)}</code></pre><p>{note}</p>"
         "<p>For ONNX Runtime: <code>onnx/</code>, beside this page. Which heads went, by their original numbers: "
-        "<code>plan.json</code>.</p>"
+        "<code>hies_plan.json</code>, beside the weights.</p>"
     )
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from argparse import REMAINDER, ArgumentParser
+from types import ModuleType
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
 
 
 class _Passed(BaseOptimumCLICommand):
-    """A command whose arguments, --help included, are those of a parser of hies_export."""
+    """A command whose arguments, --help included, are those of a parser of hies_export, which `make_parser` makes."""
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
@@ -36,7 +37,7 @@ class HiesCommand(_Passed):
     COMMAND = CommandInfo(name="hies", help="Remove attention heads without training, ship and measure what is left.")
 
     @staticmethod
-    def make_parser(cli):
+    def make_parser(cli: ModuleType) -> ArgumentParser:
         """The parser of every command."""
         return cli.build_parser("optimum-cli hies")
 
@@ -49,7 +50,7 @@ class HiesExportCommand(_Passed):
     )
 
     @staticmethod
-    def make_parser(cli):
+    def make_parser(cli: ModuleType) -> ArgumentParser:
         """The parser of the one command, with Optimum's two folders."""
         return cli.build_optimum_export_parser()
 

@@ -1,0 +1,172 @@
+"""Served by older Optimum: our exports in transformers 4 with optimum-onnx, and their pruned checkpoints here.
+
+`scripts/interop` makes the environment and runs this; `HIES_INTEROP_PYTHON` names its interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import bert, causal_lm, generative_tokenizer, image_batch, save_text_model, text_batch, vit
+from hub import TOKEN, Hub
+from PIL import Image
+from test_cut import random_plan
+from test_report_html import make_report
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+import hies_export
+from hies_export.checkpoint.push import push_to_hub
+from hies_export.checkpoint.save import save_slim
+from hies_export.cut import first_output, prune_heads
+from hies_export.heads.layout import find_attention
+from hies_export.onnx import export
+
+ROOT = Path(__file__).parents[1]
+PYTHON = Path(os.environ.get("HIES_INTEROP_PYTHON", ROOT / ".interop" / "bin" / "python"))
+
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.skipif(not PYTHON.is_file(), reason="no environment of transformers 4: run scripts/interop"),
+    # What the Hub's client says of itself where it sends bytes.
+    pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[tuple[str, ...]]]:
+    """Rows of what was found, printed at the end; into a file where HIES_INTEROP_TABLE names one."""
+    rows: list[tuple[str, ...]] = [("model", "loaded by", "from", "max abs difference", "pipeline")]
+    yield rows
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    text = "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    print(f"\n{text}")
+    if "HIES_INTEROP_TABLE" in os.environ:
+        Path(os.environ["HIES_INTEROP_TABLE"]).write_text(text + "\n", encoding="utf-8")
+
+
+def old_stack(*arguments: object, environment: dict[str, str]) -> None:
+    command = [str(PYTHON), str(ROOT / "tests" / "old_stack.py"), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def make_bert(folder: Path) -> tuple[PreTrainedModel, Any, dict[str, torch.Tensor], list[str]]:
+    tokenizer = AutoTokenizer.from_pretrained(save_text_model(folder / "model"))
+    return bert(num_labels=2), tokenizer, text_batch(labels=False), ["good nice dull", "bad"]
+
+
+def make_vit(folder: Path) -> tuple[PreTrainedModel, Any, dict[str, torch.Tensor], list[str]]:
+    processor = ViTImageProcessorPil(size={"height": 16, "width": 16}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    names = ["one.png", "two.png"]
+    for name in names:
+        Image.fromarray(np.random.default_rng(len(name)).integers(0, 255, (16, 16, 3), np.uint8)).save(folder / name)
+    return vit(), processor, image_batch(labels=False), names
+
+
+def make_llama(folder: Path) -> tuple[PreTrainedModel, Any, dict[str, torch.Tensor], list[str]]:
+    """Head width 8 where hidden size by heads is 4; after the cut the layers differ in key/value heads."""
+    model = causal_lm(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+    batch = {"input_ids": torch.randint(6, 32, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
+    return model, generative_tokenizer(padding_side="left"), batch, ["a b c", "d"]
+
+
+CASES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "bert": (make_bert, "ORTModelForSequenceClassification", "text-classification"),
+    "vit": (make_vit, "ORTModelForImageClassification", "image-classification"),
+    "llama": (make_llama, "ORTModelForCausalLM", "text-generation"),
+}
+
+
+def answers_here(model: PreTrainedModel, processor: Any, task: str, folder: Path, asked: list[str]) -> Any:
+    """What the pipeline of this transformers makes of the torch model."""
+    from transformers import pipeline
+
+    if task == "image-classification":
+        ask = pipeline(task, model=model, image_processor=processor)
+        return ask([Image.open(folder / name) for name in asked], top_k=None)
+    options = {"max_new_tokens": 12, "do_sample": False} if task == "text-generation" else {"top_k": None}
+    return pipeline(task, model=model, tokenizer=processor)(asked, **options)
+
+
+@pytest.mark.filterwarnings("ignore")  # the pipelines' own
+@pytest.mark.parametrize("place", ["folder", "Hub"])
+@pytest.mark.parametrize("name", CASES)
+def test_exports_of_uneven_heads_are_served(
+    name: str, place: str, hub: Hub, table: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, class_name, task = CASES[name]
+    dense, processor, batch, asked = make(tmp_path)
+    sites = find_attention(dense, batch)
+    plan = random_plan(sites, uniform=False)
+    slim = prune_heads(dense, plan, sites)
+    heads = [len(kept.key_value) for kept in plan.kept.values()]
+    assert len(set(heads)) > 1
+    if place == "Hub":
+        # As large exports are: weights beside the graph.
+        monkeypatch.setattr(export, "PROTOBUF_LIMIT_BYTES", 0)
+    run = tmp_path / "run"
+    save_slim(slim, run / "slim", plan=plan, batch=batch, processor=processor)
+    export.export_onnx(slim, run / "onnx", batch=batch, processor=processor)
+    assert (run / "onnx" / "model.onnx_data").exists() == (place == "Hub")
+    np.savez(tmp_path / "inputs.npz", **{key: value.numpy() for key, value in batch.items()})
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    source, subfolder = str(run / "onnx"), ""
+    environment = hub.environment(tmp_path / "home", TOKEN if place == "Hub" else None)
+    if place == "Hub":
+        (run / "report.json").write_text(replace(make_report(), task=task).to_json())
+        push_to_hub(run, "user/slim", license="mit", private=True)
+        source, subfolder = "user/slim", "onnx"
+    else:
+        environment["HF_HUB_OFFLINE"] = "1"
+    old_stack("load", class_name, task, source, subfolder, tmp_path, environment=environment)
+    found = torch.from_numpy(np.load(tmp_path / "output.npz")["logits"])
+    expected = first_output(slim, batch)
+    difference = (found - expected).abs().max().item()
+    here, there = (
+        answers_here(slim, processor, task, tmp_path, asked),
+        json.loads((tmp_path / "answers.json").read_text()),
+    )
+    if task == "text-generation":
+        tokens = slim.generate(**batch, max_new_tokens=12, do_sample=False)
+        assert np.load(tmp_path / "output.npz")["tokens"].tolist() == tokens.tolist()
+        # The pipeline of transformers 4 joins prompt and answer without the space between the words of this tokenizer.
+        texts = [[row[0]["generated_text"].replace(" ", "") for row in answers] for answers in (here, there)]
+        assert texts[0] == texts[1]
+        said = f"equal tokens ({tokens.shape[0]} x {tokens.shape[1] - batch['input_ids'].shape[1]}), equal text"
+    else:
+        labels = [[entry["label"] for entry in row] for row in here]
+        assert [[entry["label"] for entry in row] for row in there] == labels
+        pairs = zip(here, there, strict=True)
+        apart = max(abs(a["score"] - b["score"]) for x, y in pairs for a, b in zip(x, y, strict=True))
+        assert apart < 1e-5
+        said = f"equal labels, scores {apart:.1e}"
+    shown = f"{name}, {'/'.join(map(str, heads))} heads"
+    table.append((shown, class_name, place + (", external weights" if subfolder else ""), f"{difference:.1e}", said))
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "electra", "vit", "deit"])
+def test_heads_pruned_by_transformers_4_load_here(model_type: str, hub: Hub, table: list[Any], tmp_path: Path) -> None:
+    batch = image_batch(labels=False) if model_type in ("vit", "deit") else text_batch(labels=False)
+    np.savez(tmp_path / "inputs.npz", **{key: value.numpy() for key, value in batch.items()})
+    environment = hub.environment(tmp_path / "home") | {"HF_HUB_OFFLINE": "1"}
+    old_stack("prune", model_type, tmp_path, environment=environment)
+    assert json.loads((tmp_path / "pruned" / "config.json").read_text())["pruned_heads"]
+    expected = torch.from_numpy(np.load(tmp_path / "output.npz")["logits"])
+    model = hies_export.load(tmp_path / "pruned")
+    difference = (first_output(model, batch) - expected).abs().max().item()
+    model.save_pretrained(tmp_path / "slim")
+    again = (first_output(hies_export.load(tmp_path / "slim"), batch) - expected).abs().max().item()
+    row = (f"{model_type}, pruned_heads", "hies_export.load", "transformers 4", f"{difference:.1e}")
+    table.append((*row, f"as slim checkpoint {again:.1e}"))
+    assert max(difference, again) < 1e-5
