@@ -141,6 +141,7 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(tmp_path: Path) -
     assert set(shown) == {"images/head-maps.png", "images/latency.png", "images/alpha.png"}
     assert all(files[name].startswith(b"\x89PNG") for name in shown)
     assert "| attention heads | 18 | 11 | -38.9% |" in loaded.text
+    assert "7 of the 18 attention heads of `model` were removed" in loaded.text
     assert "95 % bootstrap interval" in loaded.text
     for way in (
         'hies_export.load("user/slim", revision="half")',
@@ -201,6 +202,8 @@ def test_other_content_is_refused_or_replaced_whole(hub: Hub, run_folder: Path) 
         ({"repository": "user/so bad"}, r"a repository must be USER/REPO, got 'user/so bad'"),
         ({"license": None}, r"the licence of some/model must be known .* give it as --license"),
         ({"base_model": "user/dense"}, r"keeps the licence of its dense model, .* which is apache-2.0, got mit; leave"),
+        ({"base_model": "user/none"}, r"there is no model user/none on the Hub .*; leave --base-model out"),
+        ({"base_model": "no id"}, r"there is no model no id on the Hub"),
         ({"license": "beerware"}, r"metadata that the Hub takes.* it says: .license. must be one of"),
         ({"private": True}, r"user/there must be private, but it exists and is public"),
     ],

@@ -102,12 +102,22 @@ def push_to_hub(
     progress.stage("look up")
     api = HfApi(library_name="hies-export")
     with _told(repository):
+        api.whoami()  # first: without a valid token a private repository looks like none
         info = _look_up(api, repository)
         found = set() if info is None else _files(api, repository, revision)
-    origin = _origin(report, base_model=base_model, license=license)
+        base_is_there = base_model is None or _look_up(api, base_model) is not None
+    if not base_is_there:
+        raise RequestError(
+            f"the base model must be a Hub id, but there is no model {base_model} on the Hub that this token may read; "
+            "leave --base-model out if the dense model is not published"
+        )
+    dense = base_model or report.details.get("base_model")
+    origin = _origin(report, dense=dense, license=license)
     _check_repository(repository, info, found, private=private, overwrite=overwrite)
     progress.stage("draw")
-    contents = _contents(Path(folder), report, repository, None if revision == MAIN else revision, origin)
+    # Where a machine keeps its models is nobody's business.
+    public = replace(report, model=dense or model_name(report))
+    contents = _contents(Path(folder), public, repository, None if revision == MAIN else revision, origin)
     _check_card(contents["README.md"], repository)
     stale = sorted(name for name in found - set(contents) if overwrite or _is_replaced(name))
     operations: list[CommitOperation] = [CommitOperationDelete(name) for name in stale if name != ".gitattributes"]
@@ -147,14 +157,19 @@ def _check_name(repository: str) -> None:
         ) from error
 
 
-def _origin(report: Report, *, base_model: str | None, license: str | None) -> dict[str, Any]:
-    """The dense model's Hub id and licence, as metadata of a card.
+def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[str, Any]:
+    """What the model comes from and its licence, as metadata of a card.
+
+    Args:
+        report: Of the run.
+        dense: Hub id of the dense model; of one that is only in a folder, its card says what it comes from.
+        license: What the user says it is.
 
     Raises:
         RequestError: No card names a licence, or one that is not `license`.
     """
     cards = [read_card(report.model)] if Path(report.model).is_dir() else []
-    base = base_model or report.details.get("base_model") or next((c.get("base_model") for c in cards), None)
+    base = dense or next((card.get("base_model") for card in cards), None)
     if isinstance(base, str):
         cards.append(read_card(base))
     licensed = next((card for card in cards if card.get("license")), None)
@@ -174,11 +189,9 @@ def _origin(report: Report, *, base_model: str | None, license: str | None) -> d
 
 
 def _look_up(api: HfApi, repository: str) -> ModelInfo | None:
-    # Who it is comes first: without a valid token a private repository looks like none.
-    api.whoami()
     try:
         return api.model_info(repository)
-    except RepositoryNotFoundError:
+    except (RepositoryNotFoundError, HFValidationError):
         return None
 
 
@@ -214,18 +227,14 @@ def _contents(
     for source, prefix in ((folder / "slim", ""), (folder / "onnx", "onnx/")):
         for file in sorted(path for path in source.rglob("*") if path.is_file() and not path.name.startswith(".")):
             contents[prefix + file.relative_to(source).as_posix()] = str(file)
-    # Rendered again: where a machine keeps its models is nobody's business.
-    public = replace(
-        report, model=origin["base_model"] if isinstance(origin["base_model"], str) else model_name(report)
-    )
-    contents["report.json"] = public.to_json().encode()
-    contents["report.md"] = render_markdown(public).encode()
-    contents["report.html"] = render_html(public, location=repository).encode()
+    contents["report.json"] = report.to_json().encode()
+    contents["report.md"] = render_markdown(report).encode()
+    contents["report.html"] = render_html(report, location=repository).encode()
     with tempfile.TemporaryDirectory(prefix="hies-push-") as temporary:
-        figures = [file for file in draw_report(public, Path(temporary)) if file.suffix == ".png"]
+        figures = [file for file in draw_report(report, Path(temporary)) if file.suffix == ".png"]
         contents |= {f"images/{file.name}": file.read_bytes() for file in figures}
     images = {f"images/{file.name}": CAPTIONS[file.stem] for file in figures}
-    card = render_card(public, location=repository, revision=revision, origin=origin, images=images)
+    card = render_card(report, location=repository, revision=revision, origin=origin, images=images)
     contents["README.md"] = card.encode()
     return contents
 
