@@ -48,13 +48,14 @@ def choose_alpha(
     alphas: Sequence[float] = ALPHAS,
     higher_is_better: bool = True,
 ) -> AlphaChoice:
-    """Judge the plan of every alpha by masked evaluation and take the best.
+    """Judge the plan of every alpha on held-out rows and take the best.
 
-    Statistics are collected once; only scoring, selection and a masked forward pass over the held-out rows are
-    repeated, and alphas that give the same plan are judged once. Quality on a few hundred rows cannot tell neighbours
-    apart, so of the alphas within one standard error of the best quality the most stable is taken (the
-    one-standard-error rule of Breiman et al. 1984, with stability in the place of simplicity). Ties go to the better
-    quality, then to the greater alpha. Without labels stability alone decides.
+    Statistics are collected once; only scoring, selection and a forward pass of the masked model (or of the cut and
+    refitted one, where heads will be compensated) over the held-out rows are repeated, and alphas that give the same
+    plan are judged once. Quality on a few hundred rows cannot tell neighbours apart, so of the alphas within one
+    standard error of the best quality the most stable is taken (the one-standard-error rule of Breiman et al. 1984,
+    with stability in the place of simplicity). Ties go to the better quality, then to the greater alpha. Without labels
+    stability alone decides.
 
     Args:
         plan_at: Scores and plan at an alpha.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,21 +12,27 @@ from typing import Any
 from .alpha import ALPHAS, Judgement, choose_alpha
 from .budget import CostTable, check_reachable, counts_within, flops_table, latency_table, uniform_shares
 from .calibrate import collect_statistics
+from .compensate import collect_moments, moment_bytes, refit_heads
 from .compensated import collect_effects, score_compensated
-from .cut import masked_heads, weight_norms
+from .cut import weight_norms
 from .drop import choose_by_drop
 from .errors import PlanError
-from .evaluate_model import predict, references, standard_error
+from .evaluate_model import predict
 from .gains import export
 from .metrics import METRICS
 from .prepare import Prepared, budget_options
 from .progress import Progress
-from .quality import held_out_metric, judge
+from .quality import Refit, held_out_metric, judgement, predict_pruned
 from .recipe import PruningRecipe
 from .score import COMPENSATED, SIGNAL_CRITERIA, score_heads, uses_alpha
 from .select import bundle_count, check_budget, select_heads
 from .signals import collect_signals
 from .values import HeadScores, HeadStatistics, PruningPlan, dump_json
+
+logger = logging.getLogger(__name__)
+
+# Moments of more than this are not held at once to choose by what refitting makes of a plan.
+MOMENT_LIMIT_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -103,27 +110,45 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
         plan = plan_by(candidates[0])
         return Choice(statistics, candidates[0], plan, (), _budget_details(recipe, prepared, table, plan))
     progress.stage("choose alpha")
-    dense_logits = predict(prepared.model, prepared.held_out)
+    dense, held_out = prepared.model, prepared.held_out
+    dense_logits, refit = predict(dense, held_out), _refit(prepared, recipe, progress=progress)
 
-    def judge_masked(plan: PruningPlan) -> Judgement:
-        with masked_heads(prepared.model, plan):
-            logits = predict(prepared.model, prepared.held_out)
-        metrics, share = judge(prepared, prepared.held_out, dense_logits, logits, recipe)
-        if "labels" not in prepared.held_out[0]:
-            return Judgement(None, 0.0, share)
-        options: dict[str, Any] = {"name": prepared.metrics[0], "regression": prepared.regression}
-        error = standard_error(logits, references(prepared.held_out), **options)
-        return Judgement(metrics[prepared.metrics[0]], error, share)
+    def judged(plan: PruningPlan) -> Judgement:
+        logits = predict_pruned(dense, plan, prepared.sites, held_out, refit=refit)
+        return judgement(prepared, held_out, dense_logits, logits, recipe)
 
     scores_of = dict(zip(ALPHAS, candidates, strict=True))
     chosen = choose_alpha(
         lambda alpha: (scores_of[alpha], plan_by(scores_of[alpha])),
-        judge_masked,
+        judged,
         alphas=tuple(progress.track(ALPHAS, "choose alpha")),
         higher_is_better=METRICS[prepared.metrics[0]].higher_is_better,
     )
     budget = _budget_details(recipe, prepared, table, chosen.plan)
     return Choice(statistics, chosen.scores, chosen.plan, chosen.curve, budget)
+
+
+def _refit(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> Refit | None:
+    """What compensation will do to a cut model, from moments collected once; None where there will be none."""
+    compensation = recipe.prune.compensation
+    if compensation is None:
+        return None
+    needed = moment_bytes(prepared.sites)
+    if needed > MOMENT_LIMIT_BYTES:
+        logger.warning(
+            "what goes is chosen without compensation, and only then compensated: for this model the other would take "
+            "%.0f GB",
+            needed / 1e9,
+        )
+        return None
+    moments = collect_moments(
+        prepared.model,
+        prepared.sites,
+        prepared.compensation,
+        progress=lambda batches: progress.track(batches, "moments"),
+    )
+    options: dict[str, Any] = {"method": compensation.method, "ridge": compensation.ridge}
+    return lambda slim, plan: refit_heads(slim, plan, prepared.sites, moments, **options)
 
 
 def write_choice(folder: Path, choice: Choice) -> None:
@@ -237,15 +262,16 @@ def _choose_by_drop(
     if not shares:
         raise PlanError("max_drop needs heads that may go, but the constraints leave none; loosen them")
 
-    def judge_masked(plan: PruningPlan) -> float:
-        with masked_heads(prepared.model, plan):
-            logits = predict(prepared.model, prepared.held_out)
+    refit = _refit(prepared, recipe, progress=progress)
+
+    def judged(plan: PruningPlan) -> float:
+        logits = predict_pruned(prepared.model, plan, prepared.sites, prepared.held_out, refit=refit)
         return held_out_metric(prepared, recipe, dense_logits, logits)
 
     chosen = choose_by_drop(
         progress.track(candidates, "choose sparsity"),
         lambda scores, step: select_heads(scores, prepared.sites, heads=shares[step - 1], **options, **recorded),
-        judge_masked,
+        judged,
         steps=len(shares),
         metric=drop.metric,
         dense=dense,
@@ -256,7 +282,7 @@ def _choose_by_drop(
         "metric": drop.metric,
         "by": drop.by,
         "dense": dense,
-        "masked": chosen.value,
+        "refitted" if refit else "masked": chosen.value,
         "samples": sum(len(next(iter(batch.values()))) for batch in prepared.held_out),
         "judged": chosen.judged,
     }

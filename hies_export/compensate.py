@@ -203,6 +203,14 @@ def collect_moments(
     return _collect(dense, None, plan, sites, batches, progress)
 
 
+def moment_bytes(sites: Sequence[AttentionSite]) -> int:
+    """Bytes that `collect_moments` holds: two float64 matrices of every projection, fitting and held out.
+
+    Projections are taken to be square, as those of most models are.
+    """
+    return sum(2 * 2 * 8 * (site.heads * site.value_dim) ** 2 for site in sites)
+
+
 def refit_heads(
     slim: PreTrainedModel,
     plan: PruningPlan,

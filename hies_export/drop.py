@@ -18,7 +18,7 @@ class DropChoice:
     Attributes:
         scores: The candidate that was taken.
         plan: Its plan.
-        value: The metric of the dense model with the plan's heads masked.
+        value: The metric of the plan, as it was judged.
         judged: Per plan that was tried alpha, heads removed, and the metric.
     """
 
@@ -38,7 +38,7 @@ def choose_by_drop(
     dense: float,
     by: float,
 ) -> DropChoice:
-    """Find, by bisection over masked evaluations, the last step whose metric holds, and the scores that go furthest.
+    """Find, by bisection over evaluations, the last step whose metric holds, and the scores that go furthest.
 
     Statistics are reused, and no plan is judged twice. A later candidate must go further than the best so far; for
     most of them one evaluation shows that it does not.

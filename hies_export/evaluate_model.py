@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from .data.targets import IGNORED, check_label_tokens, predicted_positions
@@ -155,8 +156,11 @@ def compute_metrics(
         RecipeError: a metric does not exist or does not fit the model.
         DataError: predictions and references are not of the same number of samples or tokens.
     """
-    rows, wanted, options = _rows_of_metrics(predictions, references, names=names, regression=regression)
-    return _computed(rows, wanted, names=names, **options)
+    given, wanted, options = _given_to_metrics(predictions, references, names=names, regression=regression)
+    results: dict[str, float] = {}
+    for name in names:
+        results |= load_metric(name).of_arrays(given, wanted, **options)
+    return results
 
 
 def standard_error(
@@ -180,15 +184,16 @@ def standard_error(
     """
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(0, len(predictions), (resamples, len(predictions)), generator=generator)
-    rows, wanted, options = _rows_of_metrics(predictions, references, names=[name], regression=regression)
-    values = [_computed(rows[draw], wanted[draw], names=[name], **options)[name] for draw in draws]
-    return torch.tensor(values, dtype=torch.float64).std().item()
+    given, wanted, options = _given_to_metrics(predictions, references, names=[name], regression=regression)
+    metric = load_metric(name)
+    values = [metric.of_arrays(given[draw], wanted[draw], **options)[name] for draw in draws.numpy()]
+    return float(np.std(values, ddof=1))
 
 
-def _rows_of_metrics(
+def _given_to_metrics(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], regression: bool
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """A row per sample of what metrics take as predictions and references, after checking that all of it fits."""
+) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """What metrics take as predictions and references, (samples,) each, after checking that all of it fits."""
     if isinstance(predictions, TokenPredictions):
         check_metrics(names, task="text-generation")
         if len(predictions.tokens) != len(references):
@@ -196,25 +201,19 @@ def _rows_of_metrics(
                 f"every label token needs a reference, got {len(predictions.tokens)} predictions and "
                 f"{len(references)} references"
             )
-        right = predictions.per_sample(predictions.tokens == references)
-        rows = torch.stack([predictions.per_sample(predictions.nll), right], -1)
-        return rows, predictions.per_sample(torch.ones_like(predictions.nll)).long(), {}
+        rows = np.empty(len(predictions), dtype=[("nll", np.float64), ("right", np.int64)])
+        rows["nll"] = predictions.per_sample(predictions.nll)
+        rows["right"] = predictions.per_sample(predictions.tokens == references)
+        return rows, predictions.per_sample(torch.ones_like(predictions.nll)).long().numpy(), {}
     check_metrics(names, regression=regression)
     if len(predictions) != len(references):
         raise DataError(
             f"every sample needs a reference, got {len(predictions)} logits and {len(references)} references"
         )
-    return predicted(predictions, regression=regression), references, {"num_labels": predictions.shape[-1]}
-
-
-def _computed(rows: torch.Tensor, wanted: torch.Tensor, *, names: Sequence[str], **options: Any) -> dict[str, float]:
-    given: Any = rows.numpy()
-    if rows.dim() == 2:
-        given = [{"nll": nll, "right": int(right)} for nll, right in rows.tolist()]
-    results: dict[str, float] = {}
-    for name in names:
-        results |= load_metric(name).compute(predictions=given, references=wanted.numpy(), **options)
-    return results
+    found = predicted(predictions, regression=regression)
+    # Numbers as `evaluate` hands them to a metric.
+    given, wanted = (part.double() if part.is_floating_point() else part for part in (found, references))
+    return given.numpy(), wanted.numpy(), {"num_labels": predictions.shape[-1]}
 
 
 def stability(dense: Predictions, other: Predictions, *, regression: bool = False, tolerance: float = 0.25) -> float:

@@ -39,6 +39,10 @@ class OfflineMetric(evaluate.Metric):
         options.setdefault("keep_in_memory", options.get("num_process", 1) == 1)
         super().__init__(**options)
 
+    def of_arrays(self, predictions: np.ndarray, references: np.ndarray, **options: Any) -> dict[str, float]:
+        """What `compute` gives, without the Arrow tables it fills and reads on the way: a bootstrap calls it often."""
+        return {name: float(value) for name, value in self._compute(predictions, references, **options).items()}
+
     def _build_data_dir(self) -> str:
         # evaluate makes this folder in the user's cache even when everything stays in memory.
         return self._data_dir_root if self.keep_in_memory else super()._build_data_dir()

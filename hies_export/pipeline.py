@@ -146,8 +146,8 @@ def confirm_drop(
     lost = metric_drop(drop.metric, budget["dense"], value)
     if lost > drop.by:
         raise DropError(
-            f"{drop.metric} on the held-out rows may get worse by {drop.by:g}, and the masked model kept to it, but "
-            f"the compensated one lost {lost:.4g}; compensate on more samples, or not at all"
+            f"{drop.metric} on the held-out rows may get worse by {drop.by:g}, and the model that was judged kept to "
+            f"it, but the compensated one lost {lost:.4g}; compensate on more samples, or not at all"
         )
     return {**budget, "slim": value}
 

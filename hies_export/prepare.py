@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from .checkpoint.loading import find_model_class, load_config
 from .cut import auto_classes
 from .data.batches import GENERATIVE, Columns, check_rows, draw_samples, load_processor, make_batches
+from .data.lengths import by_length
 from .data.rows import load_rows
 from .data.targets import is_regression
 from .errors import MissingRuntimeError, RequestError
@@ -53,7 +54,7 @@ class Prepared:
         scored: Those that may lose heads.
         calibration: Batches to score on.
         held_out: Batches to choose alpha or sparsity on, which heads are not scored on; empty unless alpha is auto or
-            the budget is a max_drop.
+            the budget is a max_drop. Like the evaluation's, shortest samples first: they are gone through many times.
         compensation: Batches to refit on, without labels; empty when the recipe asks for none.
         evaluation: Batches to judge on.
         metrics: Names of the metrics, the report's first.
@@ -152,6 +153,10 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
     def batches(rows: datasets.Dataset, columns: Columns, batch_size: int) -> list[dict[str, Tensor]]:
         return make_batches(rows, columns=columns, batch_size=batch_size, **shared) if len(rows) else []
 
+    def sorted_batches(rows: datasets.Dataset, batch_size: int) -> list[dict[str, Tensor]]:
+        made = batches(rows, columns, batch_size)
+        return made and by_length(made, config=model.config)
+
     if recipe.task in GENERATIVE:
         columns = replace(columns, label=None)  # the right choices are chosen
     size = calibration.batch_size
@@ -174,9 +179,9 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
         sites=sites,
         scored=scored,
         calibration=calibration_batches,
-        held_out=batches(part(calibration.samples, held_out_samples), columns, size),
+        held_out=sorted_batches(part(calibration.samples, held_out_samples), size),
         compensation=batches(part(0, compensation_samples), replace(columns, label=None), size),
-        evaluation=loaded.evaluation if loaded else batches(evaluation_rows, columns, recipe.evaluation.batch_size),
+        evaluation=loaded.evaluation if loaded else sorted_batches(evaluation_rows, recipe.evaluation.batch_size),
         metrics=tuple(metrics),
         regression=regression,
         runtimes=runtimes,

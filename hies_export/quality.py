@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cut import masked_heads
-from .evaluate_model import Predictions, compute_metrics, predict, predicted, references, stability
+from .alpha import Judgement
+from .cut import masked_heads, prune_heads
+from .evaluate_model import (
+    Predictions,
+    compute_metrics,
+    predict,
+    predicted,
+    references,
+    stability,
+    standard_error,
+)
+from .model.twin import share_weights
 from .prepare import Prepared
 from .progress import Progress
 from .recipe import PruningRecipe
-from .values import PruningPlan
+from .values import AttentionSite, PruningPlan
+
+Refit = Callable[[PreTrainedModel, PruningPlan], object]
 
 
 def evaluate(
@@ -67,6 +79,49 @@ def judge(
     metrics = compute_metrics(logits, expected, names=names or prepared.metrics, regression=prepared.regression)
     tolerance = recipe.evaluation.stability_tolerance
     return metrics, stability(dense_logits, logits, regression=prepared.regression, tolerance=tolerance)
+
+
+def predict_pruned(
+    model: PreTrainedModel,
+    plan: PruningPlan,
+    sites: tuple[AttentionSite, ...],
+    batches: Sequence[dict[str, Tensor]],
+    *,
+    refit: Refit | None = None,
+) -> Predictions:
+    """What the model predicts without the heads that a plan removes.
+
+    Args:
+        model: The dense model; not changed.
+        plan: The heads that stay.
+        sites: All of its attention modules.
+        batches: What to predict.
+        refit: Refits a model, in place, that was cut by a plan. Without it heads are masked and nothing is cut, which
+            comes to the same and is cheaper.
+    """
+    if refit is None:
+        with masked_heads(model, plan):
+            return predict(model, batches)
+    # What is cut is new, the rest is shared with the dense model.
+    slim = prune_heads(share_weights(model), plan, sites, inplace=True)
+    refit(slim, plan)
+    return predict(slim, batches)
+
+
+def judgement(
+    prepared: Prepared,
+    batches: list[dict[str, Tensor]],
+    dense_logits: Predictions,
+    logits: Predictions,
+    recipe: PruningRecipe,
+) -> Judgement:
+    """What alphas are compared by: stability and, where there are labels, the first metric with its standard error."""
+    metrics, share = judge(prepared, batches, dense_logits, logits, recipe)
+    if "labels" not in batches[0]:
+        return Judgement(None, 0.0, share)
+    name = prepared.metrics[0]
+    error = standard_error(logits, references(batches), name=name, regression=prepared.regression)
+    return Judgement(metrics[name], error, share)
 
 
 def held_out_metric(prepared: Prepared, recipe: PruningRecipe, dense_logits: Predictions, logits: Predictions) -> float:

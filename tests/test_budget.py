@@ -288,6 +288,12 @@ def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path) -> None:
     assert budget["samples"] == 52
     assert budget["dense"] - budget["slim"] <= 0.05 + 1e-9
     assert budget["slim"] == pytest.approx(budget["masked"])
+    # Where heads are compensated, that is what was judged: the cut model keeps to it again.
+    compensated = ("prune.compensation={samples: 60}", f"output={project / 'compensated'}")
+    assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}, *compensated) == 0
+    refitted = json.loads((project / "compensated" / "report.json").read_text())["details"]["budget"]
+    assert refitted["slim"] == pytest.approx(refitted["refitted"])
+    assert refitted["dense"] == budget["dense"]
     more = [row for row in budget["judged"] if row["removed"] == report["heads"]["removed"] + 1]
     assert all(budget["dense"] - row["accuracy"] > 0.05 for row in more)
     # The dense value, by hand: all rows but the eight that heads were scored on.

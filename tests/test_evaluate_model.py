@@ -8,7 +8,15 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from hies_export.errors import DataError, NonFiniteError, RecipeError
-from hies_export.evaluate_model import compute_metrics, predict, references, stability
+from hies_export.evaluate_model import (
+    TokenPredictions,
+    compute_metrics,
+    predict,
+    references,
+    stability,
+    standard_error,
+)
+from hies_export.metrics import METRICS, load_metric
 
 
 def tiny_bert(num_labels=3):
@@ -180,6 +188,41 @@ def test_metrics_refuse_a_metric_of_the_other_kind():
 def test_metrics_refuse_another_number_of_references():
     with pytest.raises(DataError, match="got 3 logits and 2 references"):
         compute_metrics(torch.zeros(3, 2), torch.tensor([0, 1]), names=["accuracy"], regression=False)
+
+
+@pytest.mark.parametrize("name", list(METRICS))
+def test_values_and_standard_errors_are_those_evaluate_computes(name):
+    labels, options = torch.randint(0, 3, (30,)), {"num_labels": 3}
+    predictions = torch.randn(30, 3) + torch.nn.functional.one_hot(labels, 3)
+    given = predictions.argmax(-1).numpy()
+    wanted = labels
+    kind = METRICS[name].of
+    if kind == "numbers":
+        predictions, wanted, options = predictions[:, :1], labels + torch.rand(30), {"num_labels": 1}
+        given = predictions.flatten().numpy()
+    elif kind == "tokens":
+        # Three tokens of each of ten samples.
+        right = torch.rand(10, 3) < 0.7
+        right[0] = True
+        nll, sample = torch.rand(30), torch.arange(10).repeat_interleave(3)
+        predictions = TokenPredictions(torch.where(right.flatten(), labels, 9), nll, sample, 10, answers=True)
+        sums = nll.double().view(10, 3).sum(-1).tolist()
+        given = np.array([{"nll": n, "right": int(r)} for n, r in zip(sums, right.sum(-1), strict=True)])
+        wanted, options = torch.full((10,), 3), {}
+
+    def by_evaluate(draw):
+        rows = given[draw].tolist()
+        return load_metric(name).compute(predictions=rows, references=wanted[draw].tolist(), **options)[name]
+
+    everything = torch.arange(len(given))
+    labels = labels if kind == "tokens" else wanted
+    value = compute_metrics(predictions, labels, names=[name], regression=kind == "numbers")[name]
+    assert value == pytest.approx(by_evaluate(everything), rel=1e-12)
+    draws = torch.randint(0, len(given), (20, len(given)), generator=torch.Generator().manual_seed(5))
+    expected = np.std([by_evaluate(draw) for draw in draws], ddof=1)
+    found = standard_error(predictions, labels, name=name, regression=kind == "numbers", resamples=20, seed=5)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert found > 0
 
 
 def test_stability_of_classes_ignores_the_size_of_the_logits():

@@ -22,6 +22,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hies_export
 from hies_export.cli import main
+from hies_export.evaluate_model import predict, stability
+from hies_export.prepare import prepare
+from hies_export.recipe import PruningRecipe
 from hies_export.report.report import CUT, KEPT, Report
 
 SUMMARY = {
@@ -158,6 +161,13 @@ def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.Cap
     assert report.alpha in [point["alpha"] for point in curve]
     assert json.loads((project / "out" / "plan.json").read_text())["alpha"] == report.alpha
     assert json.loads((project / "out" / "scores.json").read_text())["alpha_curve"] == curve
+    # It was chosen by what the compensated model makes of the held-out rows.
+    asked = {"prune.alpha": "auto", "prune.compensation": {"samples": 60}, "measure.runtimes": ["torch"]}
+    prepared = prepare(PruningRecipe.from_yaml(project / "recipe.yaml", asked))
+    slim = hies_export.load(project / "out" / "slim")
+    dense_logits, logits = predict(prepared.model, prepared.held_out), predict(slim, prepared.held_out)
+    expected = stability(dense_logits, logits)
+    assert next(p for p in curve if p["alpha"] == report.alpha)["stability"] == pytest.approx(expected)
     # The same alpha given as a number, without compensation, is what it started from.
     fixed = ("--set", f"prune.alpha={report.alpha}", "-o", project / "fixed", *torch_only)
     assert hies("run", project / "recipe.yaml", *fixed) == 0

@@ -144,10 +144,10 @@ def budget_text(report: Report) -> str:
     budget = report.details.get("budget", {})
     kind = budget.get("kind")
     if kind == "max_drop":
-        metric = budget["metric"]
+        metric, judged = budget["metric"], "refitted" if "refitted" in budget else "masked"
         return (
             f"Budget: {metric} may get worse by {budget['by']:g} on {budget['samples']} held-out samples. Dense "
-            f"{budget['dense']:.4f}, masked {budget['masked']:.4f}, slim {budget['slim']:.4f}; {len(budget['judged'])} "
+            f"{budget['dense']:.4f}, {judged} {budget[judged]:.4f}, slim {budget['slim']:.4f}; {len(budget['judged'])} "
             "plans were tried."
         )
     if kind not in ("flops", "latency"):

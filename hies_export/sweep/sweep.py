@@ -15,21 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..alpha import ALPHAS, Judgement, choose_alpha
 from ..calibrate import collect_statistics
 from ..compensate import METHODS, SplitMoments, collect_moments, refit_heads
 from ..compensated import Effects, collect_effects, score_compensated
-from ..cut import masked_heads, prune_heads
+from ..cut import prune_heads
 from ..data.lengths import by_length
 from ..errors import RecipeError, did_you_mean
-from ..evaluate_model import Predictions, predict, references, standard_error
+from ..evaluate_model import predict
 from ..measure.counts import count_flops
 from ..metrics import METRICS
 from ..model.twin import share_weights
 from ..prepare import Prepared, budget_options, prepare
 from ..progress import Progress, Silent
-from ..quality import judge
+from ..quality import Refit, judge, judgement, predict_pruned
 from ..recipe import PruningRecipe
 from ..score import COMPENSATED, SIGNAL_CRITERIA, criterion_names, score_heads, uses_alpha
 from ..select import check_budget, select_heads
@@ -206,7 +207,6 @@ class _Calibrated:
     """What the heads are known by for one seed and calibration size."""
 
     prepared: Prepared
-    held_out: list[dict[str, Tensor]]
     statistics: HeadStatistics
 
 
@@ -224,9 +224,8 @@ class _Runner:
             self._base = prepare(self._variant(grid.seeds[0], grid.calibration_sizes[0]))
         for sparsity in grid.sparsities:
             check_budget(self._base.scored, **budget_options(recipe) | {"heads": sparsity})
-        self._evaluation = by_length(self._base.evaluation, config=self._base.model.config)
         with self._timed("evaluate"):
-            self._dense = predict(self._base.model, self._evaluation)
+            self._dense = predict(self._base.model, self._base.evaluation)
         # Plans that are equal give equal results: what the journal knows of them is not computed again.
         self._judged = {row["judged"]: row["result"] for row in journal.rows.values()}
 
@@ -296,22 +295,11 @@ class _Runner:
         }
 
     def _judge(self, plan: PruningPlan, cell: Cell) -> dict[str, Any]:
-        dense, sites = self._base.model, self._base.sites
-        if cell.compensation == "none":
-            with self._timed("evaluate"), masked_heads(dense, plan):
-                logits = predict(dense, self._evaluation)
-        else:
-            moments = self._moments(cell.seed)
-            compensation = self._recipe.prune.compensation
-            with self._timed("cut and refit"):
-                # What is cut is new, the rest is shared with the dense model.
-                slim = prune_heads(share_weights(dense), plan, sites, inplace=True)
-                ridge = None if compensation is None else compensation.ridge
-                refit_heads(slim, plan, sites, moments, method=cell.compensation, ridge=ridge)
-            with self._timed("evaluate"):
-                logits = predict(slim, self._evaluation)
+        refit = self._refit(cell)
+        with self._timed("evaluate"):
+            logits = predict_pruned(self._base.model, plan, self._base.sites, self._base.evaluation, refit=refit)
         self.evaluations += 1
-        metrics, share = judge(self._base, self._evaluation, self._dense, logits, self._recipe)
+        metrics, share = judge(self._base, self._base.evaluation, self._dense, logits, self._recipe)
         name = self._base.metrics[0]
         return {
             "metric": name,
@@ -321,6 +309,18 @@ class _Runner:
             "flops_ratio": self._flops_ratio(plan),
             "heads_removed": plan.removed,
         }
+
+    def _refit(self, cell: Cell) -> Refit | None:
+        if cell.compensation == "none":
+            return None
+        moments, compensation = self._moments(cell.seed), self._recipe.prune.compensation
+        ridge = None if compensation is None else compensation.ridge
+
+        def refit(slim: PreTrainedModel, plan: PruningPlan) -> None:
+            with self._timed("refit"):
+                refit_heads(slim, plan, self._base.sites, moments, method=cell.compensation, ridge=ridge)
+
+        return refit
 
     def _plan(self, scores: HeadScores, cell: Cell) -> PruningPlan:
         options = budget_options(self._recipe) | {"heads": cell.sparsity}
@@ -358,43 +358,30 @@ class _Runner:
 
     def _curve(self, cell: Cell, sparsity: float) -> dict[str, Any]:
         """What every alpha comes to on the held-out rows, at a sparsity; and the chosen one."""
-        key = f"{cell.criterion}|{sparsity}|{cell.seed}|{cell.samples}"
+        at = replace(cell, alpha=None, sparsity=sparsity)
+        key = at.key(self._grid)
         if key not in self._journal.alphas:
             calibrated = self._calibrated(cell.seed, cell.samples)
-            at = Cell(cell.criterion, None, sparsity, cell.seed, cell.samples, "none")
+            held_out, refit = calibrated.prepared.held_out, self._refit(cell)
             dense = self._of_seed(
-                cell.seed, f"dense on held-out {cell.samples}", lambda _: self._masked(calibrated, None)
+                cell.seed, f"dense on held-out {cell.samples}", lambda _: predict(self._base.model, held_out)
             )
 
             def plan_at(alpha: float) -> tuple[HeadScores, PruningPlan]:
                 scores = self._scores(at, alpha)
                 return scores, self._plan(scores, at)
 
-            def judge_masked(plan: PruningPlan) -> Judgement:
-                logits = self._masked(calibrated, plan)
-                metrics, share = judge(self._base, calibrated.held_out, dense, logits, self._recipe)
-                if "labels" not in calibrated.held_out[0]:
-                    return Judgement(None, 0.0, share)
-                name = self._base.metrics[0]
-                options: dict[str, Any] = {"name": name, "regression": self._base.regression}
-                return Judgement(
-                    metrics[name], standard_error(logits, references(calibrated.held_out), **options), share
-                )
+            def judged(plan: PruningPlan) -> Judgement:
+                logits = predict_pruned(self._base.model, plan, self._base.sites, held_out, refit=refit)
+                return judgement(self._base, held_out, dense, logits, self._recipe)
 
             with self._timed("choose alpha"):
                 higher = METRICS[self._base.metrics[0]].higher_is_better
-                choice = choose_alpha(plan_at, judge_masked, higher_is_better=higher)
-            found = {"criterion": cell.criterion, "sparsity": sparsity, "seed": cell.seed, "samples": cell.samples}
+                choice = choose_alpha(plan_at, judged, higher_is_better=higher)
+            found = {name: value for name, value in asdict(at).items() if name != "alpha"}
             found |= {"chosen": choice.scores.parameters["alpha"], "curve": list(choice.curve)}
             self._journal.add_alpha(key, found)
         return self._journal.alphas[key]
-
-    def _masked(self, calibrated: _Calibrated, plan: PruningPlan | None) -> Predictions:
-        model = self._base.model
-        if plan is None:
-            return predict(model, calibrated.held_out)
-        with masked_heads(model, plan):
-            return predict(model, calibrated.held_out)
 
     def _calibrated(self, seed: int, samples: int) -> _Calibrated:
         def collect(seed: int) -> _Calibrated:
@@ -402,8 +389,7 @@ class _Runner:
                 prepared = prepare(self._variant(seed, samples), loaded=self._base)
             with self._timed("statistics"):
                 statistics = collect_statistics(prepared.model, prepared.calibration, prepared.scored)
-            held_out = prepared.held_out and by_length(prepared.held_out, config=prepared.model.config)
-            return _Calibrated(prepared, held_out, statistics)
+            return _Calibrated(prepared, statistics)
 
         return self._of_seed(seed, f"calibrated on {samples}", collect)
 
@@ -448,7 +434,7 @@ class _Runner:
 
     def _dense_quality(self) -> float:
         if "dense quality" not in self._once:
-            metrics, _ = judge(self._base, self._evaluation, self._dense, self._dense, self._recipe)
+            metrics, _ = judge(self._base, self._base.evaluation, self._dense, self._dense, self._recipe)
             self._once["dense quality"] = metrics[self._base.metrics[0]]
         return float(self._once["dense quality"])
 
@@ -484,8 +470,10 @@ class _Runner:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started, within = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            # What was timed inside the block counts there, and not twice.
+            inner = sum(self.seconds.values()) - within
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - inner
