@@ -67,6 +67,11 @@ def select_heads(
     Raises:
         RecipeError: An option is out of range.
         PlanError: The constraints leave less to remove than the budget asks for.
+
+    Example:
+        >>> plan = select_heads(scores, sites, heads=0.5)
+        >>> plan.removed, plan.heads
+        (9, 18)
     """
     scored = [site for site in sites if site.name in scores.scores]
     constraints: dict[str, Any] = {

@@ -28,6 +28,11 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
 
     Raises:
         RequestError: There is no model at `path`, or its class is not one of transformers'.
+
+    Example:
+        >>> slim.save_pretrained(folder / "slim")
+        >>> type(load(folder / "slim")).__name__, count_parameters(load(folder / "slim")) == count_parameters(slim)
+        ('BertForSequenceClassification', True)
     """
     hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
     model_class = find_model_class(path, **hub)
