@@ -93,13 +93,13 @@ def _cut_section(report: Report) -> str:
     """Maps of all heads, layers down and heads across, the same head at the same place in each."""
     lines: Mapping[str, str] = report.details["head_map"]
     numbers: Mapping[str, Mapping[str, Sequence[float]]] = report.details.get("heads", {})
-    figures = [_figure("Plan", "filled: kept; crossed: cut", _map_svg(lines, None, "plan"))]
+    figures = [_figure("Plan", "filled: kept; crossed: cut", map_svg(lines, None, "plan"))]
     for what, (name, note) in MAPS.items():
         values = [list(numbers.get(module, {}).get(what, ())) for module in lines]
         if any(values):
             low, high = min(v for row in values for v in row), max(v for row in values for v in row)
             scale = f"{_short(low)} <i></i> {_short(high)}"
-            svg = _map_svg(lines, [[(v - low) / (high - low or 1) for v in row] for row in values], what)
+            svg = map_svg(lines, [[(v - low) / (high - low or 1) for v in row] for row in values], what)
             figures.append(_figure(name, note, svg, scale))
     data = [
         {
@@ -125,8 +125,14 @@ def _figure(name: str, note: str, svg: str, scale: str = "") -> str:
     return f"<figure><figcaption><b>{name}</b> <span class=muted>{note}</span></figcaption>{svg}{legend}</figure>"
 
 
-def _map_svg(lines: Mapping[str, str], shades: Sequence[Sequence[float]] | None, what: str) -> str:
-    """A cell per head, shaded by its number in [0, 1]; a plan has no numbers."""
+def map_svg(lines: Mapping[str, str], shades: Sequence[Sequence[float]] | None, what: str) -> str:
+    """An SVG with a cell per head.
+
+    Args:
+        lines: From `head_map`.
+        shades: Per line and head a number in [0, 1]; None fills the heads that stay.
+        what: "plan", or a name in `MAPS`.
+    """
     widest, cell, left = max(len(line) for line in lines.values()), 20, 24
     parts = []
     for row, line in enumerate(lines.values()):
@@ -162,7 +168,7 @@ def _cost_section(report: Report) -> str:
     same = [agreement(report), "", f"{report.stability:.1%}", ""]
     rows.append([*same, f"{before['stability']:.1%}"] if before else same)
     header = ["", "dense", "slim", "change"] + (["cut alone"] if before else [])
-    parts = [_table(header, rows), _stability_bar(report, before)]
+    parts = [html_table(header, rows), _stability_bar(report, before)]
     if budget_text(report):
         parts.insert(0, f"<p class=callout>{escape(budget_text(report))}</p>")
     parts.append(_alpha_figure(report))
@@ -230,7 +236,7 @@ def _gain_section(report: Report) -> str:
             for row in report.latency
         ]
         header = ["milliseconds", "dense p50", "slim p50", "dense p90", "slim p90", "realised"]
-        parts.append(f"<details><summary>All times</summary>{_table(header, rows)}</details>")
+        parts.append(f"<details><summary>All times</summary>{html_table(header, rows)}</details>")
     return "".join(parts)
 
 
@@ -285,9 +291,9 @@ def _method_section(report: Report) -> str:
     environment = [[name, str(value)] for name, value in report.environment.items() if value is not None]
     return (
         f"<p>{escape(how_measured(report))}</p>"
-        f"<div class=columns><div><h3>Largest difference of any output</h3>{_table(['', ''], checks)}</div>"
-        f"<div><h3>Time spent</h3>{_table(['', ''], seconds)}</div></div>"
-        f"<details class=wrap><summary>Environment</summary>{_table(['', ''], environment)}</details>"
+        f"<div class=columns><div><h3>Largest difference of any output</h3>{html_table(['', ''], checks)}</div>"
+        f"<div><h3>Time spent</h3>{html_table(['', ''], seconds)}</div></div>"
+        f"<details class=wrap><summary>Environment</summary>{html_table(['', ''], environment)}</details>"
     )
 
 
@@ -318,7 +324,8 @@ def _bar(name: str, share: float, text: str, kind: str) -> str:
     )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of text, as HTML; without a header where all its names are empty."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     top = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
