@@ -62,7 +62,7 @@ def collect_statistics(
         NonFiniteError: A loss or a gradient is NaN or infinite; the message names the batch.
         StepError: Not even one sample fits into memory.
 
-    Example:
+    Examples:
         >>> statistics = collect_statistics(model, batches, sites)
         >>> statistics.samples, statistics.labels, statistics.his[sites[0].name].shape
         (32, 'data', torch.Size([6]))

@@ -165,7 +165,7 @@ def compensate_heads(
     Warns:
         FewTokensWarning: Fewer tokens than four times the inputs of a projection.
 
-    Example:
+    Examples:
         >>> fits = compensate_heads(model, slim, plan, sites, batches)
         >>> all(fit.error <= 1 for fit in fits)
         True

@@ -162,7 +162,7 @@ def score_compensated(
     Raises:
         RecipeError: The ridge is not positive.
 
-    Example:
+    Examples:
         >>> scores = score_compensated(collect_effects(model, batches, sites), sites)
         >>> select_heads(scores, sites, heads=0.5).criterion
         'hies-compensated'

@@ -46,7 +46,7 @@ def prune_heads(
     Raises:
         PlanError: The plan is not for this model, or for other weights.
 
-    Example:
+    Examples:
         >>> slim = prune_heads(model, plan, sites)
         >>> sum(site.heads for site in find_attention(slim, batches[0]))
         9
@@ -207,7 +207,7 @@ def masked_heads(model: PreTrainedModel, plan: PruningPlan) -> Iterator[None]:
         model: The dense model; as it was, after the block.
         plan: Which heads stay.
 
-    Example:
+    Examples:
         >>> with masked_heads(model, plan):
         ...     logits = model(**batches[0]).logits
     """
@@ -242,7 +242,7 @@ def check_cut(dense: PreTrainedModel, slim: PreTrainedModel, plan: PruningPlan, 
     Raises:
         CutMismatchError: The difference is not below 1e-4.
 
-    Example:
+    Examples:
         >>> check_cut(model, slim, plan, batches[0]) < 1e-4
         True
     """

@@ -41,7 +41,7 @@ def criterion(function: Criterion) -> Criterion:
     Returns:
         The function itself: this is a decorator.
 
-    Example:
+    Examples:
         >>> @criterion
         ... def his_per_weight(statistics):
         ...     return {name: his / statistics.weight_l2[name] for name, his in statistics.his.items()}
@@ -165,7 +165,7 @@ def score_heads(
     Raises:
         RecipeError: Unknown criterion or normalisation, or alpha outside [0, 1).
 
-    Example:
+    Examples:
         >>> scores = score_heads(statistics, criterion="hies", alpha=0.5)
         >>> scores.parameters
         {'alpha': 0.5, 'normalize': 'model'}

@@ -68,7 +68,7 @@ def select_heads(
         RecipeError: An option is out of range.
         PlanError: The constraints leave less to remove than the budget asks for.
 
-    Example:
+    Examples:
         >>> plan = select_heads(scores, sites, heads=0.5)
         >>> plan.removed, plan.heads
         (9, 18)

@@ -159,7 +159,7 @@ class PruningPlan:
         model: What tells the model the plan was made for from others: the L2 norms of some output projections, by name;
             empty where that is not known. Norms are the same, to 1e-4, in every dtype.
 
-    Example:
+    Examples:
         >>> PruningPlan.from_json(plan.to_json()) == plan
         True
     """

@@ -93,7 +93,7 @@ def apply_plan(
         OutputExistsError: The folder exists and `overwrite` is off.
         ReloadMismatchError: What was written is not what the slim model needs; nothing is kept.
 
-    Example:
+    Examples:
         >>> model.save_pretrained(folder / "dense")
         >>> applied = apply_plan(plan, folder / "dense", folder / "slim")
         >>> applied.slim_bytes < applied.dense_bytes

@@ -29,7 +29,7 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     Raises:
         RequestError: There is no model at `path`, or its class is not one of transformers'.
 
-    Example:
+    Examples:
         >>> slim.save_pretrained(folder / "slim")
         >>> type(load(folder / "slim")).__name__, count_parameters(load(folder / "slim")) == count_parameters(slim)
         ('BertForSequenceClassification', True)

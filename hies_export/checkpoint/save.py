@@ -45,7 +45,7 @@ def save_slim(
         OutputExistsError: The folder exists and `overwrite` is off.
         ReloadMismatchError: A weight is missing on loading, or an output differs by 1e-5 or more.
 
-    Example:
+    Examples:
         >>> save_slim(slim, folder / "slim", plan=plan, batch=batches[0])
         0.0
     """

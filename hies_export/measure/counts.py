@@ -21,7 +21,7 @@ def count_parameters(model: torch.nn.Module) -> int:
     Returns:
         Elements, not bytes.
 
-    Example:
+    Examples:
         >>> count_parameters(torch.nn.Linear(3, 4))
         16
     """
@@ -49,7 +49,7 @@ def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
 
     Source: https://docs.pytorch.org/docs/stable/torch.utils.flop_counter.html
 
-    Example:
+    Examples:
         >>> count_flops(slim, batches[0]) < count_flops(model, batches[0])
         True
     """

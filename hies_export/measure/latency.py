@@ -117,7 +117,7 @@ def compare_latency(
         RecipeError: repeats is below 1, warmup or min_seconds below 0, or the runtimes differ in kind.
         NonFiniteError: An output is NaN or infinite: such numbers may take another time than real ones.
 
-    Example:
+    Examples:
         >>> dense, small = (load_runtime("torch", m) for m in (model, slim))
         >>> found = compare_latency(dense, small, batch=batches[0], repeats=6)
         >>> found.ratio_low <= found.ratio <= found.ratio_high

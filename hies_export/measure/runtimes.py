@@ -115,7 +115,7 @@ def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: in
         RecipeError: The name is not registered, the source is not what this runtime reads, or threads < 1.
         MissingRuntimeError: The runtime, or the provider it was asked for, is not installed.
 
-    Example:
+    Examples:
         >>> runtime = load_runtime("torch", slim)
         >>> runtime.fetch(runtime.run(runtime.prepare(batches[0])))["logits"].shape
         (4, 3)

@@ -113,7 +113,7 @@ def export_onnx(
         ExportError: The exporter failed.
         ParityError: A graph computes something else than torch.
 
-    Example:
+    Examples:
         >>> exported = export_onnx(slim, folder / "onnx", batch=batches[0])
         >>> exported.files, exported.max_abs < 1e-3
         (('model.onnx',), True)
