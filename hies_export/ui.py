@@ -25,6 +25,7 @@ CSS = """
 .hies .plot{max-width:600px}.hies polyline{fill:none;stroke:var(--accent);stroke-width:2}
 .hies circle{fill:var(--muted)}.hies circle.here{fill:var(--dot)}
 .hies .scroll{overflow-x:auto}.hies table{border-collapse:collapse;width:100%}
+.hies table,.hies tr,.hies tbody,.hies thead{border:0!important}
 .hies td,.hies th{text-align:right;padding:4px 8px;border:0!important;border-bottom:1px solid var(--line)!important}
 .hies td:first-child,.hies th:first-child{text-align:left;padding-left:0}
 .hies .muted{color:var(--muted);font-size:.875rem}.hies p{margin:8px 0}.hies h4{margin:12px 0 4px}
