@@ -4,9 +4,10 @@
     report = PruningRecipe.from_yaml("recipe.yaml").run()
 
 or stage by stage: `find_attention`, `collect_statistics`, `score_heads`, `select_heads`, `prune_heads`,
-`compensate_heads`, `save_slim`, `export_onnx`, `compare_latency`. `apply_plan` does the cut on the files of a
-checkpoint. A saved slim model comes back with `load`, and an exported decoder generates with `OnnxGenerator`.
-`push_to_hub` publishes a run.
+`compensate_heads`, `save_slim`, `export_onnx`; measured by `bench`, `compare_latency`, `count_flops` and
+`count_parameters`. `apply_plan` does the cut on the files of a checkpoint. A saved slim model comes back with `load`,
+and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes a
+run.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .measure.compare import bench
     from .measure.counts import count_flops, count_parameters
     from .measure.latency import compare_latency
+    from .measure.runtimes import load_runtime
     from .onnx.export import export_onnx
     from .onnx.generator import OnnxGenerator
     from .pipeline import run
@@ -89,6 +91,7 @@ _HOMES = {
     "checkpoint.push": ["push_to_hub"],
     "measure.counts": ["count_flops", "count_parameters"],
     "measure.latency": ["compare_latency"],
+    "measure.runtimes": ["load_runtime"],
     "onnx.generator": ["OnnxGenerator"],
     "pipeline": ["run"],
     "generate": ["generate_text"],
@@ -142,6 +145,7 @@ __all__ = [
     "find_attention",
     "generate_text",
     "load",
+    "load_runtime",
     "masked_heads",
     "prune_heads",
     "push_to_hub",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,4 +141,5 @@ def markdown(table: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    # Neither a column's end nor a link.
+    return re.sub(r"([|\[\]])", r"\\\1", text)

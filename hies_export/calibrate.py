@@ -60,6 +60,11 @@ def collect_statistics(
         UnsupportedModelError: An attention module sees another number of rows than there are samples.
         NonFiniteError: A loss or a gradient is NaN or infinite; the message names the batch.
         StepError: Not even one sample fits into memory.
+
+    Examples:
+        >>> statistics = collect_statistics(model, batches, sites)
+        >>> statistics.samples, statistics.labels, statistics.his[sites[0].name].shape
+        (32, 'data', torch.Size([6]))
     """
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")

@@ -245,6 +245,10 @@ def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
         "show which model types can be scored, cut, reloaded, trained and exported, and why not the others",
     )
     architectures.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="as in config.json; default: all")
+    ui = add("ui", commands.ui_command, [], "explore other plans of a finished run or sweep in the browser")
+    ui.add_argument("folder", metavar="DIR", type=Path, help="a run's or a sweep's folder")
+    ui.add_argument("--port", metavar="N", type=int, help="where to listen (default: a free one from 7860)")
+    ui.add_argument("--no-browser", action="store_true", help="do not open the page, only serve it")
     report = add("report", commands.report_command, [as_json], "show a finished run, or what a bench found, again")
     report.add_argument(
         "folder", metavar="DIR", type=Path, help="a run's folder, or a file with what `bench --json` printed"

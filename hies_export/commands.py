@@ -460,6 +460,15 @@ def _mark(result: str) -> str:
     return "n/a" if result.startswith("n/a") else "no"
 
 
+def ui_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
+    """Serve a page to explore other plans."""
+    from .ui import show
+
+    page = show(options.folder, port=options.port, open_browser=not options.no_browser)
+    out.print(f"{page.local_url} shows {options.folder}; Ctrl-C ends it", markup=False)
+    page.block_thread()
+
+
 def report_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Show a finished run, or what a bench found, again."""
     from .checkpoint.folders import replace_file

@@ -168,6 +168,11 @@ def compensate_heads(
 
     Warns:
         FewTokensWarning: Fewer tokens than four times the inputs of a projection.
+
+    Examples:
+        >>> fits = compensate_heads(model, slim, plan, sites, batches)
+        >>> all(fit.error <= 1 for fit in fits)
+        True
     """
     cut = [site for site in sites if len(plan.kept[site.name].query) < site.heads]
     _check(dense, cut, batches, method, ridge)

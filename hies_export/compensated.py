@@ -87,6 +87,9 @@ def collect_effects(
         sites: The attention modules, from `find_attention`.
         progress: Wraps the batches, e.g. in a progress bar.
 
+    Returns:
+        Per attention module the inputs of its output projection and the gradients there, of all real tokens.
+
     Raises:
         DataError: There is no batch, or a language model's sample has no label token.
         NonFiniteError: A prediction or a gradient is NaN or infinite; the message names the batch.
@@ -153,8 +156,16 @@ def score_compensated(
         squared: Average the square of a sample's effect; otherwise its absolute value.
         progress: Wraps the attention modules.
 
+    Returns:
+        Scores in (0, 1], of shape (heads,) per module.
+
     Raises:
         RecipeError: The ridge is not positive.
+
+    Examples:
+        >>> scores = score_compensated(collect_effects(model, batches, sites), sites)
+        >>> select_heads(scores, sites, heads=0.5).criterion
+        'hies-compensated'
     """
     if not ridge > 0:
         raise RecipeError([f"ridge must be above 0, got {ridge}"])

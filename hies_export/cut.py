@@ -45,6 +45,11 @@ def prune_heads(
 
     Raises:
         PlanError: The plan is not for this model, or for other weights.
+
+    Examples:
+        >>> slim = prune_heads(model, plan, sites)
+        >>> sum(site.heads for site in find_attention(slim, batches[0]))
+        9
     """
     check_plan(plan, sites)
     if not any(parameter.is_meta for parameter in model.parameters()):
@@ -196,7 +201,16 @@ def check_weights(plan: PruningPlan, norms: Mapping[str, float]) -> None:
 
 @contextmanager
 def masked_heads(model: PreTrainedModel, plan: PruningPlan) -> Iterator[None]:
-    """Inside the block, the outputs of the heads that `plan` removes are multiplied by zero; nothing is cut."""
+    """Inside the block, the outputs of the heads that `plan` removes are multiplied by zero; nothing is cut.
+
+    Args:
+        model: The dense model; as it was, after the block.
+        plan: Which heads stay.
+
+    Examples:
+        >>> with masked_heads(model, plan):
+        ...     logits = model(**batches[0]).logits
+    """
     masks = {}
     for name, kept in plan.kept.items():
         mask = torch.zeros(1, kept.heads, 1, 1)
@@ -227,6 +241,10 @@ def check_cut(dense: PreTrainedModel, slim: PreTrainedModel, plan: PruningPlan, 
 
     Raises:
         CutMismatchError: The difference is not below 1e-4.
+
+    Examples:
+        >>> check_cut(model, slim, plan, batches[0]) < 1e-4
+        True
     """
     if dense.dtype != torch.float32:
         dense, slim = copy.deepcopy(dense).float(), copy.deepcopy(slim).float()

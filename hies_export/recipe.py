@@ -316,7 +316,7 @@ class MeasureSection(_Section):
 class PruningRecipe(_Section):
     """A whole run: model, data, how to prune, what to measure. The fields are those of the YAML recipe.
 
-    Args:
+    Attributes:
         model: Folder or Hub id of a fine-tuned model.
         revision: Revision of a Hub model.
         dtype: What the model is loaded, scored and saved in: float32 (default on CPU), float16, bfloat16, or "auto"
@@ -325,13 +325,18 @@ class PruningRecipe(_Section):
             GPU if there is one.
         task: text-classification (regression is text-classification with one label), image-classification,
             text-generation or image-text-to-text.
-        data, calibration, evaluation, prune, export, measure: See the sections above.
+        data: See `DataSection`.
+        calibration: See `CalibrationSection`.
+        evaluation: See `EvaluationSection`.
+        prune: See `PruneSection`.
+        export: See `ExportSection`.
+        measure: See `MeasureSection`.
         output: Folder to write; must not exist.
 
     Raises:
         RecipeError: Fields are unknown, missing or impossible; all problems at once.
 
-    Example:
+    Examples:
         >>> PruningRecipe(model="m", task="text-classification", data={"name": "glue/sst2", "text": "sentence"},
         ...               prune={"budget": {"heads": 1.5}})
         Traceback (most recent call last):

@@ -16,6 +16,7 @@ from .values import HeadScores, HeadStatistics
 Criterion = Callable[..., Mapping[str, Tensor]]
 
 CRITERIA: dict[str, Criterion] = {}
+"""Criteria by name; `criterion` adds to it."""
 
 # Ours, greedy: it needs more of the model than averages per head, so it has stages of its own in `compensated`.
 COMPENSATED = "hies-compensated"
@@ -31,8 +32,21 @@ def criterion(function: Criterion) -> Criterion:
     """Register a criterion under its function's name, with hyphens for underscores.
 
     A criterion takes a `HeadStatistics` and, by keyword, any of `alpha`, `normalize` and `seed` it wants, and returns
-    one float64 tensor of shape (heads,) per attention module. To add one, write it below this line; the recipe, the
-    command line and the sweep find it by name.
+    one float64 tensor of shape (heads,) per attention module; higher means keep. The recipe, the command line and the
+    sweep find it by name.
+
+    Args:
+        function: The criterion.
+
+    Returns:
+        The function itself: this is a decorator.
+
+    Examples:
+        >>> @criterion
+        ... def his_per_weight(statistics):
+        ...     return {name: his / statistics.weight_l2[name] for name, his in statistics.his.items()}
+        >>> score_heads(statistics, criterion="his-per-weight").criterion
+        'his-per-weight'
     """
     CRITERIA[function.__name__.replace("_", "-")] = function
     return function
@@ -172,6 +186,11 @@ def score_heads(
 
     Raises:
         RecipeError: Unknown criterion or normalisation, or alpha outside [0, 1).
+
+    Examples:
+        >>> scores = score_heads(statistics, criterion="hies", alpha=0.5)
+        >>> scores.parameters
+        {'alpha': 0.5, 'normalize': 'model'}
     """
     problems = []
     if criterion not in CRITERIA:

@@ -68,6 +68,11 @@ def select_heads(
         RecipeError: An option is out of range.
         PlanError: The constraints leave less to remove than the budget asks for.
         NonFiniteError: A score is NaN or infinite.
+
+    Examples:
+        >>> plan = select_heads(scores, sites, heads=0.5)
+        >>> plan.removed, plan.heads
+        (9, 18)
     """
     scored = [site for site in sites if site.name in scores.scores]
     constraints: dict[str, Any] = {

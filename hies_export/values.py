@@ -159,6 +159,10 @@ class PruningPlan:
         versions: Library versions the plan was made with.
         model: What tells the model the plan was made for from others: the L2 norms of some output projections, by name;
             empty where that is not known. Norms are the same, to 1e-4, in every dtype.
+
+    Examples:
+        >>> PruningPlan.from_json(plan.to_json()) == plan
+        True
     """
 
     kept: Mapping[str, KeptHeads]

@@ -92,6 +92,12 @@ def apply_plan(
         UnsupportedModelError: The attention of this model cannot be cut.
         OutputExistsError: The folder exists and `overwrite` is off.
         ReloadMismatchError: What was written is not what the slim model needs; nothing is kept.
+
+    Examples:
+        >>> model.save_pretrained(folder / "dense")
+        >>> applied = apply_plan(plan, folder / "dense", folder / "slim")
+        >>> applied.slim_bytes < applied.dense_bytes
+        True
     """
     start = time.perf_counter()
     progress = progress or Silent()

@@ -30,6 +30,11 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
 
     Raises:
         RequestError: There is no model at `path`, or its class is not one of transformers'.
+
+    Examples:
+        >>> slim.save_pretrained(folder / "slim")
+        >>> type(load(folder / "slim")).__name__, count_parameters(load(folder / "slim")) == count_parameters(slim)
+        ('BertForSequenceClassification', True)
     """
     hub = hub_options(kwargs)
     if read_config(path, **hub).get("pruned_heads"):

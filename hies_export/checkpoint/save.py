@@ -44,6 +44,10 @@ def save_slim(
     Raises:
         OutputExistsError: The folder exists and `overwrite` is off.
         ReloadMismatchError: A weight is missing on loading, or an output differs by 1e-5 or more.
+
+    Examples:
+        >>> save_slim(slim, folder / "slim", plan=plan, batch=batches[0])
+        0.0
     """
     with new_folder(folder, overwrite=overwrite) as temporary:
         model.save_pretrained(temporary)

@@ -46,6 +46,11 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
 
     Raises:
         UnsupportedModelError: Some attention module cannot be cut; the message says which and why.
+
+    Examples:
+        >>> sites = find_attention(model, batches[0])
+        >>> [(site.name, site.heads) for site in sites][:1]
+        [('bert.encoder.layer.0.attention.self', 6)]
     """
     label = f"{type(model).__name__} ({model.config.model_type})"
     probe = Probe(model)

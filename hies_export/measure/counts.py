@@ -15,7 +15,18 @@ from ..values import AttentionSite
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Number of parameters, tied ones once."""
+    """Number of parameters, tied ones once.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Elements, not bytes.
+
+    Examples:
+        >>> count_parameters(torch.nn.Linear(3, 4))
+        16
+    """
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -35,7 +46,14 @@ def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
         model: Any model; it is not run and not changed.
         batch: Inputs by name; labels are ignored, values do not matter.
 
+    Returns:
+        Operations for the whole batch.
+
     Source: https://docs.pytorch.org/docs/stable/torch.utils.flop_counter.html
+
+    Examples:
+        >>> count_flops(slim, batches[0]) < count_flops(model, batches[0])
+        True
     """
     return _flops(model, batch)[""]
 

@@ -130,10 +130,20 @@ def compare_latency(
             what a second copy in memory costs.
         progress: Called with (rounds done, rounds at least).
 
+    Returns:
+        Quantiles of both in ms, and the median of the paired ratios slim / dense with its 95 % bootstrap interval; the
+        same of the control.
+
     Raises:
         RecipeError: repeats is below 1, warmup or min_seconds below 0, or the runtimes differ in kind; a phase
             "decode" of models without a cache.
         NonFiniteError: An output is NaN or infinite: such numbers may take another time than real ones.
+
+    Examples:
+        >>> dense, small = (load_runtime("torch", m) for m in (model, slim))
+        >>> found = compare_latency(dense, small, batch=batches[0], repeats=6)
+        >>> found.ratio_low <= found.ratio <= found.ratio_high
+        True
     """
     runners = (dense, slim, control or dense)
     _check_timing(runners, phase, repeats, warmup, min_seconds)

@@ -37,9 +37,17 @@ def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: in
             ONNX Runtime.
         threads: CPU threads within an operator; by default torch's own number, so that runtimes compare.
 
+    Returns:
+        The loaded model; `.prepare(batch)`, `.run(prepared)` and `.fetch(result)` are what is done with it.
+
     Raises:
         RecipeError: The name is not registered, the source is not what this runtime reads, or threads < 1.
         MissingRuntimeError: The runtime, or the provider it was asked for, is not installed.
+
+    Examples:
+        >>> runtime = load_runtime("torch", slim)
+        >>> runtime.fetch(runtime.run(runtime.prepare(batches[0])))["logits"].shape
+        (4, 3)
     """
     check_runtime(name)
     if threads is not None and threads < 1:

@@ -82,13 +82,13 @@ def _cut_section(report: Report) -> str:
     """Maps of all heads, layers down and heads across, the same head at the same place in each."""
     lines: Mapping[str, str] = report.details["head_map"]
     numbers: Mapping[str, Mapping[str, Sequence[float]]] = report.details.get("heads", {})
-    figures = [_figure("Plan", "filled: kept; crossed: cut", _map_svg(lines, None, "plan"))]
+    figures = [_figure("Plan", "filled: kept; crossed: cut", map_svg(lines, None, "plan"))]
     for what, (name, note) in MAPS.items():
         values = [list(numbers.get(module, {}).get(what, ())) for module in lines]
         if any(values):
             low, high = min(v for row in values for v in row), max(v for row in values for v in row)
             scale = f"{_short(low)} <i></i> {_short(high)}"
-            svg = _map_svg(lines, [[(v - low) / (high - low or 1) for v in row] for row in values], what)
+            svg = map_svg(lines, [[(v - low) / (high - low or 1) for v in row] for row in values], what)
             figures.append(_figure(name, note, svg, scale))
     data = [
         {
@@ -114,8 +114,14 @@ def _figure(name: str, note: str, svg: str, scale: str = "") -> str:
     return f"<figure><figcaption><b>{name}</b> <span class=muted>{note}</span></figcaption>{svg}{legend}</figure>"
 
 
-def _map_svg(lines: Mapping[str, str], shades: Sequence[Sequence[float]] | None, what: str) -> str:
-    """A cell per head, shaded by its number in [0, 1]; a plan has no numbers."""
+def map_svg(lines: Mapping[str, str], shades: Sequence[Sequence[float]] | None, what: str) -> str:
+    """An SVG with a cell per head.
+
+    Args:
+        lines: From `head_map`.
+        shades: Per line and head a number in [0, 1]; None fills the heads that stay.
+        what: "plan", or a name in `MAPS`.
+    """
     widest, cell, left = max(len(line) for line in lines.values()), 20, 24
     parts = []
     for row, line in enumerate(lines.values()):

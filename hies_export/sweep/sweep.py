@@ -284,6 +284,7 @@ class _Runner:
         return {
             "seed": self._grid.seeds[0],
             "calibration_samples": first.statistics.samples,
+            "key_value_heads": {site.name: site.key_value_heads for site in self._base.sites},
             "his": first.statistics.his,
             "entropy": first.statistics.entropy,
             "plans": list(plans.values()),

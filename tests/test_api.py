@@ -1,0 +1,84 @@
+"""The public names: documented in full, with examples that run."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import bert, text_batch
+
+import hies_export
+from hies_export.errors import HiesError
+
+PUBLIC = {name: getattr(hies_export, name) for name in hies_export.__all__}
+FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
+CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(value)}
+# Those of whole folders, which examples/ run, and the first half of score_compensated's.
+WITHOUT_EXAMPLE = {"bench", "collect_effects", "generate_text", "run"}
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the examples start from: a tiny BERT with labelled batches, and what the stages make of them."""
+    torch.manual_seed(0)
+    model, batches = bert(), [text_batch(4, 10 + i) for i in range(8)]
+    sites = hies_export.find_attention(model, batches[0])
+    statistics = hies_export.collect_statistics(model, batches, sites)
+    scores = hies_export.score_heads(statistics, criterion="hies", alpha=0.5)
+    plan = hies_export.select_heads(scores, sites, heads=0.5)
+    made = {"model": model, "batches": batches, "sites": sites, "statistics": statistics, "scores": scores}
+    return made | {"plan": plan, "slim": hies_export.prune_heads(model, plan, sites)}
+
+
+def examples() -> list[doctest.DocTest]:
+    finder = doctest.DocTestFinder()
+    found = (test for name, value in (FUNCTIONS | CLASSES).items() for test in finder.find(value, name))
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
+def test_examples_run(
+    example: doctest.DocTest, stages: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One of them registers a criterion.
+    monkeypatch.setattr("hies_export.score.CRITERIA", dict(hies_export.CRITERIA))
+    example.globs = PUBLIC | stages | {"folder": tmp_path, "torch": torch}
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert runner.run(example, out=said.append).failed == 0, "".join(said)
+
+
+def test_every_function_has_an_example() -> None:
+    assert FUNCTIONS.keys() - {example.name for example in examples()} == WITHOUT_EXAMPLE
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_every_argument_is_described(name: str) -> None:
+    text = inspect.getdoc(FUNCTIONS[name]) or ""
+    arguments = text.partition("Args:\n")[2].partition("\n\n")[0]
+    described = {
+        n for names in re.findall(r"^    ([\w, *]+):", arguments, re.MULTILINE) for n in re.findall(r"\w+", names)
+    }
+    assert described == set(inspect.signature(FUNCTIONS[name]).parameters)
+    returns = inspect.signature(FUNCTIONS[name]).return_annotation
+    assert "Returns:" in text or str(returns) in ("None", "Iterator[None]")
+
+
+@pytest.mark.parametrize("name", sorted(n for n, c in CLASSES.items() if not issubclass(c, HiesError)))
+def test_every_field_is_described(name: str) -> None:
+    text = inspect.getdoc(CLASSES[name]) or ""
+    fields = getattr(CLASSES[name], "__dataclass_fields__", None) or getattr(CLASSES[name], "model_fields", {})
+    assert [f for f in fields if not re.search(rf"\b{f}\b", text)] == []
+    methods = [m for m, v in vars(CLASSES[name]).items() if not m.startswith("_") and callable(v)]
+    assert [m for m in methods if not inspect.getdoc(getattr(CLASSES[name], m))] == []
+
+
+def test_errors_say_whose_fault_they_are() -> None:
+    tree = inspect.getdoc(inspect.getmodule(HiesError)) or ""
+    errors = {name for name, value in CLASSES.items() if issubclass(value, HiesError)}
+    assert errors == set(re.findall(r"\w+Error\b", tree))

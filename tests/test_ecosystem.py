@@ -1,0 +1,234 @@
+"""A slim model is an ordinary model: pipelines, Trainer, PEFT, torch.compile, half precision, and pruning again.
+
+Uneven ones carry custom code, uniform ones are stock; each is used as it comes back from disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from conftest import WORDS, bert, causal_lm, generative_tokenizer, save_text_model, shake, text_batch, vit
+from contract import random_plan
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+import hies_export
+from hies_export.checkpoint.save import check_reload
+from hies_export.cut import first_output, is_slim, max_abs
+
+SENTENCES = ["good fine", "bad poor dull", "great", "nice bright dark awful"]
+IDS = {"input_ids": torch.arange(20).view(2, 10) % 20 + 5}
+
+
+def save_cut(
+    dense: PreTrainedModel, batch: dict[str, torch.Tensor], folder: Path, *, uniform: bool, processor: Any = None
+) -> Path:
+    """Remove four heads of ten and save."""
+    sites = hies_export.find_attention(dense, batch)
+    plan = random_plan(sites, uniform=uniform)
+    slim = hies_export.prune_heads(dense, plan, sites)
+    hies_export.save_slim(slim, folder, plan=plan, batch=batch, processor=processor)
+    return folder
+
+
+@pytest.fixture
+def slim_bert(tmp_path: Path) -> Path:
+    """An uneven BERT classifier with its tokenizer, as a folder."""
+    dense = save_text_model(tmp_path / "dense")
+    shutil.rmtree(tmp_path / "slim", ignore_errors=True)
+    model = hies_export.load(dense)
+    return save_cut(
+        model,
+        {"input_ids": IDS["input_ids"] % 15},
+        tmp_path / "slim",
+        uniform=False,
+        processor=AutoTokenizer.from_pretrained(dense),
+    )
+
+
+@pytest.fixture
+def slim_decoder(tmp_path: Path) -> Path:
+    """An uneven LLaMA of three key/value groups of two, as a folder."""
+    dense = causal_lm(hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+    return save_cut(dense, IDS, tmp_path / "slim", uniform=False, processor=generative_tokenizer())
+
+
+def test_a_text_pipeline(slim_bert: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(slim_bert)
+    model = hies_export.load(slim_bert)
+    with torch.no_grad():
+        logits = model(**tokenizer(SENTENCES, padding=True, return_tensors="pt")).logits
+    expected = logits.softmax(-1).max(-1)
+    # By the folder's own code, and around a model that is already here.
+    for options in ({"model": str(slim_bert), "trust_remote_code": True}, {"model": model, "tokenizer": tokenizer}):
+        found = pipeline("text-classification", **options)(SENTENCES, batch_size=4)
+        assert [row["label"] for row in found] == [f"LABEL_{i}" for i in expected.indices]
+        assert [row["score"] for row in found] == pytest.approx(expected.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("uniform", [True, False], ids=["stock", "custom"])
+def test_an_image_pipeline(uniform: bool, tmp_path: Path) -> None:
+    processor = ViTImageProcessorPil(size={"height": 16, "width": 16})
+    images = [PIL.Image.fromarray(np.random.default_rng(i).integers(0, 256, (20, 24, 3), np.uint8)) for i in (0, 1)]
+    pixels = processor(images, return_tensors="pt")
+    folder = save_cut(vit(), pixels, tmp_path / "slim", uniform=uniform, processor=processor)
+    with torch.no_grad():
+        expected = hies_export.load(folder)(**pixels).logits.softmax(-1)
+    remote = {} if uniform else {"trust_remote_code": True}
+    found = pipeline("image-classification", model=str(folder), top_k=3, **remote)(images)
+    for rows, probabilities in zip(found, expected, strict=True):
+        by_label = [row["score"] for row in sorted(rows, key=lambda row: row["label"])]
+        assert by_label == pytest.approx(probabilities.tolist(), abs=1e-5)
+
+
+def test_a_generation_pipeline_equals_greedy_steps_by_hand(slim_decoder: Path) -> None:
+    writer = pipeline("text-generation", model=str(slim_decoder), trust_remote_code=True)
+    (found,) = writer("a b c", max_new_tokens=6, min_new_tokens=6, do_sample=False, return_tensors=True)
+    model, ids = hies_export.load(slim_decoder), writer.tokenizer("a b c", return_tensors="pt").input_ids
+    assert is_slim(model)
+    for _ in range(6):  # without a cache
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[:, -1]
+        logits[:, model.config.eos_token_id] = -torch.inf  # what min_new_tokens does
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], -1)
+    assert found["generated_token_ids"] == ids[0].tolist()
+
+
+@pytest.mark.slow
+def test_recovery_fine_tuning_with_trainer(slim_bert: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(slim_bert)
+    texts = [f"{one} {other}" for one in WORDS for other in WORDS] * 4
+    rows = datasets.Dataset.from_dict({"text": texts, "labels": [int(t < "f") for t in texts]})
+    rows = rows.map(lambda row: tokenizer(row["text"]), remove_columns="text")
+    before, trained = hies_export.load(slim_bert), hies_export.load(slim_bert)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "checkpoints"),
+        num_train_epochs=1,
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=100,
+        learning_rate=2e-3,
+        save_strategy="epoch",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(trained, arguments, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
+    loss_before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.8 * loss_before
+    trainer.save_model(str(tmp_path / "final"))
+    trained.save_pretrained(tmp_path / "by-hand")
+    batch = dict(tokenizer(SENTENCES, padding=True, return_tensors="pt"))
+    expected = first_output(trained, batch)
+    assert max_abs(expected, first_output(before, batch)) > 0.1
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    for folder in (tmp_path / "final", tmp_path / "by-hand", checkpoint):
+        assert max_abs(first_output(hies_export.load(folder), batch), expected) == 0
+        remote = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+        assert max_abs(first_output(remote, batch), expected) == 0
+        assert check_reload(trained, folder, batch) == 0  # AutoModel and no missing key, too
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it by the old name
+@pytest.mark.parametrize(
+    ("make", "uniform"),
+    [
+        (lambda: causal_lm(hidden_size=48, num_attention_heads=6, num_key_value_heads=3), False),
+        (lambda: causal_lm(hidden_size=48, num_attention_heads=4, num_key_value_heads=4, head_dim=12), True),
+    ],
+    ids=["custom", "stock"],
+)
+def test_lora_on_a_slim_model(make: Callable[[], PreTrainedModel], uniform: bool, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="no peft here: pip install peft")
+    folder = save_cut(make(), IDS, tmp_path / "slim", uniform=uniform)
+    assert is_slim(hies_export.load(folder)) is not uniform
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(hies_export.load(folder), config)
+    optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(3):
+        loss = tuned(**IDS, labels=IDS["input_ids"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    tuned.save_pretrained(tmp_path / "adapter")
+    expected = first_output(tuned, IDS)
+    again = peft.PeftModel.from_pretrained(hies_export.load(folder), tmp_path / "adapter")
+    assert max_abs(first_output(again, IDS), expected) < 1e-5
+    assert max_abs(first_output(hies_export.load(folder), IDS), expected) > 1e-2
+    merged = again.merge_and_unload()
+    assert type(merged) is type(hies_export.load(folder))
+    assert max_abs(first_output(merged, IDS), expected) < 1e-5
+    merged.save_pretrained(tmp_path / "merged")
+    assert check_reload(merged, tmp_path / "merged", IDS) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch imports it itself
+def test_torch_compile_in_one_graph(slim_bert: Path) -> None:
+    if not shutil.which("g++") and not shutil.which("clang++"):
+        pytest.skip("no C++ compiler here: torch.compile needs one on the CPU")
+    model = hies_export.load(slim_bert)
+    batch = {"input_ids": IDS["input_ids"] % 15}
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(**batch).logits, model(**batch).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype, slim_decoder: Path, tmp_path: Path) -> None:
+    full = first_output(hies_export.load(slim_decoder), IDS)
+    model = hies_export.load(slim_decoder)
+    model = model.half() if dtype == torch.float16 else model.to(dtype)
+    allowed = 10 * torch.finfo(dtype).eps * full.abs().max().item()
+    assert 0 < max_abs(first_output(model, IDS), full) < allowed
+    model.save_pretrained(tmp_path / "small")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "small", trust_remote_code=True)
+    assert again.dtype == dtype
+    weights = model.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in again.state_dict().items())
+    # What is loaded keeps its rotary frequencies in float32, as stock models do; .half() converts them too.
+    assert max_abs(first_output(again, IDS), full) < allowed
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_what_was_pruned_is_pruned_again(kind: str, tmp_path: Path) -> None:
+    """Score, select, cut, save and reload, twice; each cut is judged by masks on the model before it."""
+    if kind == "bert":
+        model, batch = bert(), text_batch()
+    else:
+        model = causal_lm(hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+        batch = IDS | {"labels": IDS["input_ids"]}
+    groups = []
+    for step in ("once", "twice"):
+        sites = hies_export.find_attention(model, batch)
+        groups.append(sum(site.key_value_heads for site in sites))
+        statistics = hies_export.collect_statistics(model, [batch], sites)
+        scores = hies_export.score_heads(statistics, criterion="hies", alpha=0.5)
+        plan = hies_export.select_heads(scores, sites, heads=0.3)
+        slim = hies_export.prune_heads(model, plan, sites)
+        assert hies_export.check_cut(model, slim, plan, batch) < 1e-4
+        hies_export.save_slim(slim, tmp_path / step, plan=plan, batch=batch)
+        model = hies_export.load(tmp_path / step)
+    groups.append(sum(site.key_value_heads for site in hies_export.find_attention(model, batch)))
+    assert groups == [groups[0], groups[0] - round(0.3 * groups[0]), groups[1] - round(0.3 * groups[1])]
+    assert type(model).__mro__[2] is {"bert": type(bert()), "llama": type(causal_lm())}[kind]
+    assert shake(model)(**batch).loss.requires_grad

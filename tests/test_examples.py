@@ -1,0 +1,44 @@
+"""The example scripts, as a newcomer starts them: a fresh process, no arguments, no network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# What each of them must have said: numbers that its words claim.
+SAID = {
+    "bert_stage_by_stage": r"cut against masked: \d\.\de-0[5-9]\n(?s:.*)ONNX against torch: \d\.\de-0[4-9]",
+    "recover_with_trainer": r"without 70 % of the heads 0\.[67]\d+\n(?s:.*)after one epoch: 0\.[89]\d+, with 5 heads",
+    "llama_generate_from_onnx": r"cache: 256 -> 192 bytes per token\n(?s:.*)torch writes the same: True",
+    "llava_both_towers": r"graphs: decoder_model_merged.onnx, embed_tokens.onnx, vision_encoder.onnx",
+    "custom_criterion": r"his-per-weight  70% of the heads removed: accuracy \d\.\d+",
+}
+SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_does_what_it_says(path: Path, tmp_path: Path) -> None:
+    here, temporary = tmp_path / "here", tmp_path / "temporary"
+    here.mkdir()
+    temporary.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=here, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(SAID[path.stem], done.stdout), done.stdout
+    # Nothing of ours is left behind; ONNX Runtime and torch leave files of their own.
+    assert [*here.iterdir(), *temporary.glob("tmp*")] == []
+
+
+def test_all_examples_are_listed() -> None:
+    assert {path.stem for path in SCRIPTS} == SAID.keys()
+    pages = (ROOT / "README.md").read_text() + "".join(p.read_text() for p in (ROOT / "docs").rglob("*.md"))
+    assert [path.name for path in SCRIPTS if path.name not in pages] == []
