@@ -143,7 +143,7 @@ DIFFERENCES = {
     CHANNELS: "channels of heads, in attention only, as many weights as the heads have; masked, because heads of "
     "unequal width cannot be saved",
     SLICED: "only what q, k, v read and what o writes is projected, by the same share of every matrix; masked, and the "
-    "rotations are not counted",
+    "rotations, which would take about as many weights again, are not counted, so it has it easier than the others",
     SLICED_TUNED: "slicegpt, then three epochs of q, k, v and o towards the dense model's predictions on unlabelled "
     "rows (the original tunes low-rank adapters on text)",
 }

@@ -8,7 +8,6 @@ counted, which there are merged into the residual connections.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,7 +133,7 @@ def fine_tuned(
     targets: Predictions,
     *,
     epochs: int = 3,
-    rate: float = 2e-4,
+    rate: float = 5e-5,
 ) -> Iterator[None]:
     """Inside the block the attention's weights are those after a short fine-tune; then they are as they were.
 
@@ -144,7 +143,7 @@ def fine_tuned(
     Args:
         model: The model, already inside `sliced`.
         sites: The attention modules.
-        batches: Inputs, shortest first or in any order; gone through in that order.
+        batches: Inputs; every epoch goes through them in an order of its own.
         targets: From `predict` of the dense model on the same batches; of a language model not read.
         epochs: How often.
         rate: Learning rate at the start; it falls to zero linearly.
@@ -161,9 +160,11 @@ def fine_tuned(
         with frozen(model), without_cache(model), torch.enable_grad():
             for parameter in trained:
                 parameter.requires_grad_(True)
-            for batch, target in itertools.islice(itertools.cycle(zip(batches, wanted, strict=True)), steps):
+            generator = torch.Generator().manual_seed(0)
+            for index in torch.cat([torch.randperm(len(batches), generator=generator) for _ in range(epochs)]).tolist():
+                on_device = {key: value.to(model.device) for key, value in batches[index].items()}
                 optimizer.zero_grad()
-                _distance(model, {key: value.to(model.device) for key, value in batch.items()}, target).backward()
+                _distance(model, on_device, wanted[index]).backward()
                 optimizer.step()
                 schedule.step()
             optimizer.zero_grad()
