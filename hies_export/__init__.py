@@ -6,8 +6,7 @@
 or stage by stage: `find_attention`, `collect_statistics`, `score_heads`, `select_heads`, `prune_heads`,
 `compensate_heads`, `save_slim`, `export_onnx`; measured by `bench`, `compare_latency`, `count_flops` and
 `count_parameters`. `apply_plan` does the cut on the files of a checkpoint. A saved slim model comes back with `load`,
-and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes a
-run.
+and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes a run.
 """
 
 from __future__ import annotations
