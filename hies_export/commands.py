@@ -216,7 +216,8 @@ def bench_command(options: argparse.Namespace, out: Console, progress: Progress)
 
 def sweep_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Judge many ways to prune."""
-    from .sweep.sweep import SweepGrid, sweep
+    from .sweep.grid import SweepGrid
+    from .sweep.sweep import sweep
     from .sweep.tables import sweep_tables, terminal_table
 
     if not options.no_figures:

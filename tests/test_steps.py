@@ -22,7 +22,8 @@ from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
 from hies_export.select import select_heads
 from hies_export.steps import compose, sizes_of_steps
-from hies_export.sweep.sweep import SweepGrid, sweep
+from hies_export.sweep.grid import SweepGrid
+from hies_export.sweep.sweep import sweep
 from hies_export.values import HeadScores, PruningPlan
 
 

@@ -34,8 +34,9 @@ from hies_export.recipe import PruningRecipe
 from hies_export.score import JUDGED_ONLY
 from hies_export.select import select_heads
 from hies_export.signals import collect_signals
+from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.journal import Journal
-from hies_export.sweep.sweep import SweepGrid, sweep, weighted_area
+from hies_export.sweep.sweep import sweep, weighted_area
 from hies_export.sweep.tables import render_latex, render_markdown, sweep_tables
 from hies_export.values import HeadScores
 

@@ -21,11 +21,11 @@ from ..alpha import ALPHAS, Judgement, choose_alpha
 from ..baselines.channels import check_channels, masked_channels, select_channels
 from ..baselines.slicing import Bases, collect_bases, fine_tuned, sliced
 from ..calibrate import collect_statistics
-from ..compensate import METHODS, SplitMoments, collect_moments, refit_heads
+from ..compensate import SplitMoments, collect_moments, refit_heads
 from ..compensated import Effects, collect_effects, score_compensated
 from ..cut import prune_heads
 from ..data.lengths import by_length
-from ..errors import RecipeError, did_you_mean
+from ..errors import RecipeError
 from ..evaluate_model import Predictions, predict
 from ..measure.counts import count_flops
 from ..metrics import METRICS
@@ -42,104 +42,19 @@ from ..score import (
     SLICED,
     SLICED_TUNED,
     score_heads,
-    sweep_names,
     uses_alpha,
 )
 from ..select import check_budget, select_heads
 from ..signals import collect_signals
 from ..values import HeadScores, HeadStatistics, PruningPlan, library_versions
+from .grid import AUTOMATIC, Cell, SweepGrid
 from .journal import Journal
 from .tables import write_results
 
-# `auto` is the alpha that does best at the sparsity, `auto-area` one alpha for all sparsities.
-AUTOMATIC = ("auto", "auto-area")
 # What `hies-compensated` is scored on: covariances of hundreds of inputs want more than a score does.
 EFFECT_SAMPLES = 256
 # Fields of the recipe that give way to the grid, by section.
 _GIVEN_BY_THE_GRID = {"calibration": ("samples", "seed"), "prune": ("criterion", "alpha", "budget")}
-
-
-@dataclass(frozen=True)
-class SweepGrid:
-    """What a sweep tries.
-
-    Attributes:
-        criteria: Names in `hies_export.score.sweep_names()`.
-        alphas: For criteria that have one: numbers in [0, 1), "auto" (chosen for every sparsity on held-out rows) or
-            "auto-area" (one for all, by the weighted area under the quality-sparsity curve).
-        sparsities: Shares of heads to remove.
-        seeds: Each draws other calibration rows.
-        calibration_sizes: How many of them heads are scored on.
-        compensations: "none", "bias" or "least_squares"; criteria that do not remove heads have none.
-
-    Raises:
-        RecipeError: A value is impossible; all problems at once.
-    """
-
-    criteria: tuple[str, ...] = ("hies", "his", "ad", "l2", "random")
-    alphas: tuple[float | str, ...] = ("auto",)
-    sparsities: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    calibration_sizes: tuple[int, ...] = (32,)
-    compensations: tuple[str, ...] = ("none",)
-
-    def __post_init__(self) -> None:
-        problems = [f"a sweep needs at least one of {name}, got none" for name, v in asdict(self).items() if not v]
-        known = sweep_names()
-        problems += [
-            f"a criterion must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
-            for name in self.criteria
-            if name not in known
-        ]
-        for alpha in self.alphas:
-            if alpha not in AUTOMATIC and not (isinstance(alpha, (int, float)) and 0 <= alpha < 1):
-                problems.append(f"an alpha must be a number in [0, 1), auto or auto-area, got {alpha!r}")
-        problems += [f"a sparsity must be in (0, 1), got {s:g}" for s in self.sparsities if not 0 < s < 1]
-        problems += [f"a seed must be at least 0, got {s}" for s in self.seeds if s < 0]
-        problems += [f"a calibration size must be at least 1, got {s}" for s in self.calibration_sizes if s < 1]
-        methods = ("none", *METHODS)
-        problems += [
-            f"a compensation must be one of {', '.join(methods)}, got {name!r}{did_you_mean(name, methods)}"
-            for name in self.compensations
-            if name not in methods
-        ]
-        if problems:
-            raise RecipeError(problems)
-
-    def cells(self) -> list[Cell]:
-        """All combinations that differ, in the order of the results."""
-        found = []
-        for seed in self.seeds:
-            for samples in self.calibration_sizes:
-                for compensation in self.compensations:
-                    for criterion in self.criteria:
-                        alphas = self.alphas if uses_alpha(criterion) else (None,)
-                        # They have their own samples, the same whatever the others are scored on.
-                        given = 0 if criterion in (COMPENSATED, SLICED, SLICED_TUNED) else samples
-                        by = "none" if criterion in JUDGED_ONLY else compensation
-                        found += [
-                            Cell(criterion, alpha, sparsity, seed, given, by)
-                            for alpha in alphas
-                            for sparsity in self.sparsities
-                        ]
-        return list(dict.fromkeys(found))
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One thing to try; `samples` is 0 for `hies-compensated` and `slicegpt`, which have numbers of their own."""
-
-    criterion: str
-    alpha: float | str | None
-    sparsity: float
-    seed: int
-    samples: int
-    compensation: str
-
-    def key(self, grid: SweepGrid) -> str:
-        """Its name in the journal; one alpha for all sparsities depends on what these are."""
-        over = [grid.sparsities] if self.alpha == "auto-area" else []
-        return "|".join(str(value) for value in (*asdict(self).values(), *over))
 
 
 @dataclass(frozen=True)

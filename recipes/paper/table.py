@@ -21,7 +21,8 @@ from hies_export.cut import masked_heads
 from hies_export.prepare import prepare
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
-from hies_export.sweep.sweep import SweepGrid, sweep
+from hies_export.sweep.grid import SweepGrid
+from hies_export.sweep.sweep import sweep
 
 HERE = Path(__file__).parent
 CRITERIA = {
