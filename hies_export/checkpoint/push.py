@@ -72,17 +72,21 @@ def push_to_hub(
     All files appear in one commit. Large files are sent before it, each once: after an interruption the same call
     goes on where it was. The token is the one of `hf auth login` or `HF_TOKEN`.
 
+    Source of the ids of licences: https://huggingface.co/docs/hub/repositories-licenses
+
     Args:
         folder: What `run` wrote.
         repository: USER/REPO; made if there is none.
         private: Make it private.
         revision: Branch; made from the main one if there is none.
         message: Of the commit; by default the report's headline.
-        license: Of the model, where the dense model's card names none: an id of
-            https://huggingface.co/docs/hub/repositories-licenses.
+        license: Of the model, where the dense model's card names none: one of the Hub's ids, such as "apache-2.0".
         base_model: Hub id of the dense model, where the run read it from a folder.
         overwrite: Replace everything in a repository that holds something else.
         progress: Told about stages.
+
+    Returns:
+        Where it is, and what it consists of.
 
     Raises:
         RequestError: The folder is not a run's, the licence is not known, there is no token, or it has no right to the
