@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # How many rows alpha: auto is judged on.
 HELD_OUT_SAMPLES = 256
+# What a drop is judged on: one of 0.01 is lost in the noise of fewer.
+DROP_SAMPLES = 1024
 
 AUTO_CLASSES = {
     "text-classification": "AutoModelForSequenceClassification",
@@ -127,7 +129,7 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
         return draw_samples(rows, columns=columns, **shared, **options) if generative else rows
 
     auto = recipe.prune.alpha == "auto" and uses_alpha(recipe.prune.criterion)
-    held_out_samples = HELD_OUT_SAMPLES if auto or drop is not None else 0
+    held_out_samples = DROP_SAMPLES if drop is not None else HELD_OUT_SAMPLES if auto else 0
     compensation_samples = 0 if compensation is None else compensation.samples
     # One draw: first the rows to score on, then those to choose alpha on; refitting starts from the first again.
     most = max(calibration.samples + held_out_samples, compensation_samples)
