@@ -62,7 +62,7 @@ def head_maps(report: Report) -> Any:
         figure.colorbar(image, ax=axis, fraction=0.05)
     kept = {module: [float(mark == KEPT) for mark in line] for module, line in lines.items()}
     removed = report.heads["removed"]
-    head_map(axes[-1], kept, gone, title=f"plan: {removed} of {report.heads['total']} removed", colours="Blues_r")
+    head_map(axes[-1], kept, gone, title=f"plan: {removed} of {report.heads['total']} removed", colours="Blues")
     for axis in axes:
         axis.set(xlabel="head", ylabel="layer")
     return figure
