@@ -50,7 +50,8 @@ def latency_note(rows: Sequence[Row], names: tuple[str, str] = ("dense", "slim")
     first = names[0]
     controls = [row["control_ratio"] for row in rows]
     said = [
-        "Timed interleaved in one process; the ratio is the median of paired ratios with its 95 % bootstrap interval. "
+        f"Timed interleaved in one process with two copies of {first}; the ratio is the median of paired ratios to "
+        "their mean, and its interval spans the 95 % bootstrap intervals to either. "
         f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."
     ]
     if any(row.get("noisy") for row in rows):
