@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from .errors import MissingRuntimeError, RecipeError, RequestError, did_you_mean
+from .errors import RecipeError, RequestError, did_you_mean, require_package
 from .quiet import quiet
 
 
@@ -26,11 +25,8 @@ def check_benchmarks(tasks: Sequence[str]) -> None:
         RecipeError: There is no such task or file; all problems at once.
         RequestError: The data of a task cannot be loaded.
     """
-    if find_spec("lm_eval") is None:
-        raise MissingRuntimeError(
-            f"evaluation.lm_eval ({', '.join(tasks)}) needs lm-eval, which is not installed; install it with: "
-            'pip install "hies-export[lm-eval]"'
-        )
+    who = f"evaluation.lm_eval ({', '.join(tasks)}) needs"
+    require_package("lm_eval", who=who, package="lm-eval", extra="lm-eval")
     manager = _task_manager(tasks)
     problems = []
     for task in tasks:

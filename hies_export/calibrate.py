@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .data.targets import IGNORED, batches_fingerprint, check_label_tokens, is_regression, predicted_positions
+from .data.targets import IGNORED, batches_fingerprint, check_label_tokens, is_regression, predicted_positions, size_of
 from .errors import DataError, NonFiniteError, StepError, UnsupportedModelError
 from .heads.attention import AttentionCall, VisibleKeys, attend, attend_with_entropy, use_attention
 from .model.linear import weight_of
@@ -79,12 +79,12 @@ def collect_statistics(
     his = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites}
     entropy = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites}
     samples, samples_with_rows = 0, {site.name: 0 for site in sites}
-    at_once = max(_size(batch) for batch in batches)
+    at_once = max(size_of(batch) for batch in batches)
     collector = _Collector(model, sites)
     with frozen(model), without_cache(model), checkpointing(model), use_attention(model, collector):
         for index, batch in enumerate(progress(batches) if progress else batches):
             done = 0
-            while done < _size(batch):
+            while done < size_of(batch):
                 part = _part(batch, done, at_once)
                 try:
                     found = collector.run({key: value.to(device) for key, value in part.items()}, index)
@@ -103,7 +103,7 @@ def collect_statistics(
                     his[name] += gradients.abs().sum(0)
                     entropy[name] += entropies.sum(0)
                     samples_with_rows[name] += counted
-                done += _size(part)
+                done += size_of(part)
             samples += done
     return HeadStatistics(
         his={name: total / samples for name, total in his.items()},
@@ -116,13 +116,9 @@ def collect_statistics(
     )
 
 
-def _size(batch: Mapping[str, Tensor]) -> int:
-    return len(next(iter(batch.values())))
-
-
 def _part(batch: dict[str, Tensor], start: int, size: int) -> dict[str, Tensor]:
     """Some samples of a batch."""
-    if size >= _size(batch):
+    if size >= size_of(batch):
         return batch
     return {key: value[start : start + size] for key, value in batch.items()}
 
@@ -135,7 +131,7 @@ def _out_of_memory(error: RuntimeError) -> bool:
 
 def _fewer(part: Mapping[str, Tensor], index: int, error: RuntimeError) -> int:
     """Half the samples of what did not fit into memory."""
-    size = _size(part)
+    size = size_of(part)
     if any(len(value) != size for value in part.values()):
         raise StepError(
             f"calibration batch {index} of {size} samples does not fit into memory and cannot be halved, because its "

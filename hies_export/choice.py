@@ -17,6 +17,7 @@ from .calibrate import collect_statistics
 from .compensate import collect_moments, compensate_heads, moment_bytes, refit_heads
 from .compensated import collect_effects, score_compensated
 from .cut import prune_heads, weight_norms
+from .data.targets import size_of
 from .drop import choose_by_drop
 from .errors import PlanError
 from .evaluate_model import predict
@@ -347,7 +348,7 @@ def _choose_by_drop(
         "by": drop.by,
         "dense": dense,
         "refitted" if refit else "masked": chosen.value,
-        "samples": sum(len(next(iter(batch.values()))) for batch in prepared.held_out),
+        "samples": sum(map(size_of, prepared.held_out)),
         "judged": chosen.judged,
     }
     return Choice(statistics, chosen.scores, chosen.plan, (), details)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cut import head_rows
+from .data.targets import size_of
 from .errors import DataError, RecipeError, RequestError
 from .model.linear import weight_of
 from .model.modes import evaluating
@@ -263,7 +264,7 @@ def _check(
         problems.append(f"compensation.ridge must be above 0, got {ridge}")
     if problems:
         raise RecipeError(problems)
-    samples = sum(len(next(iter(batch.values()))) for batch in batches)
+    samples = sum(map(size_of, batches))
     if samples < HELD_OUT_EVERY:
         raise DataError(
             f"compensation needs at least {HELD_OUT_EVERY} samples, one of them to hold out, got {samples}; "
@@ -296,7 +297,7 @@ def _collect(
             dense(**on_device)
             if slim is not None:
                 slim(**on_device)
-            size = len(next(iter(batch.values())))
+            size = size_of(batch)
             held = (torch.arange(seen, seen + size) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1).to(dense.device)
             seen += size
             for site in sites:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -105,6 +106,25 @@ class ParityError(StepError):
 
 class PushError(StepError):
     """The upload to the Hub did not finish; nothing of it is visible there."""
+
+
+def require_package(module: str, *, who: str, package: str, extra: str, otherwise: str = "") -> None:
+    """Check that a package of an optional extra is there, without importing it.
+
+    Args:
+        module: What would be imported.
+        who: What needs it, with the verb: "figures need".
+        package: The package, as people call it.
+        extra: The extra it comes with.
+        otherwise: What else can be done than installing it.
+
+    Raises:
+        MissingRuntimeError: It is not installed.
+    """
+    if find_spec(module) is None:
+        raise MissingRuntimeError(
+            f'{who} {package}, which is not installed; install it with: pip install "hies-export[{extra}]"{otherwise}'
+        )
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .errors import MissingRuntimeError
+from .errors import require_package
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart too; a marker each for print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
@@ -29,11 +28,8 @@ def require_matplotlib() -> None:
     Raises:
         MissingRuntimeError: matplotlib is not installed.
     """
-    if find_spec("matplotlib") is None:
-        raise MissingRuntimeError(
-            "figures need matplotlib, which is not installed; install it with: "
-            'pip install "hies-export[plots]", or do without them'
-        )
+    who, otherwise = "figures need", ", or do without them"
+    require_package("matplotlib", who=who, package="matplotlib", extra="plots", otherwise=otherwise)
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -19,6 +19,7 @@ from .checkpoint.save import save_slim
 from .choice import choose, head_numbers, write_choice
 from .compensate import LayerFit, compensate_heads
 from .cut import check_cut, is_slim, prune_heads
+from .data.targets import size_of
 from .drop import metric_drop
 from .errors import DropError
 from .evaluate_model import predict
@@ -116,7 +117,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                     "calibration_samples": statistics.samples,
                     "calibration_batch": statistics.batch_size,
                     "calibration_batch_asked": min(recipe.calibration.batch_size, statistics.samples),
-                    "evaluation_samples": sum(len(next(iter(batch.values()))) for batch in prepared.evaluation),
+                    "evaluation_samples": sum(map(size_of, prepared.evaluation)),
                     "evaluation_split": recipe.evaluation.split,
                     **_data_source(recipe),
                     "fingerprint": statistics.fingerprint,

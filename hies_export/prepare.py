@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from .data.batches import GENERATIVE, Columns, check_rows, draw_samples, load_pr
 from .data.lengths import by_length
 from .data.rows import load_rows
 from .data.targets import is_regression
-from .errors import MissingRuntimeError, RequestError
+from .errors import RequestError, require_package
 from .heads.layout import find_attention, tower_of
 from .measure.compare import check_dtypes, model_shapes
 from .measure.counts import synthetic_batch
@@ -311,10 +310,8 @@ def load_dense(
         MissingRuntimeError: A device_map is given, and accelerate is not installed.
         RequestError: The checkpoint lacks weights.
     """
-    if device_map is not None and find_spec("accelerate") is None:
-        raise MissingRuntimeError(
-            'device_map needs accelerate, which is not installed; install it with: pip install "hies-export[big]"'
-        )
+    if device_map is not None:
+        require_package("accelerate", who="device_map needs", package="accelerate", extra="big")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = dtype or ("float32" if device == "cpu" else "auto")
     model, info = model_class.from_pretrained(

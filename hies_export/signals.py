@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .baselines.channels import has_channels, sum_by_channel
 from .calibrate import sum_by_head
 from .compensate import real_tokens
-from .data.targets import is_regression
+from .data.targets import is_regression, size_of
 from .errors import DataError, NonFiniteError
 from .model.linear import weight_of
 from .model.modes import frozen, without_cache
@@ -96,7 +96,7 @@ def collect_signals(
                     loss = torch.nn.functional.cross_entropy(logits, logits.argmax(-1))
                 if not torch.isfinite(loss):
                     raise NonFiniteError(f"every loss must be finite, but batch {index} gave {loss.item()}")
-                size = len(next(iter(batch.values())))
+                size = size_of(batch)
                 found = torch.autograd.grad(loss * size, parameters, allow_unused=True)
                 for total, gradient in zip(gradients, found, strict=True):
                     if gradient is not None:

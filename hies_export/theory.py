@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .calibrate import collect_statistics
 from .compensate import real_tokens
 from .cut import masked_heads
-from .data.targets import is_regression
+from .data.targets import is_regression, size_of
 from .evaluate_model import Predictions, TokenPredictions, predict, predicted, references
 from .model.linear import weight_of
 from .model.modes import evaluating, without_cache
@@ -209,7 +209,7 @@ def _activations(
             for batch in batches:
                 on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
                 model(**on_device)
-                samples += len(next(iter(batch.values())))
+                samples += size_of(batch)
                 for total, site in zip(totals, sites, strict=True):
                     x = read[site.name]
                     real = real_tokens(model, site.name, on_device, x).double()  # (batch, tokens)

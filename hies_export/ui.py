@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from html import escape
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .checkpoint.folders import replace_file
-from .errors import MissingRuntimeError, PlanError
+from .errors import PlanError, require_package
 from .explore import Exploration, Measured, fit, lost_share, predict, read_exploration
 from .metrics import METRICS
 from .report.html import map_svg
@@ -40,10 +39,7 @@ def require_gradio() -> None:
     Raises:
         MissingRuntimeError: Gradio is not installed.
     """
-    if find_spec("gradio") is None:
-        raise MissingRuntimeError(
-            'the page needs Gradio, which is not installed; install it with: pip install "hies-export[ui]"'
-        )
+    require_package("gradio", who="the page needs", package="Gradio", extra="ui")
 
 
 def show(folder: str | Path, *, port: int | None = None, open_browser: bool = False) -> Any:

@@ -11,7 +11,6 @@ import torch
 import yaml
 from conftest import causal_lm, generative_tokenizer, save_project
 
-from hies_export import benchmarks
 from hies_export.benchmarks import check_benchmarks, run_benchmarks
 from hies_export.cli import main
 from hies_export.cut import prune_heads
@@ -123,7 +122,7 @@ def test_unknown_tasks_and_lost_data_are_said_before_any_work(tmp_path: Path) ->
 
 
 def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarks, "find_spec", lambda name: None)
+    monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
     with pytest.raises(MissingRuntimeError, match=r"\(piqa\) needs lm-eval.* pip install .hies-export\[lm-eval"):
         check_benchmarks(["piqa"])
 

@@ -134,7 +134,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
 ) -> None:
     option, message = BAD[name]
     if name == "device map":
-        monkeypatch.setattr("hies_export.prepare.find_spec", lambda name: None)
+        monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
     before = sorted(p.name for p in tmp_path.iterdir())
     assert hies("run", stories, "--set", option) == 2
     assert message in " ".join(capsys.readouterr().err.split())

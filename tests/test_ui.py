@@ -183,7 +183,7 @@ def test_a_folder_that_is_not_a_run(tmp_path: Path, ran: Path, capsys: pytest.Ca
 
 
 def test_without_gradio_the_error_names_the_extra(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hies_export.ui.find_spec", lambda name: None)
+    monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
     with pytest.raises(MissingRuntimeError, match=r'install it with: pip install "hies-export\[ui\]"'):
         show(ran)
 

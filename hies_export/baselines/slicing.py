@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..compensate import real_tokens
+from ..data.targets import size_of
 from ..errors import DataError, UnsupportedModelError
 from ..evaluate_model import Predictions
 from ..model.modes import evaluating, frozen, without_cache
@@ -152,7 +153,7 @@ def fine_tuned(
     trained = [parameter for name in names for parameter in model.get_submodule(name).parameters()]
     before = [parameter.detach().clone() for parameter in trained]
     steps = epochs * len(batches)
-    sizes = [len(next(iter(batch.values()))) for batch in batches]
+    sizes = [size_of(batch) for batch in batches]
     wanted = targets.split(sizes) if isinstance(targets, Tensor) else [None] * len(batches)
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)

@@ -49,6 +49,11 @@ def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
                 )
 
 
+def size_of(batch: Mapping[str, torch.Tensor]) -> int:
+    """How many samples a batch has."""
+    return len(next(iter(batch.values())))
+
+
 def batches_fingerprint(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
     """Return the SHA-256, in hexadecimal, of the batches: their keys, dtypes, shapes and bytes, in order."""
     digest = hashlib.sha256()

@@ -25,6 +25,7 @@ from ..compensate import SplitMoments, collect_moments, refit_heads
 from ..compensated import Effects, collect_effects, score_compensated
 from ..cut import prune_heads
 from ..data.lengths import by_length
+from ..data.targets import size_of
 from ..errors import RecipeError
 from ..evaluate_model import Predictions, predict
 from ..measure.counts import count_flops
@@ -223,7 +224,7 @@ class _Runner:
     def _samples(self, cell: Cell) -> int:
         if cell.criterion == COMPENSATED:
             return self._effects(cell.seed).samples
-        return cell.samples or sum(len(next(iter(batch.values()))) for batch in self._unlabelled(cell.seed))
+        return cell.samples or sum(map(size_of, self._unlabelled(cell.seed)))
 
     def _row(self, cell: Cell) -> dict[str, Any]:
         entry = self._journal.rows[cell.key(self._grid)]
@@ -392,7 +393,7 @@ class _Runner:
                 if samples >= EFFECT_SAMPLES:
                     break
                 batches.append(batch)
-                samples += len(next(iter(batch.values())))
+                samples += size_of(batch)
             batches = by_length(batches, config=self._base.model.config)
             with self._timed("effects"):
                 return collect_effects(self._base.model, batches, self._base.scored)
