@@ -27,7 +27,8 @@ from .checkpoint.folders import replace_file, user_cache
 from .cut import prune_heads
 from .errors import PlanError
 from .measure import counts, latency
-from .measure.runtimes import RUNTIMES, load_runtime
+from .measure.compare import compare_loads
+from .measure.runtime import RUNTIMES
 from .model.twin import share_weights
 from .select import bundle_count, least_loss, lost_scores, removable_counts, select_heads
 from .values import AttentionSite, HeadScores, PruningPlan
@@ -38,7 +39,7 @@ LEVELS = (0.75, 0.5, 0.25, 0.0)
 GRID = 100_000
 # A table is kept only where every ratio is known to this width of its 95 % interval.
 WIDEST_INTERVAL = 0.05
-TABLE_FORMAT = 1
+TABLE_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def latency_table(
         batch: What is run.
         export: Writes a model into a new ONNX folder; called where the runtime reads those.
         unit: As in `select_heads`.
-        repeats, min_seconds: As in `compare_latency`.
+        repeats, min_seconds: As in `time_on`.
         track: Wraps the loop over the cuts, e.g. in a progress bar.
         cache: Folder of kept tables; by default hies_export/latency in the user's cache folder.
     """
@@ -183,15 +184,16 @@ def _time_cuts(
             return Path(temporary) / name
 
         dense = source("dense", None)
+        rows, columns, *_ = next(iter(batch.values())).shape
         for kept in track(list(cuts), f"time cuts on {runtime}") if track else list(cuts):
-            runners = [load_runtime(runtime, s) for s in (dense, source(f"kept-{kept:.4f}", cuts[kept]), dense)]
-            found = latency.compare_latency(runners[0], runners[1], control=runners[2], batch=batch, **timing)
+            slim = source(f"kept-{kept:.4f}", cuts[kept])
+            (found,) = compare_loads(runtime, dense, slim, {(rows, columns): batch}, decode=False, **timing).values()
             points.append(
                 {
                     "kept": kept,
-                    "ratio": found.ratio,
-                    "ratio_low": found.ratio_low,
-                    "ratio_high": found.ratio_high,
+                    "ratio": found.ratio.median,
+                    "ratio_low": found.ratio.low,
+                    "ratio_high": found.ratio.high,
                     "control_low": found.control.low,
                     "control_high": found.control.high,
                 }

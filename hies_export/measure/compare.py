@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from ..onnx.export import export_onnx
 from ..onnx.multimodal import is_vision_language
 from . import counts, latency
 from .onnx_runtimes import ONNX_FILE, refuse_parts
-from .runtimes import RUNTIMES, check_runtime, load_runtime
+from .runtime import RUNTIMES, Runtime
+from .runtimes import check_runtime, load_runtime
 
 Shape = tuple[int, int]  # (batch, sequence)
 
@@ -36,14 +38,16 @@ def time_on(
 ) -> list[dict[str, Any]]:
     """Time two models on one runtime, interleaved, with the first one against itself as control.
 
+    They are loaded as many times as the runtime's `loads` says, and the runs are shared out between the loads.
+
     Args:
         runtime: A name in `hies_export.measure.runtimes`.
         dense: What the ratios are relative to: a model for torch, an ONNX folder for ONNX Runtime.
         slim: What is compared with it.
         batches: What both run, by (batch, sequence).
         flops: Of both, from `count_both_flops`, for the realised share of the saving.
-        repeats, min_seconds: As in `compare_latency`.
-        track: Wraps the loop over shapes, e.g. in a progress bar.
+        repeats, min_seconds: As in `compare_latency`, over all loads; at least one run of every load.
+        track: Wraps the loop over loads and shapes, e.g. in a progress bar.
 
     Returns:
         A row of report.json's `latency` per shape: the median times in ms, the paired ratio slim / dense with its 95 %
@@ -51,25 +55,51 @@ def time_on(
         generates has two rows per shape, the `phase` "prefill" and "decode": the step of the last token, with the
         others in the cache.
     """
-    runners = [load_runtime(runtime, source) for source in (dense, slim, dense)]
-    decodes = all(runner.decodes for runner in runners)
-    rows, shapes = [], list(batches)
-    for shape in track(shapes, f"measure {runtime}") if track else shapes:
+    found = compare_loads(runtime, dense, slim, batches, repeats=repeats, min_seconds=min_seconds, track=track)
+    rows = []
+    for (shape, phase), comparison in found.items():
+        # A step reads all weights to compute a token: its time is that of the memory, and no share of FLOPs.
+        counted = None if phase == "decode" else flops[shape]
+        rows.append(latency_row(comparison, runtime=runtime, shape=shape, phase=phase, flops=counted))
+    return rows
+
+
+def compare_loads(
+    runtime: str,
+    dense: PreTrainedModel | Path,
+    slim: PreTrainedModel | Path,
+    batches: Mapping[Shape, Mapping[str, Tensor]],
+    *,
+    repeats: int,
+    min_seconds: float = 0.0,
+    decode: bool = True,
+    track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
+) -> dict[tuple[Shape, latency.Phase], latency.LatencyComparison]:
+    """The comparisons behind `time_on`, by shape and phase; without `decode`, the prefill is all that is timed."""
+    loads, shapes = min(RUNTIMES[runtime].loads, repeats), list(batches)
+    sources = (dense, slim, dense)
+    runners: dict[int, Runtime] = {}
+    timed: dict[tuple[Shape, latency.Phase], list[latency.Rounds]] = {}
+    steps = [(number, shape) for number in range(loads) for shape in shapes]
+    for number, shape in track(steps, f"measure {runtime}") if track else steps:
+        if shape == shapes[0]:
+            runners.clear()
+            # What is loaded first tends to run fastest: each of the three is that in turn.
+            for index in ((0, 1, 2), (1, 2, 0), (2, 0, 1))[number % 3]:
+                runners[index] = load_runtime(runtime, sources[index])
+        decodes = all(runner.decodes for runner in runners.values())
         phases: tuple[latency.Phase, ...] = ("prefill",) if decodes else ("forward",)
-        for phase in (*phases, "decode") if decodes and shape[1] > 1 else phases:
-            found = latency.compare_latency(
-                runners[0],
-                runners[1],
-                control=runners[2],
+        for phase in (*phases, "decode") if decode and decodes and shape[1] > 1 else phases:
+            rounds = latency.time_rounds(
+                [runners[index] for index in range(3)],
                 batch=batches[shape],
                 phase=phase,
-                repeats=repeats,
-                min_seconds=min_seconds,
+                repeats=math.ceil(repeats / loads),
+                warmup=2 if number else 5,
+                min_seconds=min_seconds / loads,
             )
-            # A step reads all weights to compute a token: its time is that of the memory, and no share of FLOPs.
-            counted = None if phase == "decode" else flops[shape]
-            rows.append(latency_row(found, runtime=runtime, shape=shape, phase=phase, flops=counted))
-    return rows
+            timed.setdefault((shape, phase), []).append(rounds)
+    return {step: latency.compare_rounds(rounds) for step, rounds in timed.items()}
 
 
 def latency_row(
@@ -92,21 +122,22 @@ def latency_row(
         "sequence": shape[1],
         "dense_ms": found.dense.p50_ms,
         "slim_ms": found.slim.p50_ms,
-        "ratio": found.ratio,
-        "ratio_low": found.ratio_low,
-        "ratio_high": found.ratio_high,
-        "realised": None if flops_ratio is None else latency.realised_share(found.ratio, flops_ratio),
+        "ratio": found.ratio.median,
+        "ratio_low": found.ratio.low,
+        "ratio_high": found.ratio.high,
+        "realised": None if flops_ratio is None else latency.realised_share(found.ratio.median, flops_ratio),
         "flops_ratio": flops_ratio,
         "tokens_per_second": per_second if phase == "decode" else None,
         "dense_p90_ms": found.dense.p90_ms,
         "dense_p99_ms": found.dense.p99_ms,
         "slim_p90_ms": found.slim.p90_ms,
         "slim_p99_ms": found.slim.p99_ms,
-        "control_ratio": found.control.ratio,
+        "control_ratio": found.control.median,
         "control_low": found.control.low,
         "control_high": found.control.high,
         "noisy": found.noisy,
         "repeats": found.repeats,
+        "loads": found.loads,
         "threads": found.threads,
         "cuda_graph": found.cuda_graph,
         "peak_bytes": None if found.peak_bytes is None else dict(zip(("dense", "slim"), found.peak_bytes, strict=True)),
@@ -142,8 +173,8 @@ def bench(
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
         dtypes: What checkpoints are run in, each on the runtimes that can; float32 by default. An ONNX folder runs in
             its own.
-        repeats, min_seconds: As in `compare_latency`.
-        track: Wraps the loop, e.g. in a progress bar.
+        repeats, min_seconds: As in `time_on`.
+        track: Wraps the loops, e.g. in a progress bar.
 
     Returns:
         Rows as in report.json's `latency`; "dense" is the first model, "slim" the second.

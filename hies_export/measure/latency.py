@@ -1,4 +1,10 @@
-"""Time a slim model against its dense one, interleaved, with a control that says how much is noise."""
+"""Time a slim model against its dense one, interleaved, with a control that says how much is noise.
+
+Two numbers make a ratio uncertain: the rounds differ, and so do the copies that are loaded. Copies of one ONNX graph,
+each loaded anew in one process, ran at 1.00 to 1.05 of the first one's time, and kept to that from one half of their
+rounds to the other (dev/LOG.md). So models are loaded several times, and the bootstrap draws loads and copies as well
+as rounds.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +52,27 @@ class Percentiles:
 class Ratio:
     """Median of paired ratios, and its 95 % bootstrap interval."""
 
-    ratio: float
+    median: float
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Dense, slim and control as they were loaded once, timed together.
+
+    Attributes:
+        times_ms: Of shape (rounds, 3): dense, slim, control.
+        threads, provider, dtypes, cuda_graph, peak_bytes, clock_mhz: As in `LatencyComparison`.
+    """
+
+    times_ms: np.ndarray
+    threads: int
+    provider: str
+    dtypes: tuple[str, str]
+    cuda_graph: bool
+    peak_bytes: tuple[int, int] | None
+    clock_mhz: float | None
 
 
 @dataclass(frozen=True)
@@ -58,12 +82,10 @@ class LatencyComparison:
     Attributes:
         dense: Latency of the dense model.
         slim: Latency of the slim model.
-        ratio: Median of the paired ratios of slim to the mean of dense and control.
-        ratio_low: Lower end of the 95 % intervals of slim / dense and slim / control.
-        ratio_high: Upper end of the two: copies of one model differ, by where their memory lies.
-        control: The dense model against itself, timed in the same loop (A/A): how far from 1 noise
-            alone goes.
+        ratio: Of slim to the mean of dense and control, with an interval over rounds, copies and loads.
+        control: The dense model against itself, timed in the same rounds (A/A): how far from 1 noise alone goes.
         repeats: Timed runs of each.
+        loads: How many times the models were loaded for them.
         threads: CPU threads within an operator.
         provider: Where both ran.
         dtypes: What dense and slim computed in.
@@ -74,11 +96,10 @@ class LatencyComparison:
 
     dense: Percentiles
     slim: Percentiles
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    ratio: Ratio
     control: Ratio
     repeats: int
+    loads: int
     threads: int
     provider: str
     dtypes: tuple[str, str]
@@ -114,7 +135,9 @@ def compare_latency(
     control: Runtime | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> LatencyComparison:
-    """Time two models interleaved in one process, with an A/A control beside them.
+    """Time two models interleaved in one process, as they are loaded, with an A/A control beside them.
+
+    What one load is worth shows when there are several: `time_rounds` of each, and `compare_rounds` of all.
 
     Args:
         dense: The model to compare with.
@@ -131,8 +154,8 @@ def compare_latency(
         progress: Called with (rounds done, rounds at least).
 
     Returns:
-        Quantiles of both in ms, and the median of the paired ratios slim / dense with its interval; the
-        same of the control.
+        Quantiles of both in ms, and the median of the paired ratios slim / dense with its interval; the same of the
+        control.
 
     Raises:
         RecipeError: repeats is below 1, warmup or min_seconds below 0, or the runtimes differ in kind; a phase
@@ -142,10 +165,40 @@ def compare_latency(
     Examples:
         >>> dense, small = (load_runtime("torch", m) for m in (model, slim))
         >>> found = compare_latency(dense, small, batch=batches[0], repeats=6)
-        >>> found.ratio_low <= found.ratio <= found.ratio_high
+        >>> found.ratio.low <= found.ratio.median <= found.ratio.high
         True
     """
-    runners = (dense, slim, control or dense)
+    rounds = time_rounds(
+        (dense, slim, control or dense),
+        batch=batch,
+        phase=phase,
+        repeats=repeats,
+        warmup=warmup,
+        min_seconds=min_seconds,
+        progress=progress,
+    )
+    return compare_rounds([rounds], seed=seed)
+
+
+def time_rounds(
+    runners: Sequence[Runtime],
+    *,
+    batch: Mapping[str, Any],
+    phase: Phase = "forward",
+    repeats: int = 30,
+    warmup: int = 5,
+    min_seconds: float = 0.0,
+    progress: Callable[[int, int], object] | None = None,
+) -> Rounds:
+    """Time dense, slim and control in turns.
+
+    Args:
+        runners: The three; the third may be the first again.
+        batch, phase, repeats, warmup, min_seconds, progress: As in `compare_latency`.
+
+    Raises:
+        RecipeError, NonFiniteError: As in `compare_latency`.
+    """
     _check_timing(runners, phase, repeats, warmup, min_seconds)
     feeds = [runner.prepare_step(batch) if phase == "decode" else runner.prepare(batch) for runner in runners]
     _check_alike(runners)
@@ -177,24 +230,40 @@ def compare_latency(
     peaks = [runners[index].peak_memory_bytes(feeds[index]) for index in (2, 1)]
     clock_mhz = None if None in peaks else gpu_facts().get("clocks.sm")
 
-    times_ms = np.asarray(rounds, dtype=np.float64) / 1e6  # (repeats, dense | slim | control)
-    dense_ms, slim_ms, control_ms = times_ms.T
-    # Two copies of one model differ steadily, by a percent or two, which no number of repeats shows.
-    to_each = [paired_ratio(base, slim_ms, seed=seed) for base in (dense_ms, control_ms)]
-    return LatencyComparison(
-        dense=_percentiles(dense_ms),
-        slim=_percentiles(slim_ms),
-        ratio=paired_ratio((dense_ms + control_ms) / 2, slim_ms, seed=seed).ratio,
-        ratio_low=min(found.low for found in to_each),
-        ratio_high=max(found.high for found in to_each),
-        control=paired_ratio(dense_ms, control_ms, seed=seed),
-        repeats=len(rounds),
+    dense, slim, _ = runners
+    return Rounds(
+        times_ms=np.asarray(rounds, dtype=np.float64) / 1e6,
         threads=dense.threads,
         provider=dense.provider,
         dtypes=(dense.dtype, slim.dtype),
         cuda_graph=dense.cuda_graph,
         peak_bytes=None if peaks[0] is None or peaks[1] is None else (peaks[0], peaks[1]),
         clock_mhz=None if clock_mhz is None else float(clock_mhz),
+    )
+
+
+def compare_rounds(loads: Sequence[Rounds], *, seed: int = 0) -> LatencyComparison:
+    """What the rounds of one or more loads of the same models say together.
+
+    Args:
+        loads: From `time_rounds`, at least one.
+        seed: Of the bootstrap.
+    """
+    first = loads[0]
+    times_ms = np.concatenate([load.times_ms for load in loads])
+    return LatencyComparison(
+        dense=_percentiles(times_ms[:, 0]),
+        slim=_percentiles(times_ms[:, 1]),
+        ratio=paired_ratio([load.times_ms[:, [0, 2]] for load in loads], [load.times_ms[:, 1] for load in loads], seed),
+        control=paired_ratio([load.times_ms[:, [0]] for load in loads], [load.times_ms[:, 2] for load in loads], seed),
+        repeats=len(times_ms),
+        loads=len(loads),
+        threads=first.threads,
+        provider=first.provider,
+        dtypes=first.dtypes,
+        cuda_graph=first.cuda_graph,
+        peak_bytes=first.peak_bytes,
+        clock_mhz=loads[-1].clock_mhz,
     )
 
 
@@ -234,17 +303,29 @@ def _check_alike(runners: Sequence[Runtime]) -> None:
         raise RecipeError([f"dense, slim and control must run alike, got {shown}: load them with the same runtime"])
 
 
-def paired_ratio(base_ms: np.ndarray, other_ms: np.ndarray, *, seed: int = 0) -> Ratio:
-    """Median of other / base over paired runs, with a 95 % percentile bootstrap interval.
+def paired_ratio(base_ms: Sequence[np.ndarray], other_ms: Sequence[np.ndarray], seed: int = 0) -> Ratio:
+    """Median of other / mean of the base's copies over paired runs, with a 95 % percentile bootstrap interval.
+
+    What is drawn again is what another measurement would draw anew: the loads, in each the copies, and their rounds
+    (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 3.8: hierarchical data).
 
     Args:
-        base_ms: Times of shape (repeats,).
-        other_ms: Times of shape (repeats,), each taken beside its partner.
+        base_ms: By load, times of shape (rounds, copies).
+        other_ms: By load, times of shape (rounds,), each taken beside its partners.
         seed: Of the resampling.
     """
-    ratios = np.asarray(other_ms) / np.asarray(base_ms)
-    draws = np.random.default_rng(seed).integers(0, len(ratios), (BOOTSTRAP_SAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(ratios[draws], axis=1), (2.5, 97.5))
+    rounds = np.array([len(times) for times in other_ms])
+    loads, longest, copies = len(rounds), rounds.max(), base_ms[0].shape[1]
+    base, other = np.empty((loads, longest, copies)), np.empty((loads, longest))
+    for number, count in enumerate(rounds):
+        base[number, :count], other[number, :count] = base_ms[number], other_ms[number]
+    random = np.random.default_rng(seed)
+    load = random.integers(loads, size=(BOOTSTRAP_SAMPLES, loads, 1))
+    place = (random.random((BOOTSTRAP_SAMPLES, loads, longest)) * rounds[load]).astype(int)
+    copy = random.integers(copies, size=(BOOTSTRAP_SAMPLES, loads, 1, copies))
+    drawn = other[load, place] / base[load[..., None], place[..., None], copy].mean(axis=-1)
+    low, high = np.percentile(np.median(drawn.reshape(BOOTSTRAP_SAMPLES, -1), axis=1), (2.5, 97.5))
+    ratios = np.concatenate([one / many.mean(axis=1) for one, many in zip(other_ms, base_ms, strict=True)])
     return Ratio(float(np.median(ratios)), float(low), float(high))
 
 

@@ -64,6 +64,7 @@ class OnnxRuntime(Runtime):
     requested: ClassVar[str] = "CPUExecutionProvider"
     device: ClassVar[str] = "cpu"
     extra: ClassVar[str] = "cpu"
+    loads: ClassVar[int] = 5
 
     def __init__(self, source: str | Path, *, threads: int):
         self.require()

@@ -42,6 +42,7 @@ class Runtime(ABC):
         reads_models: Whether it runs a `PreTrainedModel`; otherwise an ONNX file or folder.
         fused_for: Where it runs ONNX, the provider whose fused operators suit it, as in `export_onnx`.
         dtypes: In what it can run a model, by their names in torch.
+        loads: How many times a comparison loads the models anew, where copies of one model differ in time.
         threads: CPU threads one run uses within an operator.
         cuda_graph: Whether what is timed is the replay of a captured CUDA graph.
     """
@@ -50,6 +51,7 @@ class Runtime(ABC):
     reads_models: ClassVar[bool] = False
     fused_for: ClassVar[Provider] = "cpu"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")
+    loads: ClassVar[int] = 1
     threads: int
     cuda_graph: bool = False
 

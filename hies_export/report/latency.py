@@ -49,9 +49,12 @@ def latency_note(rows: Sequence[Row], names: tuple[str, str] = ("dense", "slim")
     """How latency was measured, and the control's range."""
     first = names[0]
     controls = [row["control_ratio"] for row in rows]
+    # Copies of one model differ in time, and the interval is also over those.
+    anew = [f"{row['loads']} times on {row['runtime']}" for row in rows if row.get("loads", 1) > 1]
+    loaded = f"The models were loaded anew {' and '.join(dict.fromkeys(anew))}. " if anew else ""
     said = [
         f"Timed interleaved in one process with two copies of {first}; the ratio is the median of paired ratios to "
-        "their mean, and its interval spans the 95 % bootstrap intervals to either. "
+        f"their mean, and its 95 % interval is that of a bootstrap over loads, copies and runs. {loaded}"
         f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."
     ]
     if any(row.get("noisy") for row in rows):
