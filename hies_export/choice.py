@@ -51,6 +51,8 @@ class Choice:
         plan: The heads that stay.
         alpha_curve: What every alpha came to under `alpha: auto`, see `AlphaChoice`; else empty.
         budget: What the plan promises, and why it is as large as it is.
+        refit: What compensation does to the dense model cut by a plan, where plans were judged by that; it holds the
+            moments of all heads.
     """
 
     statistics: HeadStatistics
@@ -58,6 +60,7 @@ class Choice:
     plan: PruningPlan
     alpha_curve: tuple[Mapping[str, Any], ...]
     budget: Mapping[str, Any] = field(default_factory=dict)
+    refit: Refit | None = None
 
 
 def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> Choice:
@@ -81,6 +84,7 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
                 statistics=filled_in(chosen.statistics, found.statistics, chosen.plan),
                 scores=filled_in(chosen.scores, found.scores, chosen.plan),
                 plan=compose(chosen.plan, found.plan),
+                refit=None,  # it refits what the steps before left, and the plan is for the dense model
             )
         chosen = found
     assert chosen is not None
@@ -190,7 +194,7 @@ def _choose_once(
         higher_is_better=METRICS[prepared.metrics[0]].higher_is_better,
     )
     budget = _budget_details(recipe, prepared, table, chosen.plan)
-    return Choice(statistics, chosen.scores, chosen.plan, chosen.curve, budget)
+    return Choice(statistics, chosen.scores, chosen.plan, chosen.curve, budget, refit)
 
 
 def _refit(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> Refit | None:
@@ -351,4 +355,4 @@ def _choose_by_drop(
         "samples": sum(map(size_of, prepared.held_out)),
         "judged": chosen.judged,
     }
-    return Choice(statistics, chosen.scores, chosen.plan, (), details)
+    return Choice(statistics, chosen.scores, chosen.plan, (), details, refit)

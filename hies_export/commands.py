@@ -96,9 +96,12 @@ def prune_command(options: argparse.Namespace, out: Console, progress: Progress)
     if given is not None:
         check_plan(given, prepared.sites)
         check_weights(given, weight_norms(prepared.model, prepared.sites))
-    plan = given or choose(prepared, recipe, progress=progress).plan
+        plan, refit = given, None
+    else:
+        choice = choose(prepared, recipe, progress=progress)
+        plan, refit = choice.plan, choice.refit
     _, _, cut_max_abs, reload_max_abs = prune(
-        prepared, plan, recipe, recipe.output, overwrite=options.overwrite, progress=progress
+        prepared, plan, recipe, recipe.output, overwrite=options.overwrite, refit=refit, progress=progress
     )
     _print_plan(plan, out)
     out.print(

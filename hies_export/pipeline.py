@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from .measure import latency
 from .measure.onnx_runtimes import require_onnxruntime
 from .prepare import AUTO_CLASSES, Prepared, few, prepare
 from .progress import Progress, Silent
-from .quality import evaluate, held_out_metric
+from .quality import Refit, evaluate, held_out_metric
 from .recipe import PruningRecipe
 from .report.card import read_card, render_card
 from .report.html import render_html
@@ -65,7 +65,10 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
         statistics, plan = choice.statistics, choice.plan
         write_choice(folder, choice)
         with seconds("cut"):
-            slim, fits, cut_max_abs, reload_max_abs = prune(prepared, plan, recipe, folder / "slim", progress=progress)
+            slim, fits, cut_max_abs, reload_max_abs = prune(
+                prepared, plan, recipe, folder / "slim", refit=choice.refit, progress=progress
+            )
+            choice = replace(choice, refit=None)  # its moments may be gigabytes
             budget = confirm_drop(prepared, slim, recipe, choice.budget, progress=progress)
         quality = evaluate(prepared, slim, plan, recipe, progress=progress)
         with seconds("export"):
@@ -178,9 +181,12 @@ def prune(
     folder: Path,
     *,
     overwrite: bool = False,
+    refit: Refit | None = None,
     progress: Progress,
 ) -> tuple[PreTrainedModel, list[LayerFit], float, float]:
     """Cut by a plan, check against the masked model, compensate if the recipe says so, save, check the reload.
+
+    With `refit`, of the same dense model, moments are not collected again; `sequential` has to.
 
     Returns:
         The slim model, what compensation did, and the largest output differences of the cut and of the reload.
@@ -189,18 +195,21 @@ def prune(
     batch = few(prepared.calibration[0])
     slim = prune_heads(prepared.model, plan, prepared.sites)
     cut_max_abs = check_cut(prepared.model, slim, plan, batch)
-    fits = []
-    if recipe.prune.compensation is not None:
+    fits, compensation = [], recipe.prune.compensation
+    if compensation is not None:
         progress.stage("compensate")
-        fits = compensate_heads(
-            prepared.model,
-            slim,
-            plan,
-            prepared.sites,
-            prepared.compensation,
-            **recipe.prune.compensation.model_dump(exclude={"samples"}),
-            progress=lambda batches: progress.track(batches, "compensate"),
-        )
+        if refit and not compensation.sequential:
+            fits = refit(slim, plan)
+        else:
+            fits = compensate_heads(
+                prepared.model,
+                slim,
+                plan,
+                prepared.sites,
+                prepared.compensation,
+                **compensation.model_dump(exclude={"samples"}),
+                progress=lambda batches: progress.track(batches, "compensate"),
+            )
     progress.stage("save")
     reload_max_abs = save_slim(slim, folder, plan=plan, batch=batch, processor=prepared.processor, overwrite=overwrite)
     return slim, fits, cut_max_abs, reload_max_abs

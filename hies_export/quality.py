@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from .alpha import Judgement
 from .benchmarks import run_benchmarks
+from .compensate import LayerFit
 from .cut import masked_heads, prune_heads
 from .evaluate_model import (
     Predictions,
@@ -26,7 +27,7 @@ from .progress import Progress
 from .recipe import PruningRecipe
 from .values import AttentionSite, PruningPlan
 
-Refit = Callable[[PreTrainedModel, PruningPlan], object]
+Refit = Callable[[PreTrainedModel, PruningPlan], list[LayerFit]]
 
 
 def evaluate(

@@ -13,7 +13,7 @@ import torch
 from conftest import bert, save_project, save_text_model, text_batch, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from hies_export import find_attention, load, prune_heads, select_heads
+from hies_export import compensate, find_attention, load, prune_heads, select_heads
 from hies_export.budget import (
     CostTable,
     check_reachable,
@@ -281,16 +281,19 @@ def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: p
     assert not (project / "other").exists()
 
 
-def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path) -> None:
+def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}) == 0
     report = json.loads((project / "out" / "report.json").read_text())
     budget = report["details"]["budget"]
     assert budget["samples"] == 52
     assert budget["dense"] - budget["slim"] <= 0.05 + 1e-9
     assert budget["slim"] == pytest.approx(budget["masked"])
-    # Where heads are compensated, that is what was judged: the cut model keeps to it again.
+    # Where heads are compensated, that is what was judged: the cut model keeps to it again, by the same moments.
+    passes, collect = [], compensate._collect
+    monkeypatch.setattr(compensate, "_collect", lambda *args: passes.append(args) or collect(*args))
     compensated = ("prune.compensation={samples: 60}", f"output={project / 'compensated'}")
     assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}, *compensated) == 0
+    assert len(passes) == 1
     refitted = json.loads((project / "compensated" / "report.json").read_text())["details"]["budget"]
     assert refitted["slim"] == pytest.approx(refitted["refitted"])
     assert refitted["dense"] == budget["dense"]

@@ -21,7 +21,7 @@ from ..alpha import ALPHAS, Judgement, choose_alpha
 from ..baselines.channels import check_channels, masked_channels, select_channels
 from ..baselines.slicing import Bases, collect_bases, fine_tuned, sliced
 from ..calibrate import collect_statistics
-from ..compensate import SplitMoments, collect_moments, refit_heads
+from ..compensate import LayerFit, SplitMoments, collect_moments, refit_heads
 from ..compensated import Effects, collect_effects, score_compensated
 from ..cut import prune_heads
 from ..data.lengths import by_length
@@ -266,9 +266,9 @@ class _Runner:
         moments, compensation = self._moments(cell.seed), self._recipe.prune.compensation
         ridge = None if compensation is None else compensation.ridge
 
-        def refit(slim: PreTrainedModel, plan: PruningPlan) -> None:
+        def refit(slim: PreTrainedModel, plan: PruningPlan) -> list[LayerFit]:
             with self._timed("refit"):
-                refit_heads(slim, plan, self._base.sites, moments, method=cell.compensation, ridge=ridge)
+                return refit_heads(slim, plan, self._base.sites, moments, method=cell.compensation, ridge=ridge)
 
         return refit
 
