@@ -1,12 +1,19 @@
 #!/usr/bin/env bash
 # The tables under bench/results/sweep-*: every criterion at four sparsities, three seeds, alone and with least squares.
-# Usage: bench/quality.sh [TASK ...] (default: stsb sst2 mrpc); goes on where it was when it is started again.
+# `alphas` is HIES cut alone on STS-B, at six values of alpha and three numbers of samples to score on.
+# Usage: bench/quality.sh [stsb | sst2 | mrpc | alphas ...] (default: all); goes on where it was when started again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-for task in "${@:-stsb sst2 mrpc}"; do
-  for name in $task; do
-    hies-export sweep "recipes/minilm-$name.yaml" -o "runs/sweep-$name" \
-      --criteria "hies,his,ad,l2,random,activation-l2,output-norm,obs,llm-pruner-block,ae + activation-l2,hies-compensated" \
+
+criteria="hies,his,ad,l2,random,activation-l2,output-norm,obs,llm-pruner-block,llm-pruner-channel,slicegpt"
+criteria="$criteria,ae + activation-l2,hies-compensated"
+[ $# -gt 0 ] || set -- stsb sst2 mrpc alphas
+for name in "$@"; do
+  if [ "$name" = alphas ]; then
+    hies-export sweep recipes/minilm-stsb.yaml -o runs/sweep-alphas --criteria hies --alphas 0,0.2,0.4,0.6,0.8,0.9 \
+      --calibration-sizes 8,32,128 --sparsities 0.1,0.3,0.5,0.7 --seeds 0,1,2
+  else
+    hies-export sweep "recipes/minilm-$name.yaml" -o "runs/sweep-$name" --criteria "$criteria" \
       --alphas 0.9,auto --sparsities 0.1,0.3,0.5,0.7 --seeds 0,1,2 --compensations none,least_squares
-  done
+  fi
 done

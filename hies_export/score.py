@@ -135,6 +135,8 @@ SIGNAL_CRITERIA = ("activation-l2", "output-norm", "obs", "llm-pruner-block", "a
 # Baselines that remove something else than heads: a sweep judges what the model would compute, nothing is cut.
 CHANNELS, SLICED, SLICED_TUNED = "llm-pruner-channel", "slicegpt", "slicegpt-tuned"
 JUDGED_ONLY = (CHANNELS, SLICED, SLICED_TUNED)
+# They have their own calibration samples, the same whatever the others are scored on.
+OWN_SAMPLES = (COMPENSATED, SLICED, SLICED_TUNED)
 
 # How rows that are approximations differ from the methods they are named after.
 DIFFERENCES = {

@@ -65,6 +65,19 @@ def test_figures_without_data_are_left_out(tmp_path: Path) -> None:
     assert names == {"quality", "stability", "head-maps", "importance-3d"}
 
 
+def test_samples_of_their_own_are_no_second_calibration_size(tmp_path: Path) -> None:
+    found = rows((8,), (0,), (0.2,))
+    found += [{**r, "criterion": "slicegpt", "calibration_samples": 512} for r in found if r["criterion"] == "his"]
+    assert "calibration-size" not in {p.stem for p in figures.draw_figures(sweep_folder(tmp_path, found))}
+
+
+def test_every_method_has_a_line_of_its_own() -> None:
+    his = [r for r in rows((8,), (0,), ()) if r["compensation"] == "none"]
+    found = [{**r, "criterion": f"criterion {number}"} for number in range(13) for r in his]
+    (axis,) = figures.curves(found, "stability").axes
+    assert len({(line.get_color(), line.get_linestyle()) for line in axis.get_lines()}) == 13
+
+
 def test_curves_show_the_mean_of_the_seeds_in_percent() -> None:
     figure = figures.curves(rows((8,), (0, 2), (0.2,)), "stability")
     none, compensated = figure.axes

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import RequestError
 from ..figures import COLOURS, MARKERS, head_grid, head_map, new_figure, require_matplotlib, write_figures
+from ..score import OWN_SAMPLES
 
 Row = Mapping[str, Any]
 
@@ -56,7 +57,7 @@ def curves(rows: Sequence[Row], what: str) -> Any:
     panels = list(dict.fromkeys(r["compensation"] for r in shown))
     figure = new_figure(1.2 + 4.2 * len(panels), 4.4)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    names = list(dict.fromkeys(_name(r) for r in shown))[: len(COLOURS)]
+    names = list(dict.fromkeys(_name(r) for r in shown))
     for axis, compensation in zip(axes, panels, strict=True):
         for index, name in enumerate(names):
             chosen = [r for r in shown if r["compensation"] == compensation and _name(r) == name]
@@ -155,22 +156,16 @@ def alpha_sensitivity(rows: Sequence[Row]) -> Any:
 
 def calibration_sizes(rows: Sequence[Row]) -> Any:
     """Stability against the number of calibration samples, at the sparsity in the middle."""
-    sizes = sorted({r["calibration_samples"] for r in rows if r["criterion"] != "hies-compensated"})
+    shared = [r for r in rows if r["criterion"] not in OWN_SAMPLES]
+    sizes = sorted({r["calibration_samples"] for r in shared})
     if len(sizes) < 2:
         return None
     sparsity = _middle(rows)
-    at = _not_too_many(
-        [
-            r
-            for r in rows
-            if r["sparsity"] == sparsity
-            and r["compensation"] == rows[0]["compensation"]
-            and r["criterion"] != "hies-compensated"
-        ]
-    )
+    at = [r for r in shared if r["sparsity"] == sparsity and r["compensation"] == shared[0]["compensation"]]
+    at = _not_too_many(at)
     figure = new_figure(6.0, 4.8)
     axis = figure.subplots()
-    for index, name in enumerate(list(dict.fromkeys(_name(r) for r in at))[: len(COLOURS)]):
+    for index, name in enumerate(dict.fromkeys(_name(r) for r in at)):
         chosen = [{**r, "sparsity": r["calibration_samples"]} for r in at if _name(r) == name]
         _line(axis, chosen, "stability", index, name, share=False)
     axis.set_xscale("log", base=2)
@@ -215,9 +210,10 @@ def _line(axis: Any, rows: Sequence[Row], what: str, index: int, name: str, *, s
     points = sorted(by_sparsity)
     means = [statistics.fmean(by_sparsity[s]) for s in points]
     spread = [statistics.stdev(v) if len(v := by_sparsity[s]) > 1 else 0.0 for s in points]
-    colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-    x = [s * scale[1] for s in points]
-    axis.plot(x, means, color=colour, marker=marker, label=name)
+    again, place = divmod(index, len(COLOURS))
+    colour, x = COLOURS[place], [s * scale[1] for s in points]
+    dashed = {"linestyle": "--", "markerfacecolor": "white"} if again else {}
+    axis.plot(x, means, color=colour, marker=MARKERS[place], label=name, **dashed)
     lower, upper = ([m + sign * d for m, d in zip(means, spread, strict=True)] for sign in (-1, 1))
     if what == "stability":
         lower, upper = [max(v, 0.0) for v in lower], [min(v, 100.0) for v in upper]
@@ -232,9 +228,9 @@ def _name(row: Row) -> str:
 
 
 def _of_first_size(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the first calibration size; `hies-compensated` has its own."""
-    size = next((r["calibration_samples"] for r in rows if r["criterion"] != "hies-compensated"), None)
-    return [r for r in rows if r["calibration_samples"] == size or r["criterion"] == "hies-compensated"]
+    """Rows of the first calibration size, and of what has a size of its own."""
+    size = next((r["calibration_samples"] for r in rows if r["criterion"] not in OWN_SAMPLES), None)
+    return [r for r in rows if r["calibration_samples"] == size or r["criterion"] in OWN_SAMPLES]
 
 
 def _not_too_many(rows: Sequence[Row]) -> list[Row]:

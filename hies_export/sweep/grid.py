@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from ..compensate import METHODS
 from ..errors import RecipeError, did_you_mean
-from ..score import COMPENSATED, JUDGED_ONLY, SLICED, SLICED_TUNED, sweep_names, uses_alpha
+from ..score import JUDGED_ONLY, OWN_SAMPLES, sweep_names, uses_alpha
 
 # `auto` is the alpha that does best at the sparsity, `auto-area` one alpha for all sparsities.
 AUTOMATIC = ("auto", "auto-area")
@@ -67,8 +67,7 @@ class SweepGrid:
                 for compensation in self.compensations:
                     for criterion in self.criteria:
                         alphas = self.alphas if uses_alpha(criterion) else (None,)
-                        # They have their own samples, the same whatever the others are scored on.
-                        given = 0 if criterion in (COMPENSATED, SLICED, SLICED_TUNED) else samples
+                        given = 0 if criterion in OWN_SAMPLES else samples
                         by = "none" if criterion in JUDGED_ONLY else compensation
                         found += [
                             Cell(criterion, alpha, sparsity, seed, given, by)
@@ -80,7 +79,7 @@ class SweepGrid:
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to try; `samples` is 0 for `hies-compensated` and `slicegpt`, which have numbers of their own."""
+    """One thing to try; `samples` is 0 where the criterion has its own, see `OWN_SAMPLES`."""
 
     criterion: str
     alpha: float | str | None
