@@ -29,6 +29,7 @@ from .runtime import Runtime
 Phase = Literal["forward", "prefill", "decode"]
 
 BOOTSTRAP_SAMPLES = 2000
+DRAWN_AT_A_TIME = 1 << 20
 # A comparison whose control's interval misses 1 by more than this says nothing, nor one whose control is not known
 # better than to this width: [0.9, 1.1] holds 1, and would hold a gain or a loss of a tenth as well.
 NOISE_LIMIT = 0.02
@@ -319,12 +320,17 @@ def paired_ratio(base_ms: Sequence[np.ndarray], other_ms: Sequence[np.ndarray], 
     base, other = np.empty((loads, longest, copies)), np.empty((loads, longest))
     for number, count in enumerate(rounds):
         base[number, :count], other[number, :count] = base_ms[number], other_ms[number]
-    random = np.random.default_rng(seed)
-    load = random.integers(loads, size=(BOOTSTRAP_SAMPLES, loads, 1))
-    place = (random.random((BOOTSTRAP_SAMPLES, loads, longest)) * rounds[load]).astype(int)
-    copy = random.integers(copies, size=(BOOTSTRAP_SAMPLES, loads, 1, copies))
-    drawn = other[load, place] / base[load[..., None], place[..., None], copy].mean(axis=-1)
-    low, high = np.percentile(np.median(drawn.reshape(BOOTSTRAP_SAMPLES, -1), axis=1), (2.5, 97.5))
+    random, medians = np.random.default_rng(seed), []
+    # As many draws at a time as keep this in tens of megabytes, however many the rounds.
+    size = min(BOOTSTRAP_SAMPLES, max(1, DRAWN_AT_A_TIME // (loads * longest)))
+    for done in range(0, BOOTSTRAP_SAMPLES, size):
+        draws = min(size, BOOTSTRAP_SAMPLES - done)
+        load = random.integers(loads, size=(draws, loads, 1))
+        place = (random.random((draws, loads, longest)) * rounds[load]).astype(int)
+        copy = random.integers(copies, size=(draws, loads, 1, copies))
+        drawn = other[load, place] / base[load[..., None], place[..., None], copy].mean(axis=-1)
+        medians.append(np.median(drawn.reshape(draws, -1), axis=1))
+    low, high = np.percentile(np.concatenate(medians), (2.5, 97.5))
     ratios = np.concatenate([one / many.mean(axis=1) for one, many in zip(other_ms, base_ms, strict=True)])
     return Ratio(float(np.median(ratios)), float(low), float(high))
 
