@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import bert, causal_lm, llama, text_batch
+from conftest import bert, causal_lm, llama, llava, text_batch
+from test_calibrate_generation import padded, unpadded, with_images
 from torch import Tensor
 
 from hies_export.calibrate import collect_statistics
@@ -72,6 +73,48 @@ def test_signals_equal_loops_over_tokens_and_weights(make: Any) -> None:
                 product = (layer.weight * layer.weight.grad).detach().abs()
                 taylor += float((product[rows] if _ == 0 else product[:, rows]).sum())
             assert found["taylor"][site.name][head] == pytest.approx(taylor, rel=1e-3)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("make", [causal_lm, llava])
+def test_signals_of_decoders_and_of_both_towers(make: Any, side: str) -> None:
+    """Norms against unpadded samples one at a time; weights against the gradients that torch leaves in them."""
+    model, batches = make(), [padded([9, 4, 6], side, answers=[2, 3, 1]), padded([7, 5], side)]
+    if make is llava:
+        batches = [with_images(batch) for batch in batches]
+    sites = find_attention(model, batches[0])
+    found = collect_signals(model, batches, sites)
+    read: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+    for site in sites:
+        model.get_submodule(site.output).register_forward_hook(
+            lambda layer, x, y, name=site.name: read[name].append(x[0].detach().double().flatten(0, -2))
+        )
+    for sample in unpadded(batches):
+        model(**{key: value for key, value in sample.items() if key != "labels"})
+    tokens = {name: torch.cat(inputs) for name, inputs in read.items()}
+    for batch in batches:
+        (model(**batch).loss * len(batch["input_ids"])).backward()
+    for site in sites:
+        output = model.get_submodule(site.output)
+        heads = tokens[site.name].unflatten(1, (site.heads, -1))
+        torch.testing.assert_close(found["activation_l2"][site.name], heads.norm(dim=-1).mean(0), rtol=1e-4, atol=0)
+        by_head = output.weight.detach().double().unflatten(1, (site.heads, -1))
+        written = torch.einsum("thd,ohd->tho", heads, by_head).norm(dim=-1).mean(0)
+        torch.testing.assert_close(found["output_norm"][site.name], written, rtol=1e-4, atol=0)
+        for head in range(site.heads):
+            mine = slice(head * site.value_dim, (head + 1) * site.value_dim)
+            group = head // site.group_size
+            shared = slice(group * site.value_dim, (group + 1) * site.value_dim)
+            q, k, v = (model.get_submodule(f"{site.name}.{name}_proj").weight for name in "qkv")
+            parts = [(q, mine), (k, shared), (v, shared)]
+            salience = sum((w * w.grad).abs()[rows].sum().item() for w, rows in parts if w.grad is not None)
+            if output.weight.grad is not None:
+                salience += (output.weight * output.weight.grad).abs()[:, mine].sum().item()
+            assert found["taylor"][site.name][head] == pytest.approx(salience, rel=1e-3)
+    if make is llava:
+        # LLaVA reads the image tower before its last layer, which therefore moves no loss.
+        towers = {site.name: found["taylor"][site.name].sum() > 0 for site in sites}
+        assert [name for name, moves in towers.items() if not moves] == [[n for n in towers if "vision" in n][-1]]
 
 
 def test_every_baseline_scores_by_its_signal() -> None:
