@@ -362,6 +362,8 @@ def test_models_are_loaded_anew_and_each_is_the_first_in_turn(clock, monkeypatch
     assert (rows[0]["ratio_low"], rows[0]["control_ratio"]) == (pytest.approx(0.4), pytest.approx(1.5))
     few = time_on("loaded", "dense", "slim", batches={(1, 8): {}}, flops={(1, 8): (10, 8)}, repeats=2)
     assert (few[0]["loads"], few[0]["repeats"]) == (2, 2)
+    with pytest.raises(RecipeError, match="repeats must be at least 1, got 0"):
+        time_on("loaded", "dense", "slim", batches={(1, 8): {}}, flops={(1, 8): (10, 8)}, repeats=0)
 
 
 def test_the_interval_depends_on_the_seed_only():

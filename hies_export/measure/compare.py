@@ -76,7 +76,7 @@ def compare_loads(
     track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
 ) -> dict[tuple[Shape, latency.Phase], latency.LatencyComparison]:
     """The comparisons behind `time_on`, by shape and phase; without `decode`, the prefill is all that is timed."""
-    loads, shapes = min(RUNTIMES[runtime].loads, repeats), list(batches)
+    loads, shapes = max(1, min(RUNTIMES[runtime].loads, repeats)), list(batches)
     sources = (dense, slim, dense)
     runners: dict[int, Runtime] = {}
     timed: dict[tuple[Shape, latency.Phase], list[latency.Rounds]] = {}
