@@ -39,6 +39,7 @@ from ..score import (
     CHANNELS,
     COMPENSATED,
     JUDGED_ONLY,
+    OWN_SAMPLES,
     SIGNAL_CRITERIA,
     SLICED,
     SLICED_TUNED,
@@ -436,8 +437,7 @@ class _Runner:
     def _variant(self, seed: int, samples: int) -> PruningRecipe:
         """The recipe with what the grid says of calibration, and every row drawn that some cell needs."""
         grid, recipe = self._grid, self._recipe
-        wanting = {COMPENSATED, SLICED, SLICED_TUNED}
-        unlabelled = not wanting.isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
+        unlabelled = not set(OWN_SAMPLES).isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
         automatic = any(alpha in AUTOMATIC for alpha in grid.alphas) and any(map(uses_alpha, grid.criteria))
         fields = recipe.model_dump()
         compensation = fields["prune"]["compensation"] or {}  # the recipe's, or the defaults
