@@ -185,7 +185,8 @@ def test_a_timed_table_is_kept_unless_it_is_noisy(tmp_path: Path, caplog: pytest
     table = latency_table(model, sites, **options, repeats=6, min_seconds=0)
     assert [round(6 * point["kept"]) for point in table.measured] == [4, 3, 2, 1]
     noisy = any(
-        is_noisy(p["control_low"], p["control_high"]) or p["ratio_high"] - p["ratio_low"] > WIDEST_INTERVAL for p in table.measured
+        is_noisy(p["control_low"], p["control_high"]) or p["ratio_high"] - p["ratio_low"] > WIDEST_INTERVAL
+        for p in table.measured
     )
     assert ("too busy" in caplog.text) == noisy
     assert len(list(tmp_path.glob("*.json"))) == (0 if noisy else 1)
