@@ -15,7 +15,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,35 +58,11 @@ class Ratio:
     high: float
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """Dense, slim and control as they were loaded once, timed together.
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How dense and slim were timed.
 
     Attributes:
-        times_ms: Of shape (rounds, 3): dense, slim, control.
-        threads, provider, dtypes, cuda_graph, peak_bytes, clock_mhz: As in `LatencyComparison`.
-    """
-
-    times_ms: np.ndarray
-    threads: int
-    provider: str
-    dtypes: tuple[str, str]
-    cuda_graph: bool
-    peak_bytes: tuple[int, int] | None
-    clock_mhz: float | None
-
-
-@dataclass(frozen=True)
-class LatencyComparison:
-    """Dense and slim timed together.
-
-    Attributes:
-        dense: Latency of the dense model.
-        slim: Latency of the slim model.
-        ratio: Of slim to the mean of dense and control, with an interval over rounds, copies and loads.
-        control: The dense model against itself, timed in the same rounds (A/A): how far from 1 noise alone goes.
-        repeats: Timed runs of each.
-        loads: How many times the models were loaded for them.
         threads: CPU threads within an operator.
         provider: Where both ran.
         dtypes: What dense and slim computed in.
@@ -95,18 +71,44 @@ class LatencyComparison:
         clock_mhz: The GPU's clock right after the last run; None on the CPU.
     """
 
-    dense: Percentiles
-    slim: Percentiles
-    ratio: Ratio
-    control: Ratio
-    repeats: int
-    loads: int
     threads: int
     provider: str
     dtypes: tuple[str, str]
     cuda_graph: bool
     peak_bytes: tuple[int, int] | None
     clock_mhz: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds(Conditions):
+    """Dense, slim and control as they were loaded once, timed together.
+
+    Attributes:
+        times_ms: Of shape (rounds, 3): dense, slim, control.
+    """
+
+    times_ms: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyComparison(Conditions):
+    """Dense and slim timed together, beside how that was done.
+
+    Attributes:
+        dense: Latency of the dense model.
+        slim: Latency of the slim model.
+        ratio: Of slim to the mean of dense and control, with an interval over rounds, copies and loads.
+        control: The dense model against itself, timed in the same rounds (A/A): how far from 1 noise alone goes.
+        repeats: Timed runs of each.
+        loads: How many times the models were loaded for them.
+    """
+
+    dense: Percentiles
+    slim: Percentiles
+    ratio: Ratio
+    control: Ratio
+    repeats: int
+    loads: int
 
     @property
     def noisy(self) -> bool:
@@ -250,7 +252,8 @@ def compare_rounds(loads: Sequence[Rounds], *, seed: int = 0) -> LatencyComparis
         loads: From `time_rounds`, at least one.
         seed: Of the bootstrap.
     """
-    first = loads[0]
+    # Memory is that of the first load, as for a single one; the clock that of the last run.
+    conditions = {field.name: getattr(loads[0], field.name) for field in fields(Conditions)}
     times_ms = np.concatenate([load.times_ms for load in loads])
     return LatencyComparison(
         dense=_percentiles(times_ms[:, 0]),
@@ -259,12 +262,7 @@ def compare_rounds(loads: Sequence[Rounds], *, seed: int = 0) -> LatencyComparis
         control=paired_ratio([load.times_ms[:, [0]] for load in loads], [load.times_ms[:, 2] for load in loads], seed),
         repeats=len(times_ms),
         loads=len(loads),
-        threads=first.threads,
-        provider=first.provider,
-        dtypes=first.dtypes,
-        cuda_graph=first.cuda_graph,
-        peak_bytes=first.peak_bytes,
-        clock_mhz=loads[-1].clock_mhz,
+        **conditions | {"clock_mhz": loads[-1].clock_mhz},
     )
 
 
