@@ -40,7 +40,7 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from hies_export import find_attention, score_heads, select_heads
-    from hies_export.measure.counts import synthetic_batch
+    from hies_export.model.tokens import synthetic_batch
     from hies_export.values import HeadStatistics
 
     layer_bytes, embedding_bytes = 2 * (3072 * (2 * 3072 + 2 * 1024) + 3 * 3072 * 8192), 2 * 2 * 64000 * 3072
@@ -85,7 +85,7 @@ def one_way(way: str, source: Path, target: Path) -> None:
         from transformers.utils import logging
 
         from hies_export import PruningPlan, apply_plan, find_attention, load, prune_heads
-        from hies_export.measure.counts import synthetic_batch
+        from hies_export.model.tokens import synthetic_batch
 
         logging.disable_progress_bar()
         plan = PruningPlan.from_file(source.parent / "plan.json")

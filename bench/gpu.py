@@ -43,14 +43,16 @@ from transformers import PreTrainedModel
 
 from hies_export.checkpoint.folders import replace_file
 from hies_export.errors import HiesError
-from hies_export.measure.compare import count_both_flops, export_for, latency_row, time_on
-from hies_export.measure.counts import sequence_length
-from hies_export.measure.latency import compare_latency, environment
-from hies_export.measure.runtime import RUNTIMES, Runtime
-from hies_export.measure.runtimes import check_runtime
-from hies_export.measure.torch_runtimes import peak_memory_bytes
+from hies_export.measure.compare import count_both_flops, latency_row, time_on
+from hies_export.measure.environment import environment
+from hies_export.measure.latency import compare_latency
+from hies_export.model.tokens import sequence_length
 from hies_export.onnx.trace import reason
+from hies_export.pipeline.bench import export_for
 from hies_export.report.bench import Bench, print_bench, render_bench
+from hies_export.runtimes.base import RUNTIMES, Runtime
+from hies_export.runtimes.pytorch import peak_memory_bytes
+from hies_export.runtimes.registry import check_runtime
 
 SHARES = (0.0, 0.3, 0.5)
 # What began in time may go on for so long.

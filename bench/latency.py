@@ -24,12 +24,14 @@ from rich.console import Console
 
 from hies_export import find_attention, load
 from hies_export.checkpoint.folders import replace_file
-from hies_export.measure.compare import count_both_flops, export_for, time_on
-from hies_export.measure.counts import synthetic_batch
-from hies_export.measure.latency import compare_latency, environment
-from hies_export.measure.runtime import RUNTIMES, Runtime
-from hies_export.measure.runtimes import check_runtime
+from hies_export.measure.compare import count_both_flops, time_on
+from hies_export.measure.environment import environment
+from hies_export.measure.latency import compare_latency
+from hies_export.model.tokens import synthetic_batch
+from hies_export.pipeline.bench import export_for
 from hies_export.report.bench import Bench, print_bench
+from hies_export.runtimes.base import RUNTIMES, Runtime
+from hies_export.runtimes.registry import check_runtime
 
 WIDTHS = {"minilm": bert("MiniLM", **MINILM), "bert-base": bert("BERT-base", **BERT_BASE)}
 RESULTS = Path(__file__).with_name("results")

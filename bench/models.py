@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from hies_export import AttentionSite, find_attention, prune_heads, score_heads, select_heads
-from hies_export.heads.layout import tower_of
-from hies_export.measure.counts import synthetic_batch
-from hies_export.model.twin import share_weights
+from hies_export.model.copies import share_weights
+from hies_export.model.tokens import synthetic_batch
+from hies_export.prunable.attention import tower_of
 from hies_export.values import HeadStatistics
 
 BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hies_export import AttentionSite, collect_statistics, find_attention
-from hies_export.measure.latency import environment
+from hies_export.measure.environment import environment
 
 
 def bert(layers: int) -> PreTrainedModel:

@@ -15,14 +15,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .calibrate import collect_statistics
-    from .checkpoint.apply import apply_plan
+    from .calibrate.collect import collect_statistics
+    from .calibrate.effects import collect_effects
     from .checkpoint.loading import HIESModel, load
-    from .checkpoint.push import push_to_hub
     from .checkpoint.save import save_slim
-    from .compensate import compensate_heads
-    from .compensated import collect_effects, score_compensated
-    from .cut import check_cut, masked_heads, prune_heads
     from .errors import (
         CutMismatchError,
         DataError,
@@ -41,125 +37,90 @@ if TYPE_CHECKING:
         StepError,
         UnsupportedModelError,
     )
-    from .generate import generate_text
-    from .heads.layout import find_attention
-    from .measure.compare import bench
+    from .generate.text import generate_text
+    from .hub.push import push_to_hub
     from .measure.counts import count_flops, count_parameters
     from .measure.latency import compare_latency
-    from .measure.runtimes import load_runtime
     from .onnx.export import export_onnx
     from .onnx.generator import OnnxGenerator
-    from .pipeline import run
+    from .pipeline.bench import bench
+    from .pipeline.run import run
+    from .prunable.attention import find_attention
     from .recipe import PruningRecipe
     from .report.report import Report
-    from .score import CRITERIA, criterion, score_heads
-    from .select import select_heads
+    from .runtimes.registry import load_runtime
+    from .score.compensated import score_compensated
+    from .score.criteria import CRITERIA, criterion, score_heads
+    from .select.select import select_heads
+    from .slim.check import check_cut
+    from .slim.cut import prune_heads
+    from .slim.mask import masked_heads
+    from .slim.refit import compensate_heads
+    from .stream.apply import apply_plan
     from .values import AttentionSite, HeadScores, HeadStatistics, KeptHeads, PruningPlan
 
 __version__ = "0.1.0"
 
-# Where each public name lives. Resolved on first use: importing this package imports neither torch nor transformers.
+# Where each public name lives. Names are resolved on first use: importing this package imports no torch.
 _HOMES = {
-    "checkpoint.apply": ["apply_plan"],
-    "calibrate": ["collect_statistics"],
-    "measure.compare": ["bench"],
-    "compensate": ["compensate_heads"],
-    "compensated": ["collect_effects", "score_compensated"],
-    "cut": ["check_cut", "masked_heads", "prune_heads"],
-    "errors": [
-        "CutMismatchError",
-        "DataError",
-        "DropError",
-        "ExportError",
-        "HiesError",
-        "MissingRuntimeError",
-        "NonFiniteError",
-        "OutputExistsError",
-        "ParityError",
-        "PlanError",
-        "PushError",
-        "RecipeError",
-        "ReloadMismatchError",
-        "RequestError",
-        "StepError",
-        "UnsupportedModelError",
-    ],
-    "onnx.export": ["export_onnx"],
-    "heads.layout": ["find_attention"],
-    "checkpoint.loading": ["HIESModel", "load"],
-    "checkpoint.push": ["push_to_hub"],
-    "measure.counts": ["count_flops", "count_parameters"],
-    "measure.latency": ["compare_latency"],
-    "measure.runtimes": ["load_runtime"],
-    "onnx.generator": ["OnnxGenerator"],
-    "pipeline": ["run"],
-    "generate": ["generate_text"],
-    "recipe": ["PruningRecipe"],
-    "report.report": ["Report"],
-    "checkpoint.save": ["save_slim"],
-    "score": ["CRITERIA", "criterion", "score_heads"],
-    "select": ["select_heads"],
-    "values": ["AttentionSite", "HeadScores", "HeadStatistics", "KeptHeads", "PruningPlan"],
+    "AttentionSite": "values",
+    "CRITERIA": "score.criteria",
+    "CutMismatchError": "errors",
+    "DataError": "errors",
+    "DropError": "errors",
+    "ExportError": "errors",
+    "HIESModel": "checkpoint.loading",
+    "HeadScores": "values",
+    "HeadStatistics": "values",
+    "HiesError": "errors",
+    "KeptHeads": "values",
+    "MissingRuntimeError": "errors",
+    "NonFiniteError": "errors",
+    "OnnxGenerator": "onnx.generator",
+    "OutputExistsError": "errors",
+    "ParityError": "errors",
+    "PlanError": "errors",
+    "PruningPlan": "values",
+    "PruningRecipe": "recipe",
+    "PushError": "errors",
+    "RecipeError": "errors",
+    "ReloadMismatchError": "errors",
+    "Report": "report.report",
+    "RequestError": "errors",
+    "StepError": "errors",
+    "UnsupportedModelError": "errors",
+    "apply_plan": "stream.apply",
+    "bench": "pipeline.bench",
+    "check_cut": "slim.check",
+    "collect_effects": "calibrate.effects",
+    "collect_statistics": "calibrate.collect",
+    "compare_latency": "measure.latency",
+    "compensate_heads": "slim.refit",
+    "count_flops": "measure.counts",
+    "count_parameters": "measure.counts",
+    "criterion": "score.criteria",
+    "export_onnx": "onnx.export",
+    "find_attention": "prunable.attention",
+    "generate_text": "generate.text",
+    "load": "checkpoint.loading",
+    "load_runtime": "runtimes.registry",
+    "masked_heads": "slim.mask",
+    "prune_heads": "slim.cut",
+    "push_to_hub": "hub.push",
+    "run": "pipeline.run",
+    "save_slim": "checkpoint.save",
+    "score_compensated": "score.compensated",
+    "score_heads": "score.criteria",
+    "select_heads": "select.select",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "CRITERIA",
-    "AttentionSite",
-    "CutMismatchError",
-    "DataError",
-    "DropError",
-    "ExportError",
-    "HIESModel",
-    "HeadScores",
-    "HeadStatistics",
-    "HiesError",
-    "KeptHeads",
-    "MissingRuntimeError",
-    "NonFiniteError",
-    "OnnxGenerator",
-    "OutputExistsError",
-    "ParityError",
-    "PlanError",
-    "PruningPlan",
-    "PruningRecipe",
-    "PushError",
-    "RecipeError",
-    "ReloadMismatchError",
-    "Report",
-    "RequestError",
-    "StepError",
-    "UnsupportedModelError",
-    "apply_plan",
-    "bench",
-    "check_cut",
-    "collect_effects",
-    "collect_statistics",
-    "compare_latency",
-    "compensate_heads",
-    "count_flops",
-    "count_parameters",
-    "criterion",
-    "export_onnx",
-    "find_attention",
-    "generate_text",
-    "load",
-    "load_runtime",
-    "masked_heads",
-    "prune_heads",
-    "push_to_hub",
-    "run",
-    "save_slim",
-    "score_compensated",
-    "score_heads",
-    "select_heads",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -1,7 +1,9 @@
 """`python -m hies_export` is the command line."""
 
+from __future__ import annotations
+
 import sys
 
-from .cli import main
+from .cli.main import main
 
 sys.exit(main())

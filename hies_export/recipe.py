@@ -131,7 +131,7 @@ class DropBudget(_Section):
     @field_validator("metric")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        from .metrics import METRICS
+        from .evaluate.metrics import METRICS
 
         if value not in METRICS:
             raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {value!r}{did_you_mean(value, METRICS)}")
@@ -190,7 +190,7 @@ def _share_of_dense(name: str, value: float) -> float:
 
 
 def _known_runtime(name: str) -> str:
-    from .measure.runtimes import RUNTIMES
+    from .runtimes.registry import RUNTIMES
 
     if name not in RUNTIMES:
         raise ValueError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {name!r}{did_you_mean(name, RUNTIMES)}")
@@ -234,7 +234,7 @@ class PruneSection(_Section):
     @field_validator("criterion")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        from .score import JUDGED_ONLY, criterion_names
+        from .score.criteria import JUDGED_ONLY, criterion_names
 
         if value in JUDGED_ONLY:
             raise ValueError(
@@ -421,10 +421,10 @@ class PruningRecipe(_Section):
         return cls(**fields)
 
     def run(self, *, progress: Progress | None = None) -> Report:
-        """Run the whole line and write `output`; see `hies_export.pipeline.run`."""
-        from .pipeline import run
+        """Run the whole line and write `output`; see `hies_export.run`."""
+        import hies_export
 
-        return run(self, progress=progress)
+        return hies_export.run(self, progress=progress)
 
 
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:

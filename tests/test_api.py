@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import bert, text_batch
+from support.models import bert, text_batch
 
 import hies_export
 from hies_export.errors import HiesError
@@ -46,7 +46,7 @@ def test_examples_run(
     example: doctest.DocTest, stages: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One of them registers a criterion.
-    monkeypatch.setattr("hies_export.score.CRITERIA", dict(hies_export.CRITERIA))
+    monkeypatch.setattr("hies_export.score.criteria.CRITERIA", dict(hies_export.CRITERIA))
     example.globs = PUBLIC | stages | {"folder": tmp_path, "torch": torch}
     said: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

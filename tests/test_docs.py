@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hies_export
-from hies_export.cli import build_parser
+from hies_export.cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -15,8 +15,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from conftest import WORDS, bert, causal_lm, generative_tokenizer, save_text_model, shake, text_batch, vit
-from contract import random_plan
+from support.contract import random_plan
+from support.models import WORDS, bert, causal_lm, generative_tokenizer, save_text_model, shake, text_batch, vit
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -30,7 +30,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 import hies_export
 from hies_export.checkpoint.save import check_reload
-from hies_export.cut import first_output, is_slim, max_abs
+from hies_export.slim.check import first_output, max_abs
+from hies_export.slim.config import is_slim
 
 SENTENCES = ["good fine", "bad poor dull", "great", "nice bright dark awful"]
 IDS = {"input_ids": torch.arange(20).view(2, 10) % 20 + 5}

@@ -16,20 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import bert, causal_lm, generative_tokenizer, image_batch, save_text_model, text_batch, vit
-from hub import TOKEN, Hub
 from PIL import Image
-from test_cut import random_plan
-from test_report_html import make_report
+from support.contract import random_plan
+from support.hub import TOKEN, Hub
+from support.models import bert, causal_lm, generative_tokenizer, image_batch, save_text_model, text_batch, vit
+from support.reports import make_report
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 import hies_export
-from hies_export.checkpoint.push import push_to_hub
 from hies_export.checkpoint.save import save_slim
-from hies_export.cut import first_output, prune_heads
-from hies_export.heads.layout import find_attention
+from hies_export.hub.push import push_to_hub
 from hies_export.onnx import export
+from hies_export.prunable.attention import find_attention
+from hies_export.slim.check import first_output
+from hies_export.slim.cut import prune_heads
 
 ROOT = Path(__file__).parents[1]
 PYTHON = Path(os.environ.get("HIES_INTEROP_PYTHON", ROOT / ".interop" / "bin" / "python"))

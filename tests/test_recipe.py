@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import save_project, write_rows
+from support.models import save_project, write_rows
 
 from hies_export.errors import RecipeError
-from hies_export.prepare import prepare
+from hies_export.pipeline.prepare import prepare
 from hies_export.recipe import PruningRecipe
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))

@@ -15,17 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..calibrate.weights import _features, has_channels
 from ..errors import UnsupportedModelError
 from ..model.linear import features_of, weight_of
-from ..select import bundle_count, check_budget, select_heads
-from ..values import AttentionSite, HeadScores, Projection, PruningPlan
-
-
-def has_channels(sites: Sequence[AttentionSite]) -> bool:
-    """Whether all heads of all modules are equally wide in q, k, v and o."""
-    width = sites[0].value_dim
-    of_heads = [len(f) for site in sites for p in site.projections for f in (*p.query, *p.key_value)]
-    return all(s.query_dim == s.value_dim == width for s in sites) and all(n % width == 0 for n in of_heads)
+from ..select.constraints import bundle_count, check_budget
+from ..select.select import select_heads
+from ..values import AttentionSite, HeadScores, PruningPlan
 
 
 def check_channels(sites: Sequence[AttentionSite]) -> None:
@@ -41,26 +36,6 @@ def check_channels(sites: Sequence[AttentionSite]) -> None:
             f"q and v are {', '.join(f'{q} and {v}' for q, v in widths)}, or their features are shared; compare with "
             "llm-pruner-block instead"
         )
-
-
-def sum_by_channel(site: AttentionSite, elements: Callable[[str], Tensor]) -> Tensor:
-    """Add up what belongs to each channel.
-
-    Args:
-        site: The attention module.
-        elements: Of a projection or the output projection, by name, a float64 number per weight, (out_features,
-            in_features), on CPU.
-
-    Returns:
-        (key/value heads * width,) float64.
-    """
-    shape = (site.key_value_heads, site.group_size, site.value_dim)
-    total = elements(site.output).sum(0).view(shape).sum(1)
-    for projection in site.projections:
-        rows = elements(projection.name).sum(1)
-        for group, channels in _features(site, projection):
-            total[group] += rows[channels].sum(0)
-    return total.flatten()
 
 
 def select_channels(
@@ -130,11 +105,3 @@ def _multiply_by(mask: Tensor) -> Callable[..., Tensor]:
         return output * mask
 
     return hook
-
-
-def _features(site: AttentionSite, projection: Projection) -> Iterator[tuple[int, Tensor]]:
-    """Per head of a layer its key/value head, and its features as rows of one per channel: (any, width)."""
-    for per_head, size in ((projection.query, site.group_size), (projection.key_value, 1)):
-        for head, features in enumerate(per_head):
-            if features:
-                yield head // size, torch.tensor(features).view(-1, site.value_dim)

@@ -8,7 +8,7 @@ counted, which there are merged into the residual connections.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..compensate import real_tokens
+from hies_export.progress import Track
+
 from ..data.targets import size_of
 from ..errors import DataError, UnsupportedModelError
-from ..evaluate_model import Predictions
+from ..evaluate.predict import Predictions
 from ..model.modes import evaluating, frozen, without_cache
+from ..model.tokens import real_tokens
 from ..values import AttentionSite
-
-Progress = Callable[[Sequence[Any]], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def collect_bases(
     batches: Sequence[dict[str, Tensor]],
     sites: Sequence[AttentionSite],
     *,
-    progress: Progress | None = None,
+    progress: Track | None = None,
 ) -> Bases:
     """Find the principal components in one forward pass per batch; padding is left out.
 

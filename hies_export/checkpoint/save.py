@@ -10,11 +10,13 @@ import transformers
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
-from ..cut import auto_classes, first_output, has_auto_base, is_slim, max_abs
 from ..errors import ReloadMismatchError
+from ..model.auto import auto_classes, has_auto_base
+from ..slim.check import first_output, max_abs
+from ..slim.config import is_slim
 from ..values import PruningPlan
+from .classes import find_model_class
 from .folders import new_folder
-from .loading import find_model_class
 
 TOLERANCE = 1e-5
 

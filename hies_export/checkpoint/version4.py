@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..cut import is_slim, prune_heads
 from ..errors import RequestError, UnsupportedModelError
-from ..heads.layout import find_attention
-from ..measure.counts import synthetic_batch
+from ..model.modeling_hies import SlimModel
+from ..model.tokens import synthetic_batch
+from ..prunable.attention import find_attention
+from ..slim.config import is_slim
+from ..slim.cut import prune_heads
 from ..values import AttentionSite, KeptHeads, PruningPlan, library_versions
-from .loading import find_model_class, hub_options
-from .modeling_hies import SlimModel
+from .classes import find_model_class, hub_options
 
 
 def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:

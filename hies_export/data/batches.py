@@ -13,6 +13,7 @@ import torch
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..errors import DataError, RequestError, listed
+from ..tasks import GENERATIVE, TASKS
 from .generation import answer_batches, block_batches, image_text_batches, text_batches
 from .images import as_images, holds_images, rgb_image
 from .labels import STRINGS, kind_of, read_labels
@@ -22,9 +23,6 @@ from .targets import is_regression
 from .text_blocks import pack_text
 from .tokens import check_vocabulary, settle_padding, token_limit
 
-TASKS = ("text-classification", "image-classification", "text-generation", "image-text-to-text")
-# The tasks whose output is text, token by token.
-GENERATIVE = TASKS[2:]
 # Tokens of a block of plain text where the recipe does not say, and the model takes as many.
 BLOCK_LENGTH = 512
 # The one column of rows that `draw_samples` has packed into blocks.

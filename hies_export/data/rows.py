@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 
 from ..errors import DataError, listed
-from ..quiet import quiet
+from ..progress import quiet
 
 # Only an empty cell is missing: "None", "NA" and "null" are words that texts contain. One chunk, so that the type of
 # a column is that of the whole file. Without index_col a row wider than the header would shift all columns.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import RecipeError
-from ..model.twin import forward_inputs, share_weights
+from ..model.copies import share_weights
+from ..model.tokens import forward_inputs
 from ..values import AttentionSite
 
 
@@ -28,11 +28,6 @@ def count_parameters(model: torch.nn.Module) -> int:
         16
     """
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def parameter_bytes(model: torch.nn.Module) -> int:
-    """Bytes the parameters take in memory, tied ones once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
@@ -135,47 +130,3 @@ def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[s
         if name.startswith(f"{root}.")
     }
     return {**by_module, "": int(counter.get_total_flops())}
-
-
-def synthetic_batch(
-    model: PreTrainedModel, *, batch: int, sequence: int | None = None, seed: int = 0
-) -> dict[str, torch.Tensor]:
-    """Random inputs of one shape.
-
-    Args:
-        model: Decides between text and images, and the vocabulary or image size.
-        batch: Rows.
-        sequence: Tokens per row, required for text and ignored for images.
-        seed: Of the values.
-
-    Returns:
-        `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values` of shape
-        (batch, channels, height, width).
-
-    Raises:
-        RecipeError: batch or sequence is below 1, or sequence is missing or beyond the model's positions.
-    """
-    if batch < 1:
-        raise RecipeError([f"batch must be at least 1, got {batch}"])
-    generator = torch.Generator().manual_seed(seed)
-    config = model.config.get_text_config()
-    if model.main_input_name == "pixel_values":
-        size = model.config.image_size
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        shape = (batch, model.config.num_channels, height, width)
-        return {"pixel_values": torch.randn(shape, generator=generator, dtype=torch.float32)}
-    longest = getattr(config, "max_position_embeddings", None)
-    if sequence is None or sequence < 1 or (longest is not None and sequence > longest):
-        raise RecipeError([f"sequence must be in 1..{longest or 'any'} for {type(model).__name__}, got {sequence}"])
-    ids = torch.randint(0, config.vocab_size, (batch, sequence), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
-    """Tokens the attention sees per row: the text's, or an image's patches and special tokens."""
-    if "input_ids" in batch:
-        return int(batch["input_ids"].shape[1])
-    base = share_weights(model.base_model, device="meta").eval()
-    inputs = {name: tensor.to("meta") for name, tensor in forward_inputs(base, batch).items()}
-    with torch.no_grad():
-        return int(base(**inputs).last_hidden_state.shape[1])

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import ExportError, UnsupportedModelError
-from ..measure.onnx_runtimes import CACHE_SIZES
-from ..model.twin import positions_of
+from ..model.tokens import positions_of
+from ..runtimes.ort import CACHE_SIZES
 from .trace import Fusions, export_program, fixed_size, name_axes, reason
 
 TOTAL = "past_sequence + sequence"

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..errors import DataError, RecipeError
-from ..measure.onnx_runtimes import ONNX_FILE, require_onnxruntime
-from ..measure.runtime import Provider
-from ..model.twin import convert, forward_inputs
-from ..quiet import quiet
+from ..model.copies import convert
+from ..model.tokens import forward_inputs
+from ..progress import quiet
+from ..runtimes.base import Provider
+from ..runtimes.ort import ONNX_FILE, require_onnxruntime
 from .decoder import check_decoder, left_padded, trace_decoder
 from .multimodal import check_vision_language, is_vision_language, trace_vision_language
 from .parity import SPARE_POSITIONS, check_generation, check_parity, generation_batches, parity_batches

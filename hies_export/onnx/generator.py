@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..checkpoint.loading import load_config
+from ..checkpoint.classes import load_config
 from ..errors import DataError, RecipeError, RequestError
-from ..measure.onnx_runtimes import DECODER_FILE, EMBED_FILE, ONNX_FILE, VISION_FILE, OnnxRuntime
+from ..runtimes.ort import DECODER_FILE, EMBED_FILE, ONNX_FILE, VISION_FILE, OnnxRuntime
 from .multimodal import merge_images
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import DataError, UnsupportedModelError
-from ..measure.onnx_runtimes import DECODER_FILE, EMBED_FILE, VISION_FILE
+from ..runtimes.ort import DECODER_FILE, EMBED_FILE, VISION_FILE
 from .decoder import trace_decoder
 from .trace import Fusions, export_program, name_axes, reason
 

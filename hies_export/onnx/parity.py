@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ParityError
-from ..measure.onnx_runtimes import OnnxRuntime
-from ..measure.torch_runtimes import TorchRuntime
+from ..runtimes.ort import OnnxRuntime
+from ..runtimes.pytorch import TorchRuntime
 from .decoder import text_tokens
 from .generator import OnnxGenerator
 

@@ -17,25 +17,26 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..alpha import ALPHAS, Judgement, choose_alpha
 from ..baselines.channels import check_channels, masked_channels, select_channels
 from ..baselines.slicing import Bases, collect_bases, fine_tuned, sliced
-from ..calibrate import collect_statistics
-from ..compensate import LayerFit, SplitMoments, collect_moments, refit_heads
-from ..compensated import Effects, collect_effects, score_compensated
-from ..cut import prune_heads
+from ..calibrate.collect import collect_statistics
+from ..calibrate.effects import Effects, collect_effects
+from ..calibrate.moments import SplitMoments, collect_moments
+from ..calibrate.signals import collect_signals
 from ..data.lengths import by_length
 from ..data.targets import size_of
 from ..errors import RecipeError
-from ..evaluate_model import Predictions, predict
+from ..evaluate.metrics import METRICS
+from ..evaluate.predict import Predictions, predict
 from ..measure.counts import count_flops
-from ..metrics import METRICS
-from ..model.twin import share_weights
-from ..prepare import Prepared, budget_options, prepare
+from ..model.copies import share_weights
+from ..pipeline.prepare import Prepared, budget_options, prepare
+from ..pipeline.quality import Refit, judge, judgement, predict_pruned
+from ..pipeline.search import ALPHAS, Judgement, choose_alpha
 from ..progress import Progress, Silent
-from ..quality import Refit, judge, judgement, predict_pruned
 from ..recipe import PruningRecipe
-from ..score import (
+from ..score.compensated import score_compensated
+from ..score.criteria import (
     CHANNELS,
     COMPENSATED,
     JUDGED_ONLY,
@@ -46,8 +47,10 @@ from ..score import (
     score_heads,
     uses_alpha,
 )
-from ..select import check_budget, select_heads
-from ..signals import collect_signals
+from ..select.constraints import check_budget
+from ..select.select import select_heads
+from ..slim.cut import prune_heads
+from ..slim.refit import LayerFit, refit_heads
 from ..values import HeadScores, HeadStatistics, PruningPlan, library_versions
 from .grid import AUTOMATIC, Cell, SweepGrid
 from .journal import Journal

@@ -26,7 +26,7 @@ class _Passed(BaseOptimumCLICommand):
 
     def run(self) -> None:
         """Parse, run, and exit with the code of hies-export."""
-        from hies_export import cli
+        from hies_export.cli import main as cli
 
         sys.exit(cli.main(self.args.arguments, parser=self.make_parser(cli)))
 

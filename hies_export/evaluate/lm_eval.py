@@ -1,0 +1,106 @@
+"""Language-model quality by EleutherAI's lm-evaluation-harness, in memory: HellaSwag, PIQA, MMLU, GSM8K and others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..errors import RecipeError, RequestError, did_you_mean, require_package
+from ..progress import quiet
+
+
+def check_benchmarks(tasks: Sequence[str]) -> None:
+    """Check, before any work, that benchmarks can be run, and load their data.
+
+    Args:
+        tasks: Names of lm-eval's tasks and groups, or YAML files of tasks
+            (https://github.com/EleutherAI/lm-evaluation-harness/tree/main/lm_eval/tasks).
+
+    Raises:
+        MissingRuntimeError: lm-eval is not installed.
+        RecipeError: There is no such task or file; all problems at once.
+        RequestError: The data of a task cannot be loaded.
+    """
+    who = f"evaluation.lm_eval ({', '.join(tasks)}) needs"
+    require_package("lm_eval", who=who, package="lm-eval", extra="lm-eval")
+    manager = _task_manager(tasks)
+    problems = []
+    for task in tasks:
+        if _is_file(task):
+            if not Path(task).is_file():
+                problems.append(f"a task of evaluation.lm_eval must be a file that exists, got {task}")
+        elif task not in manager.task_index:
+            near = did_you_mean(task, manager.all_tasks)
+            problems.append(f"a task of evaluation.lm_eval must be one of lm-eval's or a YAML file, got {task!r}{near}")
+    if problems:
+        raise RecipeError(problems)
+    try:
+        with quiet():
+            manager.load(list(tasks))
+    except Exception as error:
+        raise RequestError(
+            f"the data of {', '.join(tasks)} must be loadable for evaluation.lm_eval, but lm-eval says: "
+            f"{' '.join(str(error).split())}; check the names and the connection"
+        ) from error
+
+
+def _is_file(task: str) -> bool:
+    return task.endswith((".yaml", ".yml"))
+
+
+def _task_manager(tasks: Sequence[str]) -> Any:
+    """What finds tasks; reading the names of lm-eval's own takes seconds, so only where one is asked for."""
+    return _tasks_known(all(map(_is_file, tasks)))
+
+
+@cache
+def _tasks_known(files_only: bool) -> Any:
+    with quiet():
+        from lm_eval.tasks import TaskManager
+
+        return TaskManager(include_defaults=not files_only)
+
+
+def run_benchmarks(
+    model: PreTrainedModel, tokenizer: Any, tasks: Sequence[str], *, samples: int | None = None, batch_size: int = 8
+) -> dict[str, float]:
+    """Run benchmarks on a model, slim or not.
+
+    Args:
+        model: A language model.
+        tokenizer: Its tokenizer, with a bos or an eos token.
+        tasks: As in `check_benchmarks`.
+        samples: Only so many documents of each task, the first ones; all by default.
+        batch_size: Requests at a time.
+
+    Returns:
+        "task metric" -> value, e.g. "hellaswag acc_norm"; of groups such as MMLU the group's value alone.
+    """
+    with quiet():
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        found = simple_evaluate(
+            model=wrapped,
+            tasks=list(tasks),
+            task_manager=_task_manager(tasks),
+            limit=samples,
+            batch_size=batch_size,
+            bootstrap_iters=0,
+            log_samples=False,
+        )
+    parts = {task for subtasks in found.get("group_subtasks", {}).values() for task in subtasks}
+    values = {}
+    for task, results in found["results"].items():
+        for key, value in results.items():
+            # A key is the metric and the filter of the answers, as in "exact_match,strict-match".
+            metric, comma, filtered = key.partition(",")
+            if task not in parts and comma and not metric.endswith("_stderr"):
+                name = f"{task} {metric}" + ("" if filtered == "none" else f" ({filtered})")
+                values[name] = float(value)
+    return values

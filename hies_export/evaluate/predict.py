@@ -1,0 +1,144 @@
+"""The evaluation stage: what a model predicts on batches, metrics of that, and the agreement of two models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hies_export.progress import Track
+
+from ..data.targets import IGNORED, check_label_tokens, predicted_positions
+from ..errors import DataError, NonFiniteError
+from ..model.modes import evaluating, without_cache
+
+Batch = Mapping[str, torch.Tensor]
+# Rows of logits that are looked at together, in float32: 64 MB for a vocabulary of 32,000.
+_ROWS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class TokenPredictions:
+    """What a language model predicts at the label tokens of all samples, in order, teacher-forced; on CPU.
+
+    The logits themselves, samples x tokens x vocabulary, are not kept.
+
+    Attributes:
+        tokens: (label tokens,) int64, the likeliest token.
+        nll: (label tokens,) float32, negative log-likelihood of the label token, in nats.
+        sample: (label tokens,) int64, the sample each belongs to.
+        samples: How many samples there are.
+        answers: Whether the label tokens are answers to prompts, rather than all of a text.
+    """
+
+    tokens: torch.Tensor
+    nll: torch.Tensor
+    sample: torch.Tensor
+    samples: int
+    answers: bool
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def per_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum values of the label tokens, (label tokens,), over each sample: (samples,) in float64."""
+        return torch.zeros(self.samples, dtype=torch.float64).index_add(0, self.sample, values.double())
+
+
+# A classifier's or regressor's logits, (samples, labels), float32, or a language model's tokens.
+Predictions = torch.Tensor | TokenPredictions
+
+
+def predict(model: Any, batches: Sequence[Batch], *, progress: Track | None = None) -> Predictions:
+    """Run a model over batches, in evaluation mode and without gradients.
+
+    The labels are left out, so the model computes no loss; where they are tokens they say which predictions count.
+    Every module's training flag is put back afterwards.
+
+    Args:
+        model: A model for one of the tasks; the batches are moved to its device.
+        batches: What `make_batches` returned.
+        progress: Wraps the iteration over the batches, for example in a progress bar.
+
+    Returns:
+        The logits, (samples, labels), float32, on the CPU; where labels are tokens, `TokenPredictions`.
+
+    Raises:
+        DataError: there are no batches, or a sample has no label token.
+        NonFiniteError: a logit is NaN or infinite; the message names the batch.
+    """
+    if not batches:
+        raise DataError("predict needs at least one batch, got none")
+    check_label_tokens(batches)
+    device = next(model.parameters()).device
+    outputs: list[Any] = []
+    with evaluating(model), without_cache(model), torch.inference_mode():
+        for index, batch in enumerate(progress(batches) if progress else batches):
+            inputs = {key: value.to(device) for key, value in batch.items() if key != "labels"}
+            logits = model(**inputs).logits  # (batch, labels) or (batch, tokens, vocabulary)
+            labels = batch.get("labels")
+            of_tokens = labels is not None and labels.dim() == 2
+            output = _judge_tokens(logits, labels) if of_tokens else (logits,)
+            # A language model's NaN reaches its likelihoods.
+            if not torch.isfinite(output[-1]).all():
+                raise NonFiniteError(
+                    f"logits must be finite, but batch {index} (from 0) of {len(batches)} has NaN or "
+                    f"infinity; try dtype float32"
+                )
+            outputs.append(tuple(values.float().cpu() if values.is_floating_point() else values for values in output))
+            del logits, output
+    if len(outputs[0]) == 1:
+        # Outside inference mode, so that the result may take part in a backward pass.
+        return torch.cat([logits for (logits,) in outputs])
+    tokens, nll = (torch.cat(values) for values in zip(*outputs, strict=True))
+    counts = torch.cat([predicted_positions(batch["labels"]).sum(-1) for batch in batches]).cpu()
+    sample = torch.arange(len(counts)).repeat_interleave(counts)
+    return TokenPredictions(tokens, nll, sample, samples=len(counts), answers=_are_answers(batches))
+
+
+def _judge_tokens(logits: torch.Tensor, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likeliest tokens and the label tokens' negative log-likelihoods, (label tokens,) each, on CPU."""
+    where = predicted_positions(labels).nonzero().unbind(-1)
+    wanted = labels[:, 1:][where]
+    tokens, nll = [], []
+    for row, position, label in zip(*(part.split(_ROWS_AT_ONCE) for part in (*where, wanted)), strict=True):
+        part = logits[row.to(logits.device), position.to(logits.device)].float()  # (rows, vocabulary)
+        tokens.append(part.argmax(-1).cpu())
+        nll.append(torch.nn.functional.cross_entropy(part, label.to(part.device), reduction="none").cpu())
+    return torch.cat(tokens), torch.cat(nll)
+
+
+def _are_answers(batches: Sequence[Batch]) -> bool:
+    # Of a text every token but the first is a label; a prompt is none, and has more than one token.
+    for batch in batches:
+        labels = batch["labels"]
+        mask = batch.get("attention_mask", torch.ones_like(labels))
+        if bool(((mask != 0) & (mask.cumsum(-1) > 1) & (labels == IGNORED)).any()):
+            return True
+    return False
+
+
+def references(batches: Sequence[Batch]) -> torch.Tensor:
+    """Return the labels of batches in one tensor.
+
+    Returns:
+        (samples,): int64 classes, or float32 for regression; where labels are tokens, (label tokens,) int64.
+
+    Raises:
+        DataError: the batches have no labels.
+    """
+    if not batches or any("labels" not in batch for batch in batches):
+        raise DataError("metrics need labels, but the batches have none; name the column in data.label")
+    labels = [batch["labels"].cpu() for batch in batches]
+    if labels[0].dim() == 2:
+        labels = [part[:, 1:][predicted_positions(part)] for part in labels]
+    return torch.cat(labels)
+
+
+def predicted(predictions: Predictions, *, regression: bool = False) -> torch.Tensor:
+    """What is predicted: (samples,) classes or numbers, or (label tokens,) tokens."""
+    if isinstance(predictions, TokenPredictions):
+        return predictions.tokens
+    return predictions.flatten() if regression else predictions.argmax(dim=-1)

@@ -1,0 +1,180 @@
+"""Answers to files of questions about images: MM-Vet's, for its own grader, and VizWiz's, judged by VQA accuracy."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import evaluate
+
+from ..data.prompts import template_fields
+from ..errors import DataError
+from ..evaluate.metrics import OfflineMetric
+from .text import encode_prompts, load_generator, load_prompt_processor
+
+# LLaVA-1.5's own turn; an image is put in front of prompts that do not place it.
+PROMPT = "USER: <image>\n{question} ASSISTANT:"
+
+_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+_ARTICLES = ("a", "an", "the")
+_NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS)} | {"zero": "0"}
+_CONTRACTED = (
+    "ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's how'd how'll how's I'm "
+    "I've isn't it'd it'll let's ma'am might've mightn't must've mustn't needn't oughtn't shan't she'd she's should've "
+    "shouldn't somebody's someone's something's that'd that's there'd there's they'd they'll they're they've wasn't "
+    "we've weren't what'll what're what's what've when's where'd where's where've who'd who'll who's who've why'll "
+    "why's won't would've wouldn't y'all you'd you'll you're you've"
+)
+_CONTRACTIONS = {word.replace("'", "").lower(): word for word in _CONTRACTED.split()}
+
+
+def normalise_answer(answer: str) -> str:
+    """An answer as the VQA evaluation compares it (https://visualqa.org/evaluation.html).
+
+    Lower case, without articles and punctuation (kept as a space between letters; a point stays inside a number), with
+    digits for number words and apostrophes in contractions.
+    """
+    text = re.sub(r"[\n\t]", " ", answer).strip()
+    has_thousands = re.search(r"\d,\d", text) is not None
+    cleaned = text
+    for mark in _PUNCTUATION:
+        beside_space = f"{mark} " in text or f" {mark}" in text
+        cleaned = cleaned.replace(mark, "" if beside_space or has_thousands else " ")
+    cleaned = re.sub(r"\.(?!\d)", "", cleaned)
+    words = (_DIGITS.get(word, word) for word in cleaned.lower().split())
+    return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
+
+
+def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
+    """How many people agree: over those who answered the mean of min(equal answers of the others / 3, 1), in [0, 1].
+
+    Where all gave the same answer, nothing is normalised but white space, as in the evaluation's own code.
+
+    Raises:
+        DataError: Nobody answered.
+    """
+    if not given:
+        raise DataError("VQA accuracy needs the answers people gave, got none; leave such questions out")
+    tidy: Callable[[str], str] = normalise_answer if len(set(given)) > 1 else str.strip
+    wanted = [tidy(other) for other in given]
+    equal = wanted.count(tidy(answer))
+    return sum(min((equal - (other == tidy(answer))) / 3, 1.0) for other in wanted) / len(wanted)
+
+
+class VqaAccuracy(OfflineMetric):
+    """The mean of `vqa_accuracy`: predictions are answers, references the list of answers people gave to each."""
+
+    of = "texts"
+
+    def _info(self) -> evaluate.MetricInfo:
+        text = datasets.Value("string")
+        features = datasets.Features({"predictions": text, "references": datasets.Sequence(text)})
+        return evaluate.MetricInfo(description=str(type(self).__doc__), citation="", features=features)
+
+    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
+        values = [vqa_accuracy(p, r) for p, r in zip(predictions, references, strict=True)]
+        return {"vqa_accuracy": sum(values) / len(values)}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about an image.
+
+    Attributes:
+        id: Of the question, or where it has none the name of its image.
+        text: The question.
+        image: File name.
+        answers: What people answered, where the file says so.
+    """
+
+    id: str
+    text: str
+    image: str
+    answers: tuple[str, ...] = ()
+
+
+def read_questions(path: str | Path) -> list[Question]:
+    """Read MM-Vet's file (id -> imagename, question) or VizWiz's (list of image, question, answers).
+
+    Raises:
+        DataError: It is neither; the message names the first question that is wrong.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"questions must be a JSON file, but {path} is not: {error}") from error
+    if isinstance(content, Mapping):
+        rows = [{"id": key, **row} if isinstance(row, Mapping) else row for key, row in content.items()]
+    else:
+        rows = content if isinstance(content, list) else []
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            image = row["imagename"] if "imagename" in row else row["image"]
+            # VizWiz's answers carry their confidence.
+            answers = [a["answer"] if isinstance(a, Mapping) else a for a in row.get("answers", ())]
+            found.append(
+                Question(str(row.get("id", image)), str(row["question"]), str(image), tuple(map(str, answers)))
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise DataError(
+                f"every question must have a question and an imagename or image, but number {number} (from 0) of "
+                f"{path} lacks {error}; give MM-Vet's or VizWiz's own file"
+            ) from error
+    if not found:
+        raise DataError(f"questions must be MM-Vet's object or VizWiz's list, but {path} holds no question")
+    return found
+
+
+def answer_questions(
+    folder: str | Path,
+    questions: Sequence[Question],
+    *,
+    images: str | Path,
+    prompt: str = PROMPT,
+    max_new_tokens: int = 128,
+    batch_size: int = 4,
+    progress: Callable[[Sequence[Any]], Iterable[Any]] | None = None,
+) -> dict[str, str]:
+    """Answer questions greedily with a checkpoint or an exported folder.
+
+    Args:
+        folder: As `generate_text` takes.
+        questions: From `read_questions`.
+        images: Folder of the images.
+        prompt: Template with the field `{question}`.
+        max_new_tokens: Tokens of an answer at most.
+        batch_size: Questions at a time.
+        progress: Wraps the batches.
+
+    Returns:
+        Id -> answer, in the order of the questions: as MM-Vet's grader reads it.
+
+    Raises:
+        DataError: The prompt has no place for the question, or an image cannot be read.
+    """
+    if template_fields(prompt) != ("question",):
+        raise DataError(f"a prompt for questions must have the one field {{question}}, got {prompt!r}")
+    files = [Path(images) / question.image for question in questions]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise DataError(f"every question must have its image, but {len(missing)} are missing, e.g. {missing[0]}")
+    processor = load_prompt_processor(folder, images=True)
+    generate = load_generator(folder)
+    found: dict[str, str] = {}
+    starts = list(range(0, len(questions), batch_size))
+    for start in progress(starts) if progress else starts:
+        part = slice(start, start + batch_size)
+        texts = [prompt.format(question=question.text) for question in questions[part]]
+        batch = encode_prompts(processor, texts, files[part])
+        tokens = generate(batch, max_new_tokens)
+        answers = processor.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        found.update(zip((question.id for question in questions[part]), map(str.strip, answers), strict=True))
+    return found

@@ -1,0 +1,140 @@
+"""Text from prompts: a checkpoint in torch or an exported folder in ONNX Runtime, greedy both, to compare."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
+
+from ..checkpoint.loading import load
+from ..errors import DataError, RecipeError, RequestError
+from ..onnx.generator import OnnxGenerator
+from ..runtimes.ort import DECODER_FILE, ONNX_FILE
+
+logger = logging.getLogger(__name__)
+
+
+def generate_text(
+    folder: str | Path, prompts: Sequence[str], *, images: Sequence[str | Path] = (), max_new_tokens: int = 20
+) -> list[str]:
+    """Continue prompts with the most likely tokens.
+
+    Args:
+        folder: What `export_onnx` wrote, run in ONNX Runtime; or a checkpoint, slim or not, run in torch in float32.
+        prompts: Texts, padded on the left to run together.
+        images: Files, one for each prompt or one for all; a prompt without an image token gets it in front.
+        max_new_tokens: Tokens to add at most.
+
+    Returns:
+        The new text of each prompt, without special tokens.
+
+    Raises:
+        RequestError: The folder does not generate, or has no tokenizer; a prompt or an image cannot be read.
+    """
+    if max_new_tokens < 1:
+        raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
+    processor = load_prompt_processor(folder, images=bool(images))
+    batch = encode_prompts(processor, prompts, images)
+    tokens = load_generator(folder)(batch, max_new_tokens)
+    return processor.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def load_prompt_processor(folder: str | Path, *, images: bool = False) -> Any:
+    """The tokenizer of a folder, or with images its processor, that pads on the left.
+
+    Raises:
+        DataError: There is none, or its tokenizer has no token to pad with.
+    """
+    what = "a processor for text and images" if images else "a tokenizer"
+    try:
+        # The Pillow backend, so that results do not depend on torchvision being installed.
+        options = {"backend": "pil"} if images else {}
+        processor: Any = (AutoProcessor if images else AutoTokenizer).from_pretrained(folder, **options)
+        tokenizer = processor.tokenizer if images else processor
+    except Exception as error:  # transformers, tokenizers, json and the Hub: each raises its own kind
+        raise DataError(
+            f"prompts need {what}, but none could be loaded from {folder} ({str(error).strip().splitlines()[0]}); save "
+            "the one the model was trained with into that folder with save_pretrained"
+        ) from error
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        stand_in = tokenizer.eos_token or tokenizer.unk_token
+        if stand_in is None:
+            raise DataError(f"the tokenizer of {folder} must have a pad, eos or unk token to pad prompts with")
+        logger.info("the tokenizer has no pad token: prompts are padded with %s, masked out", stand_in)
+        tokenizer.pad_token = stand_in
+    return processor
+
+
+def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str | Path] = ()) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` (batch, sequence) of prompts, and of images `pixel_values`.
+
+    Raises:
+        DataError: There is no prompt, one has no tokens, or an image does not decode or has no prompt.
+    """
+    if not prompts:
+        raise DataError("at least one prompt is needed, got none")
+    if images and len(images) not in (1, len(prompts)):
+        raise DataError(f"images must be one for all prompts or one for each of {len(prompts)}, got {len(images)}")
+    options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+    if images:
+        pictures = [_open_image(file) for file in images]
+        token = processor.image_token
+        texts = [prompt if token in prompt else f"{token}\n{prompt}" for prompt in prompts]
+        encoded = processor(text=texts, images=pictures * (len(prompts) // len(pictures)), **options)
+    else:
+        encoded = processor(list(prompts), **options)
+    batch = {name: encoded[name] for name in ("input_ids", "attention_mask", "pixel_values") if name in encoded}
+    empty = [prompt for prompt, mask in zip(prompts, batch["attention_mask"], strict=True) if not mask.any()]
+    if empty or not batch["input_ids"].numel():
+        raise DataError(f"a prompt must have at least one token, got {(empty or prompts)[0]!r}")
+    return batch
+
+
+def _open_image(file: str | Path) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(file) as image:
+            return image.convert("RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise DataError(f"an image must be a file that Pillow decodes, and {file} is not: {error}") from error
+
+
+def load_generator(folder: str | Path) -> Callable[[dict[str, Tensor], int], Tensor]:
+    """What continues a batch of `encode_prompts`, greedily, by so many tokens at most.
+
+    Args:
+        folder: As `generate_text` takes.
+
+    Returns:
+        A function to the tokens, (batch, sequence), those of the prompt first.
+
+    Raises:
+        RequestError: The folder does not generate.
+    """
+    if any((Path(folder) / name).is_file() for name in (ONNX_FILE, DECODER_FILE)):
+        exported = OnnxGenerator.from_folder(folder)
+        return lambda batch, most: exported.generate(**batch, max_new_tokens=most)
+    model = load(folder, dtype=torch.float32).eval()
+    if not model.can_generate():
+        raise RequestError(f"a checkpoint must generate text to be prompted, and {type(model).__name__} does not")
+    own = model.generation_config
+    padding = own.pad_token_id if own is not None else None
+
+    def generate(batch: dict[str, Tensor], most: int) -> Tensor:
+        greedy = GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            max_new_tokens=most,
+            pad_token_id=0 if padding is None else padding,
+        )
+        return model.generate(**batch, generation_config=greedy)
+
+    return generate

@@ -1,0 +1,291 @@
+"""Push what a run wrote to the Hub, as one repository and in one commit."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    CommitOperation,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    ModelInfo,
+    get_token,
+)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from ..errors import OutputExistsError, PushError, RequestError
+from ..progress import Progress, Silent
+from ..report.card import LICENSE_KEYS, read_card, render_card
+from ..report.html import render_html
+from ..report.plots import CAPTIONS, draw_report
+from ..report.report import Report, model_name, render_markdown, title
+
+# What an earlier push wrote and this one may not: these files of a repository of ours go with it.
+_REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
+_REPLACED_FOLDERS = ("onnx", "images")
+MAIN = "main"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What `push_to_hub` did.
+
+    Attributes:
+        repository: Hub id.
+        url: Of the commit.
+        commit: Its hash.
+        files: Names in the repository of what the run consists of.
+        bytes: Their size together.
+    """
+
+    repository: str
+    url: str
+    commit: str
+    files: tuple[str, ...]
+    bytes: int
+
+
+def push_to_hub(
+    folder: str | Path,
+    repository: str,
+    *,
+    private: bool = False,
+    revision: str = MAIN,
+    message: str | None = None,
+    license: str | None = None,
+    base_model: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Pushed:
+    """Push a run: the slim checkpoint, `onnx/`, the report, pictures, and a card with metadata.
+
+    All files appear in one commit. Large files are sent before it, each once: after an interruption the same call
+    goes on where it was. The token is the one of `hf auth login` or `HF_TOKEN`.
+
+    Source of the ids of licences: https://huggingface.co/docs/hub/repositories-licenses
+
+    Args:
+        folder: What `run` wrote.
+        repository: USER/REPO; made if there is none.
+        private: Make it private.
+        revision: Branch; made from the main one if there is none.
+        message: Of the commit; by default the report's headline.
+        license: Of the model, where the dense model's card names none: one of the Hub's ids, such as "apache-2.0".
+        base_model: Hub id of the dense model, where the run read it from a folder.
+        overwrite: Replace everything in a repository that holds something else.
+        progress: Told about stages.
+
+    Returns:
+        Where it is, and what it consists of.
+
+    Raises:
+        RequestError: The folder is not a run's, the licence is not known, there is no token, or it has no right to the
+            repository. Nothing was sent.
+        OutputExistsError: The repository holds something else and `overwrite` is off. Nothing was sent.
+        MissingRuntimeError: matplotlib is not installed.
+        PushError: The Hub could not be reached, or the upload did not finish; nothing of it is visible.
+    """
+    progress = progress or Silent()
+    report = _read_run(Path(folder))
+    _check_name(repository)
+    if get_token() is None:
+        raise RequestError(
+            "a push needs a token of the Hub with the right to write, and there is none; log in with 'hf auth login', "
+            "or set HF_TOKEN"
+        )
+    progress.stage("look up")
+    api = HfApi(library_name="hies-export")
+    with _told(repository):
+        api.whoami()  # first: without a valid token a private repository looks like none
+        info = _look_up(api, repository)
+        found = set() if info is None else _files(api, repository, revision)
+        base_is_there = base_model is None or _look_up(api, base_model) is not None
+    if not base_is_there:
+        raise RequestError(
+            f"the base model must be a Hub id, but there is no model {base_model} on the Hub that this token may read; "
+            "leave --base-model out if the dense model is not published"
+        )
+    dense = base_model or report.details.get("base_model")
+    origin = _origin(report, dense=dense, license=license)
+    _check_repository(repository, info, found, private=private, overwrite=overwrite)
+    progress.stage("draw")
+    # Where a machine keeps its models is nobody's business.
+    public = replace(report, model=dense or model_name(report))
+    contents = _contents(Path(folder), public, repository, None if revision == MAIN else revision, origin)
+    _check_card(contents["README.md"], repository)
+    stale = sorted(name for name in found - set(contents) if overwrite or _is_replaced(name))
+    operations: list[CommitOperation] = [CommitOperationDelete(name) for name in stale if name != ".gitattributes"]
+    operations += [CommitOperationAdd(name, content) for name, content in contents.items()]
+    progress.stage("push")
+    with _told(repository):
+        if info is None:
+            api.create_repo(repository, private=private or None, exist_ok=True)
+        if revision != MAIN:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        # Not upload_folder, which makes several commits of a large folder: half of a checkpoint could be seen.
+        commit = api.create_commit(repository, operations, commit_message=message or title(report), revision=revision)
+    size = sum(len(c) if isinstance(c, bytes) else Path(c).stat().st_size for c in contents.values())
+    return Pushed(repository, commit.commit_url, commit.oid, tuple(contents), size)
+
+
+def _read_run(folder: Path) -> Report:
+    """The report of a run's folder that has everything a push needs."""
+    needed = ("report.json", "slim/config.json", "slim/hies_plan.json", "onnx/config.json")
+    missing = [name for name in needed if not (folder / name).is_file()]
+    if missing:
+        raise RequestError(
+            f"a push needs the folder of a finished run, but {folder} has no {missing[0]}; give the folder that "
+            "'hies-export run' wrote"
+        )
+    return Report.from_file(folder)
+
+
+def _check_name(repository: str) -> None:
+    try:
+        validate_repo_id(repository)
+        if repository.count("/") != 1:
+            raise HFValidationError("it has no user or organization")
+    except HFValidationError as error:
+        raise RequestError(
+            f"a repository must be USER/REPO, got {repository!r}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[str, Any]:
+    """What the model comes from and its licence, as metadata of a card.
+
+    Args:
+        report: Of the run.
+        dense: Hub id of the dense model; of one that is only in a folder, its card says what it comes from.
+        license: What the user says it is.
+
+    Raises:
+        RequestError: No card names a licence, or one that is not `license`.
+    """
+    cards = [read_card(report.model)] if Path(report.model).is_dir() else []
+    base = dense or next((card.get("base_model") for card in cards), None)
+    if isinstance(base, str):
+        cards.append(read_card(base))
+    licensed = next((card for card in cards if card.get("license")), None)
+    name = model_name(report)
+    if licensed is None and license is None:
+        raise RequestError(
+            f"the licence of {name} must be known before what was made of it is published, but no card names it; give "
+            "it as --license, an id of https://huggingface.co/docs/hub/repositories-licenses"
+        )
+    if licensed is not None and license not in (None, licensed["license"]):
+        raise RequestError(
+            f"a slim model keeps the licence of its dense model, {name}, which is {licensed['license']}, got "
+            f"{license}; leave --license out"
+        )
+    inherited = {key: licensed[key] for key in LICENSE_KEYS if key in licensed} if licensed else {"license": license}
+    return {"base_model": base, **inherited}
+
+
+def _look_up(api: HfApi, repository: str) -> ModelInfo | None:
+    try:
+        return api.model_info(repository)
+    except (RepositoryNotFoundError, HFValidationError):
+        return None
+
+
+def _files(api: HfApi, repository: str, revision: str) -> set[str]:
+    """Names of the files on a branch; of one that is yet to be made, those of the main one."""
+    try:
+        return set(api.list_repo_files(repository, revision=revision))
+    except RevisionNotFoundError:
+        return set(api.list_repo_files(repository))
+
+
+def _check_repository(
+    repository: str, info: ModelInfo | None, found: set[str], *, private: bool, overwrite: bool
+) -> None:
+    if info is not None and private and not info.private:
+        raise RequestError(
+            f"{repository} must be private, but it exists and is public; make it private in its settings, or choose "
+            "another"
+        )
+    other = sorted(found - {".gitattributes"})
+    if other and "hies_plan.json" not in other and not overwrite:
+        raise OutputExistsError(
+            f"a repository must be new, empty or of an earlier push, but {repository} has {', '.join(other[:3])}; "
+            "choose another or pass --overwrite to replace what is there"
+        )
+
+
+def _contents(
+    folder: Path, report: Report, repository: str, revision: str | None, origin: Mapping[str, Any]
+) -> dict[str, str | bytes]:
+    """Name in the repository -> file, or bytes."""
+    contents: dict[str, str | bytes] = {}
+    for source, prefix in ((folder / "slim", ""), (folder / "onnx", "onnx/")):
+        for file in sorted(path for path in source.rglob("*") if path.is_file() and not path.name.startswith(".")):
+            contents[prefix + file.relative_to(source).as_posix()] = str(file)
+    contents["report.json"] = report.to_json().encode()
+    contents["report.md"] = render_markdown(report).encode()
+    contents["report.html"] = render_html(report, location=repository).encode()
+    with tempfile.TemporaryDirectory(prefix="hies-push-") as temporary:
+        figures = [file for file in draw_report(report, Path(temporary)) if file.suffix == ".png"]
+        contents |= {f"images/{file.name}": file.read_bytes() for file in figures}
+    images = {f"images/{file.name}": CAPTIONS[file.stem] for file in figures}
+    card = render_card(report, location=repository, revision=revision, origin=origin, images=images)
+    contents["README.md"] = card.encode()
+    return contents
+
+
+def _check_card(card: str | bytes, repository: str) -> None:
+    """Ask the Hub whether it takes the metadata; a licence that it does not know is found here."""
+    assert isinstance(card, bytes)
+    with _told(repository):
+        try:
+            ModelCard(card.decode()).validate()
+            problem = ""
+        except ValueError as error:
+            problem = str(error)
+            with suppress(ValueError, KeyError, TypeError):
+                problem = "; ".join(found["message"] for found in json.loads(problem)["errors"])
+    if problem:
+        raise RequestError(
+            f"the card must have metadata that the Hub takes, a licence of "
+            f"https://huggingface.co/docs/hub/repositories-licenses among them, but it says: {problem}"
+        )
+
+
+def _is_replaced(name: str) -> bool:
+    first, slash, _ = name.partition("/")
+    return first in _REPLACED_FOLDERS if slash else any(fnmatch(name, pattern) for pattern in _REPLACED)
+
+
+@contextmanager
+def _told(repository: str) -> Iterator[None]:
+    """Whatever the client raises, as one sentence that says what to do."""
+    try:
+        yield
+    except Exception as error:  # the Hub, the network, the storage behind it: each raises its own kind
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        if status == 401:
+            raise RequestError(
+                "the token must be one the Hub knows, but it refused it; log in again with 'hf auth login', or set "
+                "HF_TOKEN"
+            ) from None
+        if status == 403:
+            raise RequestError(
+                f"the token must have the right to write to {repository}, but the Hub refused it; use a token with the "
+                "role 'write' of a user or an organization that owns the repository, or choose another"
+            ) from None
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {(str(cause).strip() or 'no reason given').splitlines()[0]}"
+        raise PushError(
+            f"the push to {repository} did not finish ({reason}); nothing of it is visible there; run it again, and "
+            "what was already sent is not sent twice"
+        ) from error

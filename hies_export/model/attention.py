@@ -1,0 +1,163 @@
+"""The one place where attention is computed: every stage that looks inside attention goes through here.
+
+transformers lets a model's attention be replaced by a registered function. `use_attention` does that for the
+length of a `with` block; `attend` and `normalised_entropy` are what such functions are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from ..errors import UnsupportedModelError
+
+AttentionFunction = Callable[["AttentionCall"], Tensor]
+
+# What some attention functions are given beyond a plain softmax; ignoring one would score another model.
+_UNSUPPORTED_ARGUMENTS = ("position_bias", "cache")
+
+# transformers looks masks up in its global table only, so one name is registered for good, and the function that is
+# wanted is found by the module that calls: two models can be inside `use_attention` at once. A model that knows eager
+# attention only relies on masks that are always there and additive; the other name gives it those.
+_NAME = "hies_export"
+_NAME_EAGER = "hies_export_eager"
+_FUNCTIONS: WeakKeyDictionary[torch.nn.Module, AttentionFunction] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention layer hands to the attention function.
+
+    Attributes:
+        module: The attention module that called.
+        query: (batch, heads, query, head_dim)
+        key: (batch, key/value heads, keys, head_dim)
+        value: (batch, key/value heads, keys, value head_dim)
+        mask: None, boolean (True = may be seen) or additive, broadcastable to (batch, heads, query, keys).
+        scaling: Factor on the query-key products.
+        is_causal: Whether row i may see no key after i; only ever True when `mask` is None.
+        dropout: Attention dropout probability; 0 in evaluation mode.
+        softcap: Bound c of scores, c * tanh(score / c), before the mask is added (Gemma 2).
+        sinks: (heads,) a score of each head that takes part in the softmax and attends to nothing (GPT-OSS).
+    """
+
+    module: torch.nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scaling: float
+    is_causal: bool
+    dropout: float = 0.0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the scores are query-key products and nothing else, as torch's fused kernels want them."""
+        return self.softcap is None and self.sinks is None
+
+
+@contextmanager
+def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
+    """Route every attention layer of `model` through `function` inside the block.
+
+    Args:
+        model: Any model whose attention goes through transformers' attention interface
+            (https://huggingface.co/docs/transformers/attention_interface).
+        function: Takes an `AttentionCall`, returns the head outputs, (batch, heads, query, value head_dim).
+
+    Raises:
+        UnsupportedModelError: The model does not use the attention interface.
+    """
+
+    for registered, mask in ((_NAME, sdpa_mask), (_NAME_EAGER, eager_mask)):
+        AttentionInterface.register(registered, _attention_forward)
+        AttentionMaskInterface.register(registered, mask)
+    fused = all(m._supports_sdpa for m in model.modules() if isinstance(m, PreTrainedModel))
+    name = _NAME if fused else _NAME_EAGER
+    before = _implementations(model)
+    outer = {module: _FUNCTIONS.get(module) for module in model.modules()}
+    _FUNCTIONS.update(dict.fromkeys(outer, function))
+    try:
+        try:
+            model.set_attn_implementation(name)
+        except ValueError as error:
+            raise UnsupportedModelError(_not_on_the_interface(model)) from error
+        if model.config._attn_implementation != name:
+            raise UnsupportedModelError(_not_on_the_interface(model))
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+        for module, previous in outer.items():
+            if previous is None:
+                _FUNCTIONS.pop(module, None)
+            else:
+                _FUNCTIONS[module] = previous
+
+
+def _attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    for argument in _UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(argument) is not None:
+            raise UnsupportedModelError(
+                f"attention must be a plain softmax over query-key products, but {type(module).__name__} "
+                f"passes {argument!r}; this model cannot be scored yet"
+            )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    call = AttentionCall(
+        module=module,
+        query=query,
+        key=key,
+        value=value,
+        mask=attention_mask,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        is_causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,
+        dropout=dropout,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return _FUNCTIONS[module](call).transpose(1, 2).contiguous(), None
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
+    # set_attn_implementation cannot restore "None" or a mixture of sub-models, so each config is kept.
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    queue = list(configs.values())
+    while queue:
+        config = queue.pop()
+        for key in config.sub_configs:
+            child = getattr(config, key, None)
+            if child is not None and id(child) not in configs:
+                configs[id(child)] = child
+                queue.append(child)
+    return [(config, config._attn_implementation_internal) for config in configs.values()]
+
+
+def _not_on_the_interface(model: PreTrainedModel) -> str:
+    return (
+        f"the attention of a model must go through transformers' attention interface, but "
+        f"{type(model).__name__} ({model.config.model_type}) computes its own; it cannot be scored or cut"
+    )

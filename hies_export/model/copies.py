@@ -1,0 +1,70 @@
+"""A second handle on a model: its modules copied, its weights shared, or absent."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def share_weights(model: Model, *, device: str | None = None) -> Model:
+    """Copy a model's modules and config but not its weights.
+
+    What is then switched on the copy (evaluation mode, attention implementation, forward wrappers) does not
+    reach the original, at no cost in memory.
+
+    Args:
+        model: Any model; layers may have been resized by hand, the config is not consulted.
+        device: `None` for the very same tensors; `"meta"` for shapes without data.
+    """
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        if device is None:
+            return tensor
+        empty = torch.empty_like(tensor, device=device)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+
+    return copy_with(model, stand_in)
+
+
+def convert(model: Model, *, dtype: torch.dtype | None = None, device: str | None = None) -> Model:
+    """Copy a model's modules and config, its tensors in another dtype or on another device where they are not yet.
+
+    Args:
+        model: Any model; what need not change is shared with it.
+        dtype: Of the floating tensors; `None` for their own.
+        device: `None` for their own.
+    """
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        wanted = dtype if tensor.is_floating_point() else None
+        moved = tensor.detach().to(device=device, dtype=wanted)
+        if moved.dtype == tensor.dtype and moved.device == tensor.device:
+            return tensor
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+
+    return copy_with(model, stand_in)
+
+
+def copy_with(model: Model, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Model:
+    """Copy a model's modules and config, with something else in the place of each of its tensors.
+
+    Args:
+        model: Any model.
+        stand_in: Called once for each parameter, then each buffer, then each other tensor that a module holds.
+    """
+    plain = [value for module in model.modules() for value in vars(module).values()]
+    tensors = [*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, torch.Tensor))]
+    # deepcopy takes whatever its memo already holds as the finished copy.
+    return copy.deepcopy(model, {key: stand_in(tensor) for key, tensor in {id(t): t for t in tensors}.items()})
+
+
+def parameter_bytes(model: torch.nn.Module) -> int:
+    """Bytes the parameters take in memory, tied ones once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

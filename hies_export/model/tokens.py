@@ -1,0 +1,105 @@
+"""Make and read batches of tokens: positions, padding, synthetic inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import RecipeError
+from .copies import share_weights
+
+
+def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
+    """Which tokens of an attention module's output are no padding.
+
+    Args:
+        model: The whole model.
+        name: Dotted name of the attention module.
+        batch: What the model was given.
+        y: (batch, tokens, width)
+
+    Returns:
+        (batch, tokens) bool. The `attention_mask` is that of the text: patches of an image are all real, even where
+        there happen to be as many of them as of text tokens.
+    """
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.shape == y.shape[:2] and _reads_text(model, name):
+        return mask.bool().to(y.device)
+    return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device)
+
+
+def _reads_text(model: PreTrainedModel, name: str) -> bool:
+    """Whether the model, or the innermost model inside it, that a module belongs to is fed with text."""
+    while name:
+        owner = model.get_submodule(name)
+        if isinstance(owner, PreTrainedModel):
+            return owner.main_input_name == "input_ids"
+        name = name.rpartition(".")[0]
+    return model.main_input_name == "input_ids"
+
+
+def synthetic_batch(
+    model: PreTrainedModel, *, batch: int, sequence: int | None = None, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Random inputs of one shape.
+
+    Args:
+        model: Decides between text and images, and the vocabulary or image size.
+        batch: Rows.
+        sequence: Tokens per row, required for text and ignored for images.
+        seed: Of the values.
+
+    Returns:
+        `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values` of shape
+        (batch, channels, height, width).
+
+    Raises:
+        RecipeError: batch or sequence is below 1, or sequence is missing or beyond the model's positions.
+    """
+    if batch < 1:
+        raise RecipeError([f"batch must be at least 1, got {batch}"])
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config.get_text_config()
+    if model.main_input_name == "pixel_values":
+        size = model.config.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        shape = (batch, model.config.num_channels, height, width)
+        return {"pixel_values": torch.randn(shape, generator=generator, dtype=torch.float32)}
+    longest = getattr(config, "max_position_embeddings", None)
+    if sequence is None or sequence < 1 or (longest is not None and sequence > longest):
+        raise RecipeError([f"sequence must be in 1..{longest or 'any'} for {type(model).__name__}, got {sequence}"])
+    ids = torch.randint(0, config.vocab_size, (batch, sequence), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
+    """Tokens the attention sees per row: the text's, or an image's patches and special tokens."""
+    if "input_ids" in batch:
+        return int(batch["input_ids"].shape[1])
+    base = share_weights(model.base_model, device="meta").eval()
+    inputs = {name: tensor.to("meta") for name, tensor in forward_inputs(base, batch).items()}
+    with torch.no_grad():
+        return int(base(**inputs).last_hidden_state.shape[1])
+
+
+def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a batch that the model's forward takes, in its own order, labels left out."""
+    accepted = [name for name in inspect.signature(model.forward).parameters if name != "labels"]
+    return {name: batch[name] for name in accepted if isinstance(batch.get(name), torch.Tensor)}
+
+
+def positions_of(attention_mask: torch.Tensor) -> torch.Tensor:
+    """The position of every token, counted from the first that is not padding; padding is at 0.
+
+    Args:
+        attention_mask: Ones and zeros, (batch, sequence).
+
+    Returns:
+        Integers, (batch, sequence).
+    """
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)

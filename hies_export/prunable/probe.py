@@ -1,0 +1,229 @@
+"""Run a model's own forward without its weights, to see how it wires its linear layers to its attention.
+
+Every linear layer of the copy returns random features instead of a product, cut off from what went before. What the
+attention function is then handed depends on nothing but the layers right in front of it, through nothing but the
+model's own code (views, splits, norms, rotations, gates): derivatives tell which feature ends up in which head. Since
+no weight matters, the model may be on the meta device, of any size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..model.copies import copy_with
+from ..model.linear import features_of, is_linear, set_parameter
+
+# Anything larger is an embedding or an expert, whose values cannot matter: one number stands for all of them.
+_LARGEST_REAL_PARAMETER = 2**20
+
+
+class Probe:
+    """A weightless copy of a model.
+
+    Attributes:
+        model: The copy, in evaluation mode, on the CPU.
+        kept: Linear layer -> output features it returns; all of them where it is not named. A layer returns the same
+            numbers in every run, whatever is left out.
+        kept_rows: Parameter -> rows (axis 0) it has in a run; all of them where it is not named.
+        config_reads: Module -> names it read from its own config in the last run.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = _weightless(model).eval()
+        self.kept: dict[str, Tensor] = {}
+        self.kept_rows: dict[str, Tensor] = {}
+        self.config_reads: dict[nn.Module, set[str]] = {}
+        for module in self.model.modules():
+            config = vars(module).get("config")
+            if config is not None and not isinstance(module, PreTrainedModel):
+                self.config_reads[module] = set()
+                module.config = _RecordingConfig(config, self.config_reads[module])
+
+    def small_parameters(self) -> list[nn.Parameter]:
+        """Parameters outside of linear layers that have real values."""
+        linear = {id(p) for m in self.model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
+        return [p for p in self.model.parameters() if id(p) not in linear and p.numel() <= _LARGEST_REAL_PARAMETER]
+
+    def features(self, name: str) -> int:
+        """Number of output features of a linear layer."""
+        return features_of(self.model.get_submodule(name))[0]
+
+    def run(
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        before: Callable[[str, Tensor], None] | None = None,
+        after: Callable[[str, Tensor], None] | None = None,
+    ) -> None:
+        """One forward pass.
+
+        Args:
+            batch: Inputs of the model; labels are left out.
+            before: Called with the name and the input of every linear layer that is reached.
+            after: Called with its name and its features, (..., out_features), a leaf that takes a gradient.
+        """
+        calls: dict[str, int] = {}
+
+        def stand_in(name: str, layer: nn.Module) -> Callable[..., Tensor]:
+            out_features = features_of(layer)[0]
+
+            def forward(x: Tensor) -> Tensor:
+                if before is not None:
+                    before(name, x)
+                calls[name] = calls.get(name, -1) + 1
+                seed = zlib.crc32(f"{name} {calls[name]}".encode())
+                features = torch.randn(
+                    *x.shape[:-1], out_features, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
+                )
+                if name in self.kept:
+                    features = features[..., self.kept[name]]
+                features.requires_grad_()
+                if after is not None:
+                    after(name, features)
+                return features.clone()  # a model may write into what a layer returns, but not into a leaf
+
+            return forward
+
+        layers = [(name, module) for name, module in self.model.named_modules() if is_linear(module)]
+        for reads in self.config_reads.values():
+            reads.clear()
+        rows = {name: self.model.get_parameter(name).detach()[kept] for name, kept in self.kept_rows.items()}
+        forwards = {module: stand_in(name, module) for name, module in layers}
+        with _forwards(forwards), _parameters(self.model, rows), torch.enable_grad():
+            self.model(**{name: tensor.cpu() for name, tensor in batch.items() if name != "labels"})
+
+
+def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Which feature of which layer went into which head.
+
+    With c_h = h + 1 and weights r, the gradients of sum_h c_h <r_h, x_h> and of sum_h <r_h, x_h> have the ratio c_h
+    wherever a feature reaches head h alone, and some other ratio, different at every token, where it reaches several.
+
+    Args:
+        tensor: (batch, heads, tokens, head_dim)
+        leaves: Layer -> its features, (..., features); or a name -> a parameter, each element a feature of its own.
+
+    Returns:
+        For every leaf that reaches the tensor: the head each feature reaches, -1 where none or several, and whether it
+        reaches any; both (features,).
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = 0.5 + torch.rand(tensor.shape, generator=generator)
+    labels = torch.arange(1, tensor.shape[1] + 1, dtype=tensor.dtype).view(1, -1, 1, 1)
+    return _attribute(tensor, weights, labels, leaves)
+
+
+def head_of_columns(x: Tensor, width: int, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The same for the input of an output projection, (..., heads * width), whose columns are ordered by head."""
+    generator = torch.Generator().manual_seed(0)
+    weights = 0.5 + torch.rand(x.shape, generator=generator)
+    labels = (torch.arange(x.shape[-1]) // width + 1).to(x.dtype)
+    return _attribute(x, weights, labels, leaves)
+
+
+def _attribute(
+    tensor: Tensor, weights: Tensor, labels: Tensor, leaves: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    if not tensor.requires_grad or not leaves:
+        return {}
+    values = list(leaves.values())
+    plain = torch.autograd.grad((tensor * weights).sum(), values, retain_graph=True, allow_unused=True)
+    labelled = torch.autograd.grad((tensor * weights * labels).sum(), values, retain_graph=True, allow_unused=True)
+    found = {}
+    for name, one, other in zip(leaves, plain, labelled, strict=True):
+        if one is None or other is None:
+            continue
+        width = one.shape[-1] if one.dim() > 1 and not isinstance(leaves[name], nn.Parameter) else one.numel()
+        one, other = one.reshape(-1, width), other.reshape(-1, width)  # (tokens, features)
+        reaches = (one != 0) | (other != 0)
+        # A gradient that happens to be small says little.
+        clear = one.abs() > 1e-3 * one.abs().amax(0, keepdim=True)
+        ratio = torch.where(clear, other / one.where(clear, 1.0), torch.nan)
+        head = ratio.nanmean(0).round()
+        alone = ((ratio - head).abs().nan_to_num(0.0) < 1e-2).all(0) & clear.any(0)
+        found[name] = (torch.where(alone, head - 1, -1).long(), reaches.any(0))
+    return found
+
+
+class _RecordingConfig:
+    """A config that notes what is read from it."""
+
+    def __init__(self, config: Any, reads: set[str]):
+        self.__dict__.update(_config=config, _reads=reads)
+
+    def __getattr__(self, name: str) -> Any:
+        self._reads.add(name)
+        return getattr(self._config, name)
+
+
+def _weightless(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model's modules; parameters and buffers are replaced by ones that cost no memory."""
+    generator = torch.Generator().manual_seed(0)
+
+    def parameter(tensor: Tensor) -> Tensor:
+        if tensor.numel() <= _LARGEST_REAL_PARAMETER and tensor.dim() < 2:
+            values = 0.5 + torch.rand(tensor.shape, generator=generator)
+        elif tensor.numel() <= _LARGEST_REAL_PARAMETER:
+            values = torch.randn(tensor.shape, generator=generator) * 0.1
+        else:
+            values = torch.full([1] * tensor.dim(), 0.01).expand(tensor.shape)
+        return nn.Parameter(values, requires_grad=False)
+
+    def buffer(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.detach().cpu().float() if tensor.is_floating_point() else tensor.cpu()
+        if tensor.is_floating_point():
+            return torch.rand(tensor.shape, generator=generator)
+        return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype)
+
+    linear = {id(p) for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
+    parameters = {id(p) for p in model.parameters()}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if id(tensor) in linear:
+            values = torch.zeros([1] * tensor.dim()).expand(tensor.shape)
+            return nn.Parameter(values, requires_grad=False)
+        return parameter(tensor) if id(tensor) in parameters else buffer(tensor)
+
+    copied = copy_with(model, stand_in)
+    for module in copied.modules():
+        # What accelerate puts around the layers of a model spread over devices.
+        for name in ("forward", "_old_forward", "_hf_hook"):
+            vars(module).pop(name, None)
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+        # transformers puts its hooks for hidden states in place once, on the first forward pass, and remembers.
+        vars(module).pop("_output_capturing_hooks_installed", None)
+    return copied
+
+
+@contextmanager
+def _forwards(functions: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
+    """Give modules another forward inside the block."""
+    for module, function in functions.items():
+        module.forward = function
+    try:
+        yield
+    finally:
+        for module in functions:
+            del module.forward
+
+
+@contextmanager
+def _parameters(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give parameters other values, of other shapes even, inside the block."""
+    before = {name: model.get_parameter(name) for name in values}
+    try:
+        for name, value in values.items():
+            set_parameter(model, name, nn.Parameter(value, requires_grad=False))
+        yield
+    finally:
+        for name, parameter in before.items():
+            set_parameter(model, name, parameter)

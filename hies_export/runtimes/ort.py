@@ -1,0 +1,279 @@
+"""ONNX graphs in ONNX Runtime on the CPU, as they are or quantised; `gpu_runtimes` builds on them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ..errors import DataError, ExportError, MissingRuntimeError, RecipeError
+from ..model.tokens import positions_of
+from ..progress import quiet
+from .base import Runtime, last_token, register_runtime
+
+ONNX_FILE = "model.onnx"
+# The parts of a vision-language model, as onnx-community and transformers.js call them.
+VISION_FILE, EMBED_FILE, DECODER_FILE = "vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx"
+# Metadata of a decoder's graph: {cache input: [key/value heads, head width]}, as JSON.
+CACHE_SIZES = "hies_export.cache_sizes"
+
+
+def require_onnxruntime(extra: str = "cpu") -> Any:
+    """Import ONNX Runtime.
+
+    Raises:
+        MissingRuntimeError: It is not installed. One that is installed but broken raises its own error.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise MissingRuntimeError(
+            f'ONNX Runtime must be installed, and is not; install it with: pip install "hies-export[{extra}]"'
+        )
+    import onnxruntime
+
+    return onnxruntime
+
+
+@dataclass(frozen=True)
+class BoundFeed:
+    """An IO binding, the input values it points to, which must outlive it, and options of the run."""
+
+    binding: Any
+    values: tuple[Any, ...]
+    options: Any = None
+
+
+@register_runtime("onnxruntime-cpu")
+class OnnxRuntime(Runtime):
+    """An ONNX file in ONNX Runtime on the CPU, its inputs bound once.
+
+    Attributes:
+        requested: The execution provider it must run on.
+        device: Where its inputs and outputs are, by ONNX Runtime's name.
+        extra: The extra of this package that installs it.
+        inputs: Names of the graph's inputs.
+        outputs: Names of the graph's outputs.
+    """
+
+    requested: ClassVar[str] = "CPUExecutionProvider"
+    device: ClassVar[str] = "cpu"
+    extra: ClassVar[str] = "cpu"
+    loads: ClassVar[int] = 5
+
+    def __init__(self, source: str | Path, *, threads: int):
+        self.require()
+        self._file = _onnx_file(source, self.name)
+        self.threads = threads
+        try:
+            self._session = self._open(self._file)
+        except Exception as error:  # ONNX Runtime has a class for each status, and no common one
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ExportError(f"ONNX Runtime must load {self._file.name}, and refused: {said}") from error
+        if self.provider != self.requested:
+            raise self._missing(f"its session fell back to {self.provider}")
+        self.inputs = tuple(node.name for node in self._session.get_inputs())
+        self.outputs = tuple(node.name for node in self._session.get_outputs())
+        self._cache_sizes = _cache_sizes(self._session)
+
+    @classmethod
+    def require(cls) -> None:
+        """Check that ONNX Runtime is installed and knows the provider."""
+        available = require_onnxruntime(cls.extra).get_available_providers()
+        if cls.requested not in available:
+            raise cls._missing(f"this ONNX Runtime offers {', '.join(available)}")
+
+    @classmethod
+    def _missing(cls, what: str) -> MissingRuntimeError:
+        return MissingRuntimeError(
+            f"runtime {cls.name!r} must run on {cls.requested}, and {what}; install it with: "
+            f'pip install "hies-export[{cls.extra}]"'
+        )
+
+    def _open(self, file: Path) -> Any:
+        return self._session_on(file, [self.requested])
+
+    def _session_on(self, file: Path, providers: list[Any], **config: str) -> Any:
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        # Two sessions alive in one process take each other's cores when their idle threads spin.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        for key, value in config.items():
+            options.add_session_config_entry(f"session.{key}", value)
+        # Otherwise a provider that fails is replaced by another, with a line printed.
+        return ort.InferenceSession(str(file), options, providers=providers, enable_fallback=0)
+
+    @property
+    def provider(self) -> str:
+        """The first execution provider of the session."""
+        return str(self._session.get_providers()[0])
+
+    @property
+    def dtype(self) -> str:
+        """That of the graph's first output."""
+        return _NAMES.get(self._session.get_outputs()[0].type, self._session.get_outputs()[0].type)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the graph takes a key/value cache."""
+        return any(name.startswith("past_key_values.") for name in self.inputs)
+
+    def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
+        """Bind the inputs; what torch does without is filled in: masks, token types, positions, an empty cache.
+
+        Args:
+            batch: Tensors by input name, or values of ONNX Runtime as `values` returns them.
+        """
+        import onnxruntime as ort
+
+        binding: Any = self._session.io_binding()
+        values: list[Any] = []
+        for node in self._session.get_inputs():
+            if isinstance(batch.get(node.name), ort.OrtValue):
+                values.append(batch[node.name])
+            else:
+                given = _input_array(node.name, batch, self._cache_sizes)
+                array: np.ndarray = np.ascontiguousarray(given, dtype=_NUMPY_TYPES[node.type])
+                values.append(ort.OrtValue.ortvalue_from_numpy(array, self.device, 0))
+            binding.bind_ortvalue_input(node.name, values[-1])
+        for name in self.outputs:
+            binding.bind_output(name, self.device)
+        return BoundFeed(binding, tuple(values))
+
+    def prepare_step(self, batch: Mapping[str, Any]) -> BoundFeed:
+        """The last token, and the graph's cache of the others."""
+        prompt, step = last_token(batch)
+        past = self._past(prompt)
+        cache = {name: past[name.replace("past_key_values", "present", 1)] for name in self._cache_sizes}
+        return self.prepare({**step, **cache})
+
+    def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
+        # This class's own `prepare`: a prompt that is run once needs no more than its binding.
+        return self.values(self.run(OnnxRuntime.prepare(self, prompt)))
+
+    def run(self, feed: BoundFeed) -> Any:
+        """One run over the bound inputs. It returns when the outputs are there, on a GPU too."""
+        try:
+            self._session.run_with_iobinding(feed.binding, feed.options)
+        except RuntimeError as error:
+            said = " ".join(str(error).split())[:300]
+            raise ExportError(f"ONNX Runtime must run the graph, and stopped: {said}; report the model") from error
+        return feed.binding
+
+    def fetch(self, result: Any) -> dict[str, np.ndarray]:
+        """Float32 arrays by output name."""
+        arrays = result.copy_outputs_to_cpu()
+        return {name: np.asarray(array, dtype=np.float32) for name, array in zip(self.outputs, arrays, strict=True)}
+
+    def values(self, result: Any) -> dict[str, Any]:
+        """The outputs by name as ONNX Runtime's own values, not copied: `prepare` takes them as inputs again."""
+        return dict(zip(self.outputs, result.get_outputs(), strict=True))
+
+
+@register_runtime("onnxruntime-cpu-int8")
+class QuantizedOnnxRuntime(OnnxRuntime):
+    """The same with weights in int8 and activations quantised as they come, by ONNX Runtime's own quantiser.
+
+    Only its time is of interest here: whether the quantised model still predicts well is not checked.
+    """
+
+    dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+
+    def _open(self, file: Path) -> Any:
+        import onnx
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        # Under Linux and macOS an open session outlives its file, which ONNX Runtime has read by then.
+        with tempfile.TemporaryDirectory(prefix="hies-int8-") as temporary, quiet():
+            graph, quantised = onnx.load(str(file)), Path(temporary) / ONNX_FILE
+            # Shapes noted before the graph was fused; the quantiser infers them again, and objects to old ones.
+            del graph.graph.value_info[:]
+            quantize_dynamic(
+                graph,
+                quantised,
+                weight_type=QuantType.QInt8,
+                use_external_data_format=True,
+                # It cannot tell the type behind a fused operator.
+                extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
+            )
+            return super()._open(quantised)
+
+
+_NUMPY_TYPES = {
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+}
+_NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
+
+
+def _onnx_file(source: str | Path, name: str) -> Path:
+    """The ONNX file a source names."""
+    if not isinstance(source, (str, Path)):
+        raise RecipeError([f"runtime {name!r} needs an ONNX file or folder, got {type(source).__name__}"])
+    refuse_parts(source)
+    file = Path(source) / ONNX_FILE if Path(source).is_dir() else Path(source)
+    if not file.is_file():
+        raise RecipeError([f"runtime {name!r} needs an ONNX file; {file} does not exist: export the model first"])
+    return file
+
+
+def refuse_parts(folder: str | Path) -> None:
+    """Refuse the folder of a vision-language model, which is no single graph that could be timed.
+
+    Raises:
+        RecipeError: It is one.
+    """
+    if (Path(folder) / DECODER_FILE).is_file():
+        raise RecipeError(
+            [
+                f"a model to time must be a single graph, and {folder} has the parts of a vision-language model: "
+                "name one part's file"
+            ]
+        )
+
+
+def _cache_sizes(session: Any) -> dict[str, tuple[int, int]]:
+    """Key/value heads and head width of every cache input: from our metadata, else from the graph's own shapes."""
+    written = session.get_modelmeta().custom_metadata_map.get(CACHE_SIZES)
+    if written is not None:
+        return {name: (heads, width) for name, (heads, width) in json.loads(written).items()}
+    shapes = {node.name: node.shape for node in session.get_inputs() if node.name.startswith("past_key_values.")}
+    return {
+        name: (shape[1], shape[3])
+        for name, shape in shapes.items()
+        if len(shape) == 4 and isinstance(shape[1], int) and isinstance(shape[3], int)
+    }
+
+
+def _input_array(name: str, batch: Mapping[str, Any], cache_sizes: Mapping[str, tuple[int, int]]) -> np.ndarray:
+    """One input of the graph as a host array."""
+    value = batch.get(name)
+    tokens = next((batch[key] for key in ("input_ids", "inputs_embeds") if key in batch), None)
+    if value is None and tokens is not None:
+        rows, length = (tokens.shape if isinstance(tokens, torch.Tensor) else tokens.shape())[:2]
+        mask = torch.as_tensor(batch.get("attention_mask", torch.ones(rows, length, dtype=torch.int64)))
+        if name == "attention_mask":
+            value = mask
+        elif name == "token_type_ids":
+            value = torch.zeros(rows, length)
+        elif name == "position_ids":
+            value = positions_of(mask)[:, -length:]
+        elif name in cache_sizes:
+            heads, width = cache_sizes[name]
+            value = torch.zeros(rows, heads, 0, width)
+    if value is None:
+        raise DataError(f"the graph's input {name!r} must be in the batch, which has {', '.join(sorted(batch))}")
+    tensor = torch.as_tensor(value).detach().cpu()
+    return np.asarray(tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy())

@@ -1,0 +1,162 @@
+"""ONNX graphs in ONNX Runtime on an NVIDIA GPU: inputs and outputs stay there, and runs are replays of a CUDA graph.
+
+Times are the host's: a run returns when its stream is done (ONNX Runtime synchronises at the end of every run), and
+its stream is its own, so events on torch's would not see it.
+
+Sources: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html and
+https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from ..checkpoint.folders import user_cache
+from ..errors import ExportError
+from .base import Provider, register_runtime
+from .ort import BoundFeed, OnnxRuntime
+
+logger = logging.getLogger(__name__)
+
+
+@register_runtime("onnxruntime-cuda")
+class CudaOnnxRuntime(OnnxRuntime):
+    """An ONNX file in ONNX Runtime on the first GPU, captured to a CUDA graph where the graph allows it.
+
+    It does not where an operator other than those on shapes has no CUDA kernel, or where there is control flow.
+    """
+
+    requested: ClassVar[str] = "CUDAExecutionProvider"
+    device: ClassVar[str] = "cuda"
+    extra: ClassVar[str] = "gpu"
+    # A load captures a graph or builds an engine, and whether copies differ on a GPU has not been measured.
+    loads: ClassVar[int] = 1
+    fused_for: ClassVar[Provider] = "cuda"
+
+    def __init__(self, source: str | Path, *, threads: int):
+        self._memory_bytes, self._captured = 0, 0
+        before = _free_bytes()
+        super().__init__(source, threads=threads)
+        self._memory_bytes += before - _free_bytes()
+        placed = {subgraph.ep_name for subgraph in self._session.get_provider_graph_assignment_info()}
+        if self.requested not in placed:
+            raise self._missing(f"every operator fell back to {' and '.join(sorted(placed))}")
+
+    def _open(self, file: Path) -> Any:
+        self.cuda_graph = True
+        try:
+            return self._open_with(file, cuda_graph=True)
+        except Exception as error:  # ONNX Runtime has a class for each status, and no common one
+            self._give_up(error)
+            return self._open_with(file, cuda_graph=False)
+
+    def _give_up(self, error: Exception) -> None:
+        self.cuda_graph = False
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning("%s times %s without a CUDA graph: %s", self.name, self._file.name, said)
+
+    def _open_with(self, file: Path, *, cuda_graph: bool) -> Any:
+        providers = [*self._providers(file, cuda_graph=cuda_graph), "CPUExecutionProvider"]
+        return self._session_on(file, providers, record_ep_graph_assignment_info="1")
+
+    def _providers(self, file: Path, *, cuda_graph: bool) -> list[Any]:
+        # An arena that grows by what is asked for, not by powers of two: memory is measured.
+        options = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": str(int(cuda_graph))}
+        return [("CUDAExecutionProvider", options)]
+
+    def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
+        """Bind the inputs, and run once or twice: then the outputs have addresses that stay, as a capture needs."""
+        before = _free_bytes()
+        feed = self._settled(batch)
+        if self.cuda_graph:
+            try:
+                self.run(feed)
+            except ExportError as error:
+                self._give_up(error)
+                self._session = self._open_with(self._file, cuda_graph=False)
+                feed = self._settled(batch)
+        self._memory_bytes += before - _free_bytes()
+        return feed
+
+    def _settled(self, batch: Mapping[str, Any]) -> BoundFeed:
+        """Inputs and outputs bound to memory that stays, and the number of the CUDA graph to capture and replay."""
+        bound = super().prepare(batch)
+        self.run(replace(bound, options=_graph_number(-1)))
+        for name, value in self.values(bound.binding).items():
+            bound.binding.bind_ortvalue_output(name, value)
+        self._captured += 1
+        return replace(bound, options=_graph_number(self._captured))
+
+    def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
+        before = _free_bytes()
+        past = super()._past(prompt)
+        self._memory_bytes += before - _free_bytes()
+        return past
+
+    def peak_memory_bytes(self, feed: BoundFeed) -> int | None:
+        """What the session took of the device's memory, which it keeps: weights, and its largest run so far."""
+        return self._memory_bytes if torch.cuda.is_available() else None
+
+
+@register_runtime("onnxruntime-tensorrt")
+class TensorRtOnnxRuntime(CudaOnnxRuntime):
+    """The same by TensorRT, which takes minutes to build an engine for a new graph and shape, and keeps it.
+
+    Export with provider "tensorrt": operators of ONNX Runtime's own are left to CUDA.
+    """
+
+    requested: ClassVar[str] = "TensorrtExecutionProvider"
+    fused_for: ClassVar[Provider] = "tensorrt"
+
+    def _providers(self, file: Path, *, cuda_graph: bool) -> list[Any]:
+        # Engines are told apart by the graph and not by the weights, so each file has a folder of its own.
+        folder = user_cache("tensorrt") / _digest(file)
+        folder.mkdir(parents=True, exist_ok=True)
+        options = {
+            "trt_engine_cache_enable": "1",
+            "trt_engine_cache_path": str(folder),
+            "trt_timing_cache_enable": "1",
+            "trt_timing_cache_path": str(folder.parent),
+            "trt_cuda_graph_enable": str(int(cuda_graph)),
+            # It lets TensorRT compute in half precision, which a graph in float32 must not.
+            "trt_fp16_enable": str(int(_is_half(file))),
+        }
+        return [("TensorrtExecutionProvider", options), *super()._providers(file, cuda_graph=False)]
+
+
+def _graph_number(number: int) -> Any:
+    """Options of a run that captures, and then replays, the CUDA graph of this number; -1 for none."""
+    import onnxruntime as ort
+
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(number))
+    return options
+
+
+def _free_bytes() -> int:
+    """Free memory of the device, of all that use it."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def _digest(file: Path) -> str:
+    """What tells a graph and its weights from others."""
+    digest = hashlib.sha256()
+    for part in sorted(file.parent.glob(f"{file.name}*")):
+        with part.open("rb") as opened:
+            while chunk := opened.read(1 << 24):
+                digest.update(chunk)
+    return digest.hexdigest()[:16]
+
+
+def _is_half(file: Path) -> bool:
+    import onnx
+
+    graph = onnx.load(str(file), load_external_data=False).graph
+    return graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16

@@ -1,0 +1,183 @@
+"""Models as torch runs them: as they are, or compiled."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import ExportError, MissingRuntimeError, RecipeError
+from ..model.copies import parameter_bytes, share_weights
+from ..model.tokens import forward_inputs, positions_of
+from .base import Runtime, last_token, register_runtime
+
+
+@register_runtime("torch")
+class TorchRuntime(Runtime):
+    """The model as it is, in evaluation mode, without gradients, on the device it is on.
+
+    A decoder prefills as its ONNX graph does: it returns its cache, and positions follow the attention mask.
+    On a GPU time is what CUDA events say, which the host's own clock would only blur.
+    """
+
+    reads_models: ClassVar[bool] = True
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
+
+    def __init__(self, source: PreTrainedModel, *, threads: int):
+        if not isinstance(source, PreTrainedModel):
+            raise RecipeError([f"runtime {self.name!r} needs a PreTrainedModel, got {type(source).__name__}"])
+        self.threads = threads
+        self._model = share_weights(source).eval()
+        self._forward: Any = self._model
+        self._on_cuda = self._model.device.type == "cuda"
+        self._inputs = inspect.signature(self._model.forward).parameters
+
+    @property
+    def provider(self) -> str:
+        """`cpu`, or `cuda:` and the name of the GPU."""
+        device = self._model.device
+        return f"cuda:{torch.cuda.get_device_name(device)}" if self._on_cuda else device.type
+
+    @property
+    def dtype(self) -> str:
+        """That of the parameters."""
+        return str(self._model.dtype).removeprefix("torch.")
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it generates from a key/value cache."""
+        model = self._model
+        return model.can_generate() and not model.config.is_encoder_decoder and "past_key_values" in self._inputs
+
+    def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors on the model's device, floating ones in its dtype."""
+        inputs = forward_inputs(self._model, batch)
+        if self.decodes and "input_ids" in inputs and "position_ids" in self._inputs:
+            mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+            inputs.setdefault("position_ids", positions_of(mask)[:, -inputs["input_ids"].shape[1] :])
+        feed: dict[str, Any] = {
+            name: tensor.to(self._model.device, self._model.dtype if tensor.is_floating_point() else None)
+            for name, tensor in inputs.items()
+        }
+        return {**feed, "use_cache": True} if self.decodes else feed
+
+    def prepare_step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The last token, and the model's own cache of the others.
+
+        Raises:
+            ExportError: The model returns no cache.
+        """
+        prompt, step = last_token(batch)
+        # Not compiled: what a CUDA graph returns is overwritten when it is run again.
+        with torch.inference_mode():
+            model: Any = self._model
+            past = model(**self.prepare(prompt)).get("past_key_values")
+        if not getattr(past, "layers", ()):
+            raise ExportError(f"a decoder must return its cache to be timed, and {type(self._model).__name__} has none")
+        return {**self.prepare(step), "past_key_values": past}
+
+    def run(self, feed: dict[str, Any]) -> Any:
+        """One forward pass."""
+        inputs = _fresh(feed)
+        with torch_threads(self.threads), torch.inference_mode():
+            output = self._forward(**inputs)
+            if self._on_cuda:
+                torch.cuda.synchronize(self._model.device)
+        return output
+
+    def time_ns(self, feed: dict[str, Any]) -> int:
+        """One forward pass, by CUDA events on a GPU."""
+        inputs = _fresh(feed)
+        with torch_threads(self.threads), torch.inference_mode():
+            if not self._on_cuda:
+                start_ns = perf_counter_ns()
+                self._forward(**inputs)
+                return perf_counter_ns() - start_ns
+            with torch.cuda.device(self._model.device):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                start.record()
+                self._forward(**inputs)
+                end.record()
+                end.synchronize()
+                return round(start.elapsed_time(end) * 1e6)
+
+    def fetch(self, result: Any) -> dict[str, np.ndarray]:
+        """Float32 arrays of the outputs that are tensors, a decoder's cache as `present.{layer}.key` and `.value`."""
+        tensors = {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
+        for index, layer in enumerate(getattr(result.get("past_key_values"), "layers", ())):
+            tensors |= {f"present.{index}.key": layer.keys, f"present.{index}.value": layer.values}
+        return {name: value.detach().float().cpu().numpy() for name, value in tensors.items()}
+
+    def peak_memory_bytes(self, feed: dict[str, Any]) -> int | None:
+        """The parameters, and what torch's allocator holds beyond what it held before, at the peak of a run."""
+        return peak_memory_bytes(self._model, lambda: self.run(feed))
+
+
+@register_runtime("torch-compile")
+class CompiledTorchRuntime(TorchRuntime):
+    """The same, compiled for every shape it is run on; the first run compiles, and belongs into the warm-up.
+
+    On a GPU it is compiled to CUDA graphs (mode "reduce-overhead").
+    """
+
+    def __init__(self, source: PreTrainedModel, *, threads: int):
+        super().__init__(source, threads=threads)
+        compilers = (os.environ.get("CXX"), "c++", "g++", "clang++")
+        if not self._on_cuda and not any(name and shutil.which(name) for name in compilers):
+            raise MissingRuntimeError(
+                f"runtime {self.name!r} needs a C++ compiler on the CPU, and found none; install one (such as g++), or "
+                "use runtime 'torch'"
+            )
+        self.cuda_graph = self._on_cuda
+        mode = "reduce-overhead" if self.cuda_graph else None
+        self._forward = torch.compile(self._model, dynamic=False, mode=mode)
+
+
+def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int | None:
+    """A model's parameters, and the most that torch's allocator holds during `run` beyond what it held before.
+
+    Other models on the device do not count. None on the CPU.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.max_memory_allocated.html
+    """
+    if model.device.type != "cuda":
+        return None
+    torch.cuda.synchronize(model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    run()
+    return parameter_bytes(model) + torch.cuda.max_memory_allocated(model.device) - before
+
+
+def _fresh(feed: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a run, with a cache that the run may lengthen: the tensors of the prepared one are shared."""
+    past = feed.get("past_key_values")
+    if past is None:
+        return feed
+    cache = copy.copy(past)
+    cache.layers = [copy.copy(layer) for layer in past.layers]
+    return {**feed, "past_key_values": cache}
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Pin torch's thread count, which is process-wide, inside the block."""
+    before = torch.get_num_threads()
+    if before == threads:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

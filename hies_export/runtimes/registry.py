@@ -1,0 +1,56 @@
+"""The runtimes there are, and how to load a model into one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import RecipeError, did_you_mean
+
+# Importing them registers them.
+from . import ort, ort_gpu, pytorch  # noqa: F401
+from .base import RUNTIMES, Runtime
+
+
+def check_runtime(name: str) -> None:
+    """Refuse, before anything is loaded, a runtime that is not registered or not installed.
+
+    Raises:
+        RecipeError: The name is not registered; the message names the nearest one.
+        MissingRuntimeError: It is not installed; the message names what to install.
+    """
+    if name not in RUNTIMES:
+        hint = did_you_mean(name, RUNTIMES, cutoff=0.3)
+        raise RecipeError([f"runtime must be one of {', '.join(sorted(RUNTIMES))}, got {name!r}{hint}"])
+    RUNTIMES[name].require()
+
+
+def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: int | None = None) -> Runtime:
+    """Load a model into a runtime.
+
+    Args:
+        name: A registered runtime, such as `torch` or `onnxruntime-cpu`.
+        source: A `PreTrainedModel` for `torch` and `torch-compile`; an ONNX file, or a folder with `model.onnx`, for
+            ONNX Runtime.
+        threads: CPU threads within an operator; by default torch's own number, so that runtimes compare.
+
+    Returns:
+        The loaded model; `.prepare(batch)`, `.run(prepared)` and `.fetch(result)` are what is done with it.
+
+    Raises:
+        RecipeError: The name is not registered, the source is not what this runtime reads, or threads < 1.
+        MissingRuntimeError: The runtime, or the provider it was asked for, is not installed.
+
+    Examples:
+        >>> runtime = load_runtime("torch", slim)
+        >>> runtime.fetch(runtime.run(runtime.prepare(batches[0])))["logits"].shape
+        (4, 3)
+    """
+    check_runtime(name)
+    if threads is not None and threads < 1:
+        raise RecipeError([f"threads must be at least 1, got {threads}"])
+    factory: Callable[..., Runtime] = RUNTIMES[name]
+    return factory(source, threads=torch.get_num_threads() if threads is None else threads)

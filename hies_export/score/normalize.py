@@ -1,0 +1,46 @@
+"""Scale scores to [0, 1]."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+NORMALIZE = ("model", "layer")
+
+
+class DegenerateRangeWarning(UserWarning):
+    """All heads have the same value, so min-max normalisation has nothing to spread; they all score 0."""
+
+
+def min_max(values: Mapping[str, Tensor], *, normalize: str, what: str) -> Mapping[str, Tensor]:
+    """(s - min) / (max - min) over all heads of the model, or of each attention module.
+
+    Warns:
+        DegenerateRangeWarning: max = min; those heads score 0.
+    """
+    if normalize == "layer":
+        return {name: _spread(v, v.min(), v.max(), f"{what} in {name}") for name, v in values.items()}
+    everything = torch.cat(list(values.values()))
+    low, high = everything.min(), everything.max()
+    if high == low:
+        _warn(what)
+        return {name: torch.zeros_like(v) for name, v in values.items()}
+    return {name: (v - low) / (high - low) for name, v in values.items()}
+
+
+def _spread(values: Tensor, low: Tensor, high: Tensor, what: str) -> Tensor:
+    if high == low:
+        _warn(what)
+        return torch.zeros_like(values)
+    return (values - low) / (high - low)
+
+
+def _warn(what: str) -> None:
+    warnings.warn(
+        f"{what} is the same for every head, so it cannot tell them apart and counts as 0",
+        DegenerateRangeWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,121 @@
+"""Describe a slim model: by its config alone, or by a `hies_export` block and a slim class."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from ..model import modeling_hies
+from ..model.auto import auto_classes, has_auto_base
+from ..values import AttentionSite, PruningPlan
+
+
+def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The slim twin of a model class of transformers.
+
+    Raises:
+        UnsupportedModelError: transformers does not export the class, so that no checkpoint can name it.
+    """
+    if not hasattr(modeling_hies, stock.__name__):
+        raise UnsupportedModelError(
+            f"a slim checkpoint names its model class, which transformers must export, but it does not export "
+            f"{stock.__name__}; cut a model of another class, or uniformly where its config can say it"
+        )
+    return getattr(modeling_hies, stock.__name__)
+
+
+def is_slim(model: PreTrainedModel) -> bool:
+    """Whether the model carries a `hies_export` block, so that its shapes are not what its config alone says."""
+    return getattr(model.config, "hies_export", None) is not None
+
+
+def _config_can_say_it(model: PreTrainedModel, plan: PruningPlan, sites: tuple[AttentionSite, ...]) -> bool:
+    """Try the uniform config on meta tensors; keep it if the stock class then has the slim model's shapes.
+
+    Every (sub-)config speaks for the modules that hold it, so that the towers of a model may differ.
+    """
+    if is_slim(model):
+        return False
+    configs = {id(config): config for config in _configs(model.config)}
+    owned: dict[int, list[AttentionSite]] = {}
+    for site in sites:
+        config = getattr(model.get_submodule(site.name), "config", model.config)
+        owned.setdefault(id(config) if id(config) in configs else id(model.config), []).append(site)
+    settings: dict[int, dict[str, int]] = {}
+    for key, group in owned.items():
+        counts = {(len(plan.kept[s.name].query), len(plan.kept[s.name].key_value)) for s in group}
+        widths = {(s.query_dim, s.value_dim) for s in group}
+        if len(counts) != 1 or len(widths) != 1:
+            return False
+        heads, key_value_heads = counts.pop()
+        if heads == group[0].heads:
+            continue
+        settings[key] = {"num_attention_heads": heads, "head_dim": widths.pop()[0]}
+        if hasattr(configs[key], "num_key_value_heads"):
+            settings[key]["num_key_value_heads"] = key_value_heads
+    candidate = copy.deepcopy(model.config)
+    try:
+        for config, twin in zip(_configs(model.config), _configs(candidate), strict=True):
+            for name, value in settings.get(id(config), {}).items():
+                setattr(twin, name, value)
+            twin.validate()  # what a config refuses (LLaMA: hidden size not a multiple of heads) cannot be saved
+        with torch.device("meta"):
+            stock = type(model)(candidate)
+    except (StrictDataclassError, ValueError, AttributeError, TypeError, RuntimeError):
+        return False
+    if _shapes(stock) != _shapes(model):
+        return False
+    for key, values in settings.items():
+        for name, value in values.items():
+            setattr(configs[key], name, value)
+    return True
+
+
+def _configs(config: Any) -> list[Any]:
+    """A config and those it is composed of."""
+    children = [getattr(config, key, None) for key in config.sub_configs]
+    return [config, *(c for child in children if child is not None for c in _configs(child))]
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    # Buffers as well: what is worked out from the number of heads, such as rotary frequencies, must be the same.
+    return {n: t.shape for n, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+
+
+def _make_slim_class(
+    model: PreTrainedModel,
+    resized: dict[str, list[int]],
+    parameters: dict[str, list[int]],
+    attributes: dict[str, dict[str, Any]],
+) -> None:
+    prefix = model.base_model_prefix + "."
+    under_base = (lambda name: name.removeprefix(prefix)) if model.base_model is not model else (lambda name: name)
+    block = copy.deepcopy(getattr(model.config, "hies_export", None)) or {
+        "format": 1,
+        "linear": {},
+        "attributes": {},
+    }
+    block["linear"].update({under_base(name): shape for name, shape in resized.items()})
+    if parameters:
+        block.setdefault("parameters", {}).update({under_base(name): shape for name, shape in parameters.items()})
+    for name, changed in attributes.items():
+        block["attributes"].setdefault(under_base(name), {}).update(changed)
+    stock = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
+    model.config.hies_export = block
+    model.config.auto_map = _auto_map(stock, model)
+    model.__class__ = slim_class(stock)
+
+
+def _auto_map(stock: type, model: PreTrainedModel) -> dict[str, str]:
+    """Every AutoModel class of the task class, and AutoModel for its base class."""
+    module = modeling_hies.__name__.rpartition(".")[2]
+    names = dict.fromkeys(auto_classes(stock.__name__, model.config.model_type), stock.__name__)
+    if has_auto_base(model):
+        names["AutoModel"] = type(model.base_model).__name__
+    return {auto_class: f"{module}.{name}" for auto_class, name in names.items()}

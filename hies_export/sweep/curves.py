@@ -1,0 +1,293 @@
+"""Draw what a sweep found, as PNG and SVG. Needs matplotlib, the extra `plots`."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import RequestError
+from ..report.style import COLOURS, MARKERS, head_grid, head_map, new_figure, require_matplotlib, write_figures
+from ..score.criteria import OWN_SAMPLES
+
+Row = Mapping[str, Any]
+
+COMPENSATIONS = {"none": "no compensation", "bias": "bias", "least_squares": "least squares"}
+
+
+def draw_figures(folder: Path) -> list[Path]:
+    """Draw the figures of a sweep's folder into its `figures/`.
+
+    Those that the sweep has no data for (one calibration size, one seed, fewer than three given alphas) are left out.
+
+    Args:
+        folder: What `sweep` wrote: sweep.json and details.json are read.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        MissingRuntimeError: matplotlib is not installed.
+        RequestError: The folder holds no finished sweep.
+    """
+    require_matplotlib()
+    for name in ("sweep.json", "details.json"):
+        if not (folder / name).is_file():
+            raise RequestError(f"figures are drawn from a finished sweep, but {folder} has no {name}")
+    rows = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+    details = json.loads((folder / "details.json").read_text(encoding="utf-8"))
+    drawings: dict[str, Callable[[], Any]] = {
+        "quality": lambda: curves(rows, "quality"),
+        "stability": lambda: curves(rows, "stability"),
+        "head-maps": lambda: head_maps(details),
+        "importance-3d": lambda: importance_bars(details),
+        "alpha-sensitivity": lambda: alpha_sensitivity(rows),
+        "calibration-size": lambda: calibration_sizes(rows),
+        "seeds": lambda: seeds(rows),
+    }
+    return write_figures(drawings, folder / "figures")
+
+
+def curves(rows: Sequence[Row], what: str) -> Any:
+    """Quality or stability against sparsity, a panel per compensation; bands are one standard deviation over seeds."""
+    shown = _not_too_many(_of_first_size(rows))
+    panels = list(dict.fromkeys(r["compensation"] for r in shown))
+    figure = new_figure(1.2 + 4.2 * len(panels), 4.4)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    names = list(dict.fromkeys(_name(r) for r in shown))
+    for axis, compensation in zip(axes, panels, strict=True):
+        for index, name in enumerate(names):
+            chosen = [r for r in shown if r["compensation"] == compensation and _name(r) == name]
+            _line(axis, chosen, what, index, name)
+        if what == "quality":
+            axis.axhline(rows[0]["quality_dense"] * _scale(rows), color="#555555", linestyle=":", label="dense model")
+        axis.set_title(COMPENSATIONS[compensation])
+        _sparsity_axis(axis, rows)
+    axes[0].set_ylabel(_axis_name(rows, what))
+    # Under the panels, where it hides no line.
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def head_maps(details: Mapping[str, Any]) -> Any:
+    """HIS and HIES of every head, a row each; a panel per share of heads removed, with crosses on those that go."""
+    plans = {name: _plans_of(details, name) for name in ("his", "hies")}
+    kinds = [name for name in plans if plans[name]]
+    if not kinds:
+        return None
+    columns = max(len(plans[name]) for name in kinds)
+    modules = list(details["his"])
+    heads = max(len(values) for values in details["his"].values())
+    width, height = max(2.3, 0.2 * heads + 0.7), max(1.9, 0.2 * len(modules) + 0.8)
+    figure = new_figure(columns * width + 1.2, len(kinds) * height + 0.8)
+    axes = figure.subplots(len(kinds), columns, squeeze=False)
+    for line, kind in zip(axes, kinds, strict=True):
+        for axis, plan in zip(line, plans[kind], strict=False):
+            alpha = plan["alpha"] if kind == "hies" else None
+            found = _importance(details, alpha)
+            gone = {m: [h for h in range(len(found[m])) if h not in plan["kept"][m]] for m in modules}
+            label = "HIS" if alpha is None else f"HIES, α {alpha:g}"
+            image = head_map(axis, found, gone, title=f"{label}: {plan['sparsity']:.0%} removed")
+        line[0].set_ylabel("layer")
+    for axis in axes[-1]:
+        axis.set_xlabel("head")
+    figure.colorbar(image, ax=axes, label="score, 0 to 1 (x: removed)", fraction=0.03)
+    return figure
+
+
+def importance_bars(details: Mapping[str, Any]) -> Any:
+    """HIS and HIES of every head as bars over layer and head."""
+    modules = list(details["his"])
+    plans = _plans_of(details, "hies")
+    kinds = [("HIS", None)] + ([(f"HIES, α {plans[0]['alpha']:g}", plans[0]["alpha"])] if plans else [])
+    import matplotlib as mpl
+    from mpl_toolkits.mplot3d.art3d import Poly3DCollection  # noqa: F401  registers the projection
+
+    colours = mpl.colormaps["cividis"]
+    figure = new_figure(5.4 * len(kinds), 4.8)
+    for number, (label, alpha) in enumerate(kinds):
+        axis: Any = figure.add_subplot(1, len(kinds), number + 1, projection="3d")
+        grid = head_grid(_importance(details, alpha))
+        bars = [
+            (layer, head, value)
+            for layer, line in enumerate(grid)
+            for head, value in enumerate(line)
+            if not math.isnan(value)
+        ]
+        layers, positions, values = zip(*bars, strict=True)
+        place = ([h - 0.35 for h in positions], [n - 0.35 for n in layers], [0.0] * len(bars))
+        axis.bar3d(*place, 0.7, 0.7, values, color=[colours(v) for v in values], shade=True)
+        axis.set(ylabel="layer", zlabel="score, 0 to 1", zlim=(0, 1), title=label)
+        axis.set_xlabel("head", labelpad=10)
+        axis.set_yticks(range(0, len(modules), max(1, len(modules) // 6)))
+        axis.set_box_aspect(None, zoom=0.85)
+        axis.view_init(elev=32, azim=-58)
+    return figure
+
+
+def alpha_sensitivity(rows: Sequence[Row]) -> Any:
+    """Quality of the best, the median and the worst given alpha of HIES, by weighted area under the curve."""
+    from ..evaluate.metrics import METRICS
+    from .sweep import weighted_area
+
+    plain = [r for r in rows if r["criterion"] == "hies" and r["compensation"] == rows[0]["compensation"]]
+    alphas = sorted({r["alpha"] for r in plain if r["alpha_by"] == "given"})
+    if len(alphas) < 3:
+        return None
+    by_alpha = {a: [r for r in plain if r["alpha"] == a and r["alpha_by"] == "given"] for a in alphas}
+    areas = {a: weighted_area(*_means(chosen, "quality")) for a, chosen in by_alpha.items()}
+    ranked = sorted(alphas, key=lambda a: areas[a], reverse=METRICS[rows[0]["metric"]].higher_is_better)
+    figure = new_figure(6.0, 4.4)
+    axis = figure.subplots()
+    places = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
+    for index, (place, alpha) in enumerate(places.items()):
+        area = areas[alpha] * _scale(rows)
+        _line(axis, by_alpha[alpha], "quality", index, f"{place}: α {alpha:g} (area {area:.1f})")
+    axis.axhline(rows[0]["quality_dense"] * _scale(rows), color="#555555", linestyle=":", label="dense model")
+    axis.set_title(f"HIES, {len(alphas)} values of α")
+    axis.set_ylabel(_axis_name(rows, "quality"))
+    _sparsity_axis(axis, rows)
+    axis.legend(frameon=False)
+    return figure
+
+
+def calibration_sizes(rows: Sequence[Row]) -> Any:
+    """Stability against the number of calibration samples, at the sparsity in the middle."""
+    shared = [r for r in rows if r["criterion"] not in OWN_SAMPLES]
+    sizes = sorted({r["calibration_samples"] for r in shared})
+    if len(sizes) < 2:
+        return None
+    sparsity = _middle(rows)
+    at = [r for r in shared if r["sparsity"] == sparsity and r["compensation"] == shared[0]["compensation"]]
+    at = _not_too_many(at)
+    figure = new_figure(6.0, 4.8)
+    axis = figure.subplots()
+    for index, name in enumerate(dict.fromkeys(_name(r) for r in at)):
+        chosen = [{**r, "sparsity": r["calibration_samples"]} for r in at if _name(r) == name]
+        _line(axis, chosen, "stability", index, name, share=False)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.set_xlabel("calibration samples")
+    axis.set_ylabel(_axis_name(rows, "stability"))
+    axis.set_title(f"{sparsity:.0%} of the heads removed")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def seeds(rows: Sequence[Row]) -> Any:
+    """Stability of every seed, with mean and standard deviation, at the sparsity in the middle."""
+    if len({r["seed"] for r in rows}) < 2:
+        return None
+    from .tables import grouped
+
+    sparsity = _middle(rows)
+    shown = grouped(_of_first_size(rows), "stability")
+    found = {name: values[sparsity] for name, values in shown.items() if sparsity in values}
+    figure = new_figure(8.0, 1.3 + 0.34 * len(found))
+    axis = figure.subplots()
+    for place, values in enumerate(reversed(found.values())):
+        shares = [100 * value for value in values]
+        spread = statistics.stdev(shares) if len(shares) > 1 else 0.0
+        axis.errorbar(statistics.fmean(shares), place, xerr=spread, fmt="|", color="#000000", capsize=4, markersize=12)
+        axis.scatter(shares, [place] * len(shares), color=COLOURS[0], s=26, alpha=0.8, zorder=3)
+    axis.set_yticks(range(len(found)), list(reversed(found)))
+    axis.set_xlabel(_axis_name(rows, "stability"))
+    axis.set_ylim(-0.7, len(found) - 0.3)
+    axis.set_title(f"Every seed; {sparsity:.0%} of the heads removed")
+    return figure
+
+
+def _line(axis: Any, rows: Sequence[Row], what: str, index: int, name: str, *, share: bool = True) -> None:
+    if not rows:
+        return
+    scale = (100.0 if what == "stability" else _scale(rows), 100.0 if share else 1.0)
+    by_sparsity: dict[float, list[float]] = {}
+    for row in rows:
+        by_sparsity.setdefault(row["sparsity"], []).append(row[what] * scale[0])
+    points = sorted(by_sparsity)
+    means = [statistics.fmean(by_sparsity[s]) for s in points]
+    spread = [statistics.stdev(v) if len(v := by_sparsity[s]) > 1 else 0.0 for s in points]
+    again, place = divmod(index, len(COLOURS))
+    colour, x = COLOURS[place], [s * scale[1] for s in points]
+    dashed = {"linestyle": "--", "markerfacecolor": "white"} if again else {}
+    axis.plot(x, means, color=colour, marker=MARKERS[place], label=name, **dashed)
+    lower, upper = ([m + sign * d for m, d in zip(means, spread, strict=True)] for sign in (-1, 1))
+    if what == "stability":
+        lower, upper = [max(v, 0.0) for v in lower], [min(v, 100.0) for v in upper]
+    axis.fill_between(x, lower, upper, color=colour, alpha=0.15, linewidth=0)
+
+
+def _name(row: Row) -> str:
+    """A row's method, whatever the compensation and the number of samples."""
+    from .tables import method_label
+
+    return method_label({**row, "compensation": "none"}, [row])
+
+
+def _of_first_size(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the first calibration size, and of what has a size of its own."""
+    size = next((r["calibration_samples"] for r in rows if r["criterion"] not in OWN_SAMPLES), None)
+    return [r for r in rows if r["calibration_samples"] == size or r["criterion"] in OWN_SAMPLES]
+
+
+def _not_too_many(rows: Sequence[Row]) -> list[Row]:
+    """All rows, or without the given alphas where there are more methods than colours."""
+    chosen = [r for r in rows if r["alpha_by"] != "given"]
+    return chosen if chosen and len({_name(r) for r in rows}) > len(COLOURS) else list(rows)
+
+
+def _means(rows: Sequence[Row], what: str) -> tuple[list[float], list[float]]:
+    sparsities = sorted({r["sparsity"] for r in rows})
+    return sparsities, [statistics.fmean(r[what] for r in rows if r["sparsity"] == s) for s in sparsities]
+
+
+def _middle(rows: Sequence[Row]) -> float:
+    sparsities = sorted({float(r["sparsity"]) for r in rows})
+    return sparsities[len(sparsities) // 2]
+
+
+def _scale(rows: Sequence[Row]) -> float:
+    from .tables import percent
+
+    return percent(rows[0]["metric"])
+
+
+def _axis_name(rows: Sequence[Row], what: str) -> str:
+    if what == "stability":
+        return "stability: predictions kept, %"
+    return rows[0]["metric"].replace("_", " ").capitalize() + (" x 100" if _scale(rows) > 1 else "")
+
+
+def _sparsity_axis(axis: Any, rows: Sequence[Row]) -> None:
+    sparsities = sorted({r["sparsity"] for r in rows})
+    axis.set_xticks([100 * s for s in sparsities], [f"{100 * s:g}" for s in sparsities])
+    axis.set_xlabel("heads removed, %")
+
+
+def _plans_of(details: Mapping[str, Any], criterion: str) -> list[Mapping[str, Any]]:
+    """The plans of a criterion, one per sparsity, the first alpha of each."""
+    found: dict[float, Mapping[str, Any]] = {}
+    for plan in details["plans"]:
+        if plan["criterion"] == criterion:
+            found.setdefault(plan["sparsity"], plan)
+    return [found[s] for s in sorted(found)]
+
+
+def _importance(details: Mapping[str, Any], alpha: float | None) -> Mapping[str, list[float]]:
+    """Per module, HIS^ of every head, or with an alpha its HIES, min-max normalised over the model."""
+
+    def spread(values: Mapping[str, list[float]]) -> dict[str, list[float]]:
+        everything = [v for line in values.values() for v in line]
+        low, high = min(everything), max(everything)
+        width = high - low
+        return {name: [(v - low) / width if width else 0.0 for v in line] for name, line in values.items()}
+
+    his, entropy = spread(details["his"]), spread(details["entropy"])
+    if alpha is None:
+        return his
+    return {
+        name: [alpha * h + (1 - alpha) * (1 - e) for h, e in zip(his[name], entropy[name], strict=True)] for name in his
+    }

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.contract import random_plan
+from support.models import bert, image_batch, text_batch, vit
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hies_export.checkpoint.classes import load_config
+from hies_export.checkpoint.folders import new_folder
+from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.save import check_reload, save_slim
+from hies_export.errors import OutputExistsError, ReloadMismatchError, RequestError
+from hies_export.prunable.attention import find_attention
+from hies_export.slim.check import first_output
+from hies_export.slim.cut import prune_heads
+from hies_export.values import PruningPlan
+
+
+def slim_of(dense: PreTrainedModel, batch: dict[str, Tensor], *, uniform: bool) -> tuple[PreTrainedModel, PruningPlan]:
+    sites = find_attention(dense, batch)
+    plan = random_plan(sites, uniform=uniform)
+    return prune_heads(dense, plan, sites), plan
+
+
+# Run where this package cannot be imported, as on a machine that has only torch and transformers.
+ELSEWHERE = """
+import sys
+sys.modules["hies_export"] = None
+import torch, transformers
+folder, auto_class, remote = sys.argv[1], sys.argv[2], sys.argv[3] == "remote"
+options = {"trust_remote_code": True} if remote else {}
+model = getattr(transformers, auto_class).from_pretrained(folder, **options).eval()
+batch = torch.load(folder + "/../batch.pt")
+torch.save(model(**batch)[0].detach(), folder + "/../output.pt")
+print(type(model).__module__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "auto_class", "uniform", "remote"),
+    [
+        (bert, "AutoModelForSequenceClassification", False, True),
+        (bert, "AutoModel", False, True),
+        (bert, "AutoModelForSequenceClassification", True, True),
+        (vit, "AutoModelForImageClassification", False, True),
+        (vit, "AutoModel", False, True),
+        (vit, "AutoModelForImageClassification", True, False),
+    ],
+)
+def test_a_fresh_process_without_this_package(
+    make, auto_class: str, uniform: bool, remote: bool, tmp_path: Path
+) -> None:
+    dense = make()
+    batch = text_batch(labels=False) if dense.main_input_name == "input_ids" else image_batch(labels=False)
+    slim, plan = slim_of(dense, batch, uniform=uniform)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
+    torch.save(batch, tmp_path / "batch.pt")
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "slim"), auto_class, "remote" if remote else "stock"]
+    module = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.split()[-1]
+    assert module.startswith("transformers_modules." if remote else "transformers.models.")
+    expected = first_output(slim if auto_class != "AutoModel" else slim.base_model, batch)
+    torch.testing.assert_close(torch.load(tmp_path / "output.pt"), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_without_trust_the_load_fails_loudly(tmp_path: Path) -> None:
+    slim, plan = slim_of(bert(), text_batch(), uniform=False)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=text_batch())
+    from transformers import BertForSequenceClassification
+
+    with pytest.raises(RuntimeError, match="size mismatch|ignore_mismatched_sizes"):
+        BertForSequenceClassification.from_pretrained(tmp_path / "slim")
+
+
+def test_load_does_not_execute_the_folders_code(tmp_path: Path) -> None:
+    slim, plan = slim_of(bert(), text_batch(), uniform=False)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=text_batch())
+    (tmp_path / "slim" / "modeling_hies.py").write_text("raise RuntimeError('executed')")
+    load(tmp_path / "slim")
+
+
+def test_the_shipped_code_imports_only_torch_and_transformers() -> None:
+    import ast
+
+    from hies_export.model import modeling_hies
+
+    tree = ast.parse(Path(modeling_hies.__file__).read_text())
+    imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported - set(sys.stdlib_module_names) == {"torch", "transformers"}
+    with pytest.raises(AttributeError, match="has no attribute 'NoSuchModel'"):
+        modeling_hies.NoSuchModel  # noqa: B018
+
+
+def test_two_saves_keep_every_weight(tmp_path: Path) -> None:
+    """transformers 5 renames keys by class on loading, and skips classes from outside: a silent trap."""
+    batch = image_batch()
+    slim, plan = slim_of(vit(), batch, uniform=False)
+    save_slim(slim, tmp_path / "one", plan=plan, batch=batch)
+    load(tmp_path / "one").save_pretrained(tmp_path / "two")
+    load(tmp_path / "two").save_pretrained(tmp_path / "three")
+    assert check_reload(slim, tmp_path / "three", batch) == 0
+    assert set(load_file(tmp_path / "three" / "model.safetensors")) == set(slim.state_dict())
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed"])
+def test_what_does_not_come_back_is_not_kept(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = image_batch()
+    slim, plan = slim_of(vit(), batch, uniform=False)
+    whole = type(slim).save_pretrained
+
+    def save_damaged(self: PreTrainedModel, folder: Path) -> None:
+        whole(self, folder)
+        weights = load_file(folder / "model.safetensors")
+        name = "vit.layers.1.attention.q_proj.weight"
+        weights[name] = weights[name] * 1.5
+        if damage == "missing":
+            del weights[name]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(type(slim), "save_pretrained", save_damaged)
+    match = "q_proj.weight'] did not" if damage == "missing" else "differs by"
+    with pytest.raises(ReloadMismatchError, match=match):
+        save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_nothing_half_written_is_left(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = text_batch()
+    slim, plan = slim_of(bert(), batch, uniform=False)
+
+    def fail(self: PruningPlan) -> str:
+        raise error
+
+    monkeypatch.setattr(PruningPlan, "to_json", fail)  # after the weights were written
+    with pytest.raises(type(error)):
+        save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_refused_or_replaced_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    with new_folder(folder) as temporary:
+        (temporary / "old.txt").write_text("old")
+    with pytest.raises(OutputExistsError, match=r"must not exist, but .*out does; .*--overwrite"), new_folder(folder):
+        pass
+
+    def fail_half_way() -> None:
+        with new_folder(folder, overwrite=True) as temporary:
+            (temporary / "new.txt").write_text("new")
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        fail_half_way()
+    assert [p.name for p in folder.iterdir()] == ["old.txt"]
+    with new_folder(folder, overwrite=True) as temporary:
+        (temporary / "new.txt").write_text("new")
+    assert [p.name for p in folder.iterdir()] == ["new.txt"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="a model must be a folder with a config.json or a Hub id"):
+        load(tmp_path / "nothing")
+    for config, message in (
+        ({"model_type": "bert"}, "names none"),
+        ({"model_type": "bert", "architectures": ["BertForEverything"]}, "BertForEverything"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(RequestError, match=message):
+            load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+    with pytest.raises(RequestError, match="unheard-of"):
+        load_config(tmp_path)
+    config = bert().config.to_dict() | {"architectures": ["BertForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RequestError, match="cannot be loaded"):
+        load(tmp_path)
+
+
+def test_dtype_is_the_checkpoints_own_unless_asked(tmp_path: Path) -> None:
+    slim, plan = slim_of(bert(), text_batch(), uniform=False)
+    save_slim(slim.half(), tmp_path / "slim", plan=plan, batch=text_batch())
+    assert load(tmp_path / "slim").dtype == torch.float16
+    assert load(tmp_path / "slim", dtype=torch.float32).dtype == torch.float32

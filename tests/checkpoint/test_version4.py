@@ -1,0 +1,163 @@
+"""Checkpoints whose heads transformers 4 pruned: built by hand, against the dense model with these heads masked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import bert, image_batch, shake, text_batch, vit
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    ViTModel,
+)
+
+import hies_export
+from hies_export.checkpoint.version4 import load_version4
+from hies_export.cli.main import main
+from hies_export.errors import RequestError, UnsupportedModelError
+from hies_export.prunable.attention import find_attention
+from hies_export.slim.check import first_output
+from hies_export.slim.cut import prune_heads
+from hies_export.slim.mask import masked_heads
+from hies_export.values import KeptHeads, PruningPlan
+
+PRUNED = {0: [1, 4], 2: [0, 2, 3, 5]}  # of 6 heads in each of 3 layers, 8 wide
+# Under the names that transformers 4 writes: what makes the heads' rows, and what takes their outputs in columns.
+ROWS = {
+    "bert": ["bert.encoder.layer.{}.attention.self." + n for n in ("query", "key", "value")],
+    "roberta": ["roberta.encoder.layer.{}.attention.self." + n for n in ("query", "key", "value")],
+    "vit": ["vit.encoder.layer.{}.attention.attention." + n for n in ("query", "key", "value")],
+}
+COLUMNS = {name: rows[0].rpartition(".attention.")[0] + ".attention.output.dense" for name, rows in ROWS.items()}
+COLUMNS["vit"] = "vit.encoder.layer.{}.attention.output.dense"
+
+
+def roberta() -> PreTrainedModel:
+    config = bert().config.to_dict() | {"pad_token_id": 1, "model_type": "roberta", "max_position_embeddings": 66}
+    return shake(RobertaForSequenceClassification(RobertaConfig(**config)))
+
+
+def vit_alone() -> PreTrainedModel:
+    """transformers itself renames what it finds under a model; not, in a class of others, what has no prefix."""
+    return shake(ViTModel(vit().config))
+
+
+def save_pruned(model: PreTrainedModel, folder: Path, pruned: dict[int, list[int]] = PRUNED) -> Path:
+    """What transformers 4 leaves after `model.prune_heads(pruned)` and `save_pretrained`."""
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    prefix = f"{model.config.model_type}." if model.base_model is model else ""
+    for layer, heads in pruned.items():
+        stay = torch.tensor([f for h in range(6) if h not in heads for f in range(8 * h, 8 * h + 8)])
+        for name in ROWS[model.config.model_type]:
+            for kind in ("weight", "bias"):
+                key = f"{name.format(layer)}.{kind}".removeprefix(prefix)
+                weights[key] = weights[key][stay].contiguous()
+        key = (COLUMNS[model.config.model_type].format(layer) + ".weight").removeprefix(prefix)
+        weights[key] = weights[key][:, stay].contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_config(folder, {str(layer): heads for layer, heads in pruned.items()})
+    return folder
+
+
+def write_config(folder: Path, pruned: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pruned_heads": pruned}))
+
+
+def masked(model: PreTrainedModel, batch: dict[str, torch.Tensor], pruned: dict[int, list[int]]) -> torch.Tensor:
+    sites = find_attention(model, batch)
+    kept = {site.name: tuple(h for h in range(6) if h not in pruned.get(layer, ())) for layer, site in enumerate(sites)}
+    plan = PruningPlan({name: KeptHeads(k, k, 6, 6) for name, k in kept.items()}, "by hand", None, 0)
+    with masked_heads(model, plan):
+        return first_output(model, batch)
+
+
+@pytest.mark.parametrize("make", [bert, roberta, vit, vit_alone])
+def test_it_loads_as_the_masked_model_and_becomes_a_slim_checkpoint(make: Any, tmp_path: Path) -> None:
+    model = make()
+    batch = image_batch(labels=False) if make in (vit, vit_alone) else text_batch(labels=False)
+    folder = save_pruned(model, tmp_path / "old")
+    with pytest.raises(RuntimeError, match="size mismatch|ignore_mismatched_sizes"):
+        type(model).from_pretrained(folder)
+    expected = masked(model, batch, PRUNED)
+    loaded = hies_export.load(folder)
+    torch.testing.assert_close(first_output(loaded, batch), expected, atol=1e-5, rtol=1e-5)
+    loaded.save_pretrained(tmp_path / "by hand")
+    assert main(["upgrade", str(folder), "-o", str(tmp_path / "slim")]) == 0
+    for name in ("by hand", "slim"):
+        again = hies_export.load(tmp_path / name)
+        assert not hasattr(again.config, "pruned_heads")
+        torch.testing.assert_close(first_output(again, batch), first_output(loaded, batch), atol=0, rtol=0)
+    plan = PruningPlan.from_file(tmp_path / "slim" / "hies_plan.json")
+    assert [list(kept.query) for kept in plan.kept.values()] == [[0, 2, 3, 5], [0, 1, 2, 3, 4, 5], [1, 4]]
+
+
+def test_as_many_heads_in_every_layer_need_no_code_where_the_config_can_say_it(tmp_path: Path) -> None:
+    pruned = {0: [0, 1], 1: [2, 5], 2: [3, 4]}
+    model, batch = vit(), image_batch()
+    loaded = hies_export.load(save_pruned(model, tmp_path / "old", pruned))
+    assert type(loaded) is type(model)
+    torch.testing.assert_close(first_output(loaded, batch), masked(model, batch, pruned), atol=1e-5, rtol=1e-5)
+
+
+def test_fused_projections_too(tmp_path: Path) -> None:
+    """GPT-2: one layer of queries, keys and values, weights transposed. Cut by this package, whose cut is tested."""
+    model = shake(
+        GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=48, n_layer=3, n_head=6, n_positions=32, n_inner=32))
+    )
+    batch = {"input_ids": torch.randint(3, 100, (2, 9))}
+    sites = find_attention(model, batch)
+    kept = {s.name: tuple(h for h in range(6) if h not in PRUNED.get(i, ())) for i, s in enumerate(sites)}
+    plan = PruningPlan({name: KeptHeads(k, k, 6, 6) for name, k in kept.items()}, "by hand", None, 0)
+    slim = prune_heads(model, plan, sites)
+    model.save_pretrained(tmp_path)
+    save_file(
+        {k: v.contiguous() for k, v in slim.state_dict().items() if k != "lm_head.weight"},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    write_config(tmp_path, {"0": [1, 4], "2": [0, 2, 3, 5]})
+    torch.testing.assert_close(first_output(hies_export.load(tmp_path), batch), first_output(slim, batch))
+
+
+def test_dtype_is_passed_on(tmp_path: Path) -> None:
+    assert hies_export.load(save_pruned(bert(), tmp_path), dtype=torch.float16).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "match"),
+    [
+        ({}, RequestError, r"must have pruned_heads in its config, but .* has none; it loads as it is"),
+        ({"0": []}, RequestError, r"must have pruned_heads in its config, but .* has none"),
+        ({"0": [1]}, RequestError, r"must be those that pruned_heads describes, but .* does not load so"),
+        ({"0": [0, 1, 2, 3, 4, 5]}, UnsupportedModelError, r"must keep a head, but layer 0 of .* has none left"),
+        ({"7": [1]}, UnsupportedModelError, r"has 3 such layers and names \[7\]"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    config: dict[str, list[int]], error: type[Exception], match: str, tmp_path: Path
+) -> None:
+    folder = save_pruned(bert(), tmp_path / "old")
+    write_config(folder, config)
+    with pytest.raises(error, match=match):
+        load_version4(folder)
+    assert main(["upgrade", str(folder), "-o", str(tmp_path / "slim")]) == 2
+    assert not (tmp_path / "slim").exists()
+
+
+def test_a_tensor_that_is_missing_is_refused(tmp_path: Path) -> None:
+    folder = save_pruned(vit(), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights["vit.encoder.layer.1.attention.attention.key.bias"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RequestError, match=r"every parameter must be in the files, but .* has no vit.layers.1.att"):
+        hies_export.load(folder)

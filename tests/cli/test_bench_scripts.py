@@ -1,0 +1,81 @@
+"""bench/gpu.sh on the CPU: the code that runs on a GPU, with tiny models."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+def gpu_bench(out: Path, *options: str) -> dict[str, Any]:
+    command = [str(BENCH / "gpu.sh"), "--dry", "--repeats", "2", "--out", str(out), *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, env={**os.environ, "PYTHON": sys.executable}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"written to {out}" in done.stdout
+    assert out.with_suffix(".html").read_text().startswith("<!doctype html>")
+    return json.loads(out.read_text())
+
+
+@pytest.mark.slow
+def test_everything_is_measured_or_named(tmp_path: Path) -> None:
+    found = gpu_bench(tmp_path / "gpu.json")
+    latency, scoring = (table["rows"] for table in found["tables"])
+    rows = {(row["model"], row["runtime"], row["dtype"], row["phase"]) for row in latency}
+    for share in ("0%", "30%", "50%"):
+        for dtype in ("float32", "bfloat16"):
+            assert (f"tiny BERT -{share}", "torch", dtype, "forward") in rows
+    for model in ("LLaMA", "LLaVA"):
+        assert {phase for name, _, _, phase in rows if name == f"tiny {model} -50%"} == {"prefill", "decode"}
+    assert ("tiny ViT -50%", "torch", "float32", "forward") in rows
+    assert ("tiny BERT -50%", "onnxruntime-cpu", "float32", "forward") in rows
+    # Half the heads are half of the attention, and the dense model against itself is nothing.
+    ratios = {row["model"]: row["flops_ratio"] for row in latency if row["runtime"] == "torch"}
+    assert ratios["tiny BERT -0%"] == 1
+    assert ratios["tiny BERT -50%"] < ratios["tiny BERT -30%"] < 1
+    assert [row["model"] for row in scoring] == ["tiny BERT", "tiny LLaMA"]
+    assert len(found["missing"]) == 1
+    assert "onnxruntime-cuda" in found["missing"][0]
+
+
+def test_what_takes_too_long_or_breaks_is_named_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.5)
+
+    def session(seconds: float) -> Any:
+        return gpu.Session(tmp_path / "gpu.json", seconds=seconds, device="cpu", repeats=1, console=Console(quiet=True))
+
+    late, broken = session(0.5), session(60)
+    late.attempt("long", lambda: time.sleep(30))
+    late.attempt("next", lambda: pytest.fail("begun"))
+    assert late.missing == [
+        "long: it was stopped 0.5 s after the 0.00833 minutes were over",
+        "next: the 0.00833 minutes were over before it began",
+    ]
+    broken.attempt("wrong", lambda: [][1])
+    broken.attempt("right", lambda: broken.scoring.append({}))
+    assert broken.missing == ["wrong: IndexError: list index out of range"]
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["tables"][1]["rows"] == [{}]
+
+
+@pytest.mark.slow
+def test_what_has_no_time_is_named(tmp_path: Path) -> None:
+    found = gpu_bench(tmp_path / "gpu.json", "--minutes", "0")
+    assert not any(table["rows"] for table in found["tables"])
+    assert "tiny ViT, torch, float32: the 0 minutes were over before it began" in found["missing"]
+    assert len(found["missing"]) == 9

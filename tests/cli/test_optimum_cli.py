@@ -1,0 +1,84 @@
+"""`optimum-cli hies ...` and `optimum-cli export hies ...`: the same program under Optimum's command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from optimum.commands import optimum_cli
+from support.models import save_project, save_text_model
+
+from hies_export.cli import main as cli
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run a command line under Optimum or by itself: exit code, standard output, standard error."""
+
+    def run(*command: object) -> tuple[int | None, str, str]:
+        program, *arguments = map(str, command)
+        try:
+            if program == "optimum-cli":
+                monkeypatch.setattr(sys, "argv", [program, *arguments])
+                optimum_cli.main()
+                code = None
+            else:
+                code = cli.main(arguments)
+        except SystemExit as exited:
+            code = exited.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_run_writes_the_same_plan_either_way(both, tmp_path: Path) -> None:
+    recipe = save_project(
+        tmp_path,
+        train=12,
+        validation=12,
+        calibration={"samples": 8},
+        prune={"alpha": 0.5, "budget": {"heads": 0.4}},
+        measure={"runtimes": ["torch"], "shapes": [[1, 8]], "repeats": 2},
+    ).joinpath("recipe.yaml")
+    for name, program in (("optimum", ("optimum-cli", "hies")), ("ours", ("hies-export",))):
+        code, out, err = both(*program, "run", recipe, "-o", tmp_path / name, "--set", "prune.alpha=0.25", "--json")
+        assert code == 0, err
+        assert out.splitlines()[-1].startswith("{")
+    assert (tmp_path / "optimum" / "plan.json").read_bytes() == (tmp_path / "ours" / "plan.json").read_bytes()
+
+
+def test_an_export_is_the_same_either_way(both, tmp_path: Path) -> None:
+    model, here, there = save_text_model(tmp_path / "model"), tmp_path / "here", tmp_path / "there"
+    assert both("optimum-cli", "export", "hies", "--dtype", "float16", model, there)[0] == 0
+    assert both("hies-export", "export", model, "-o", here, "--dtype", "float16")[0] == 0
+    files = {path.name: path.read_bytes() for path in here.iterdir()}
+    assert files["model.onnx"]
+    assert files == {path.name: path.read_bytes() for path in there.iterdir()}
+
+
+def test_wrong_requests_have_the_same_words_and_codes(both, tmp_path: Path) -> None:
+    for arguments in (("run", "none.yaml"), ("report", tmp_path), ("run",), ("unheard-of",)):
+        code, _, err = both("hies-export", *arguments)
+        under_optimum, _, said = both("optimum-cli", "hies", *arguments)
+        assert code == under_optimum == 2
+        assert said.splitlines()[-1].replace("optimum-cli hies", "hies-export") == err.splitlines()[-1]
+    code, _, err = both("optimum-cli", "export", "hies", tmp_path)
+    assert code == 2
+    assert "the following arguments are required: DIR" in err
+
+
+def test_help_names_the_program_that_was_typed(both) -> None:
+    code, out, _ = both("optimum-cli", "hies", "--help")
+    assert code == 0
+    assert out.replace("optimum-cli hies", "hies-export").split() == both("hies-export", "--help")[1].split()
+    assert "\n    hies " in both("optimum-cli", "--help")[1]
+
+
+def test_registering_imports_nothing_heavy() -> None:
+    code = "import sys, optimum.commands.register.register_hies; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    modules = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert "optimum.commands.register.register_hies" in modules
+    assert not modules & {"torch", "transformers", "numpy", "yaml", "rich", "hies_export"}

@@ -1,0 +1,323 @@
+"""Budgets of FLOPs, time and quality: against brute force, the counter, the masked model and a run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import bert, save_project, save_text_model, text_batch, write_rows
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+
+from hies_export import find_attention, load, prune_heads, select_heads
+from hies_export.cli.main import main
+from hies_export.cost.flops import flops_table
+from hies_export.cost.latency import WIDEST_INTERVAL, latency_table
+from hies_export.errors import PlanError, RecipeError
+from hies_export.measure.counts import count_flops
+from hies_export.measure.latency import is_noisy
+from hies_export.pipeline.search import metric_drop, most_within
+from hies_export.recipe import BudgetSection, PruningRecipe
+from hies_export.select.knapsack import CostTable, check_reachable, counts_within, least_loss, uniform_shares
+from hies_export.slim import refit as compensate
+from hies_export.values import AttentionSite, HeadScores
+
+
+def sites_of(*counts: int, group_size: int = 1) -> tuple[AttentionSite, ...]:
+    return tuple(AttentionSite(f"l{i}", n * group_size, n, 8, 8, (), f"l{i}.o") for i, n in enumerate(counts))
+
+
+def scores_of(values: torch.Tensor) -> HeadScores:
+    return HeadScores("hies", {}, {f"l{i}": row for i, row in enumerate(values.double())})
+
+
+def bumpy_table(seed: int, layers: int, bundles: int) -> CostTable:
+    """Savings that are neither equal over layers, nor linear, nor always rising, as timed ones are."""
+    generator = torch.Generator().manual_seed(seed)
+    saved = torch.rand(layers, bundles, generator=generator).cumsum(1) - 0.3
+    saved[:, 0] = 0
+    saved = 0.5 * saved / saved.sum()
+    return CostTable("latency", {f"l{i}": tuple(row) for i, row in enumerate(saved.double().tolist())})
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "constraints", [{}, {"min_heads": 2}, {"keep_layers": (0,)}, {"multiple_of": 2}], ids=lambda c: str(c)
+)
+def test_the_knapsack_finds_what_brute_force_finds(seed: int, constraints: dict[str, Any]) -> None:
+    scores = torch.rand(3, 4, generator=torch.Generator().manual_seed(100 + seed))
+    table, sites = bumpy_table(seed, 3, 4), sites_of(4, 4, 4)
+    ratio = 0.97
+
+    def lost(counts: tuple[int, ...]) -> float:
+        return sum(float(row.double().sort().values[:k].sum()) for row, k in zip(scores, counts, strict=True))
+
+    def allowed(counts: tuple[int, ...]) -> bool:
+        kept = [4 - k for k in counts]
+        even = all(k in (4, 2) for k in kept) or "multiple_of" not in constraints
+        return (
+            even and min(kept) >= constraints.get("min_heads", 1) and not ("keep_layers" in constraints and counts[0])
+        )
+
+    def best(limit: float) -> float:
+        every = [c for c in itertools.product(range(4), repeat=3) if allowed(c)]
+        return min(
+            (lost(c) for c in every if table.ratio(dict(zip(table.saved, c, strict=True))) <= limit), default=9e9
+        )
+
+    found = tuple(counts_within(scores_of(scores), sites, table, ratio=ratio, **constraints))
+    assert allowed(found)
+    assert table.ratio(dict(zip(table.saved, found, strict=True))) <= ratio
+    # Exact but for the rounding of three costs to 1e-5.
+    assert best(ratio) - 1e-9 <= lost(found) <= best(ratio - 3e-5) + 1e-9
+
+
+def test_the_program_knows_every_total() -> None:
+    costs, losses = [[0, 3, 5], [0, 2]], [[0.0, 0.4, 0.1], [0.0, 0.2]]
+    best, trace = least_loss(costs, losses, 6)
+    assert best.tolist() == pytest.approx([0.0, float("inf"), 0.2, 0.4, float("inf"), 0.1, float("inf")])
+    assert trace(5) == [2, 0]
+    assert trace(2) == [0, 1]
+
+
+def test_flops_are_what_the_counter_says_of_the_cut() -> None:
+    model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
+    sites = find_attention(model, batch)
+    table = flops_table(model, sites, batch=batch)
+    scores = HeadScores("hies", {}, {site.name: torch.rand(6, dtype=torch.float64) for site in sites})
+    plan = select_heads(scores, sites, counts=[1, 3, 5])
+    measured = count_flops(prune_heads(model, plan, sites), batch) / count_flops(model, batch)
+    assert table.ratio(dict(zip(table.saved, [1, 3, 5], strict=True))) == pytest.approx(measured, abs=1e-12)
+    assert 0.5 < measured < 0.8
+
+    counts = counts_within(scores, sites, table, ratio=0.8)
+    slim = prune_heads(model, select_heads(scores, sites, counts=counts), sites)
+    assert count_flops(slim, batch) / count_flops(model, batch) <= 0.8
+    # All heads cost the same here, so the best plan is that of the number of heads that fits.
+    plain = select_heads(scores, sites, heads=sum(counts) / 18)
+    assert plain.kept == select_heads(scores, sites, counts=counts).kept
+
+
+def test_uniform_budgets_take_the_same_from_every_layer() -> None:
+    table = CostTable("FLOPs", {f"l{i}": tuple(0.05 * k for k in range(4)) for i in range(3)})
+    scores = scores_of(torch.rand(3, 4))
+    assert counts_within(scores, sites_of(4, 4, 4), table, ratio=0.75, allocation="uniform") == [2, 2, 2]
+    with pytest.raises(PlanError, match=r"FLOPs at most 0.5 of dense, but .* gives 0.550, the best there is"):
+        counts_within(scores, sites_of(4, 4, 4), table, ratio=0.5, allocation="uniform")
+
+
+def test_an_unreachable_target_says_the_best_there_is() -> None:
+    table = CostTable("latency on torch", {f"l{i}": tuple(0.05 * k for k in range(4)) for i in range(3)})
+    check_reachable(sites_of(4, 4, 4), table, ratio=0.551)
+    with pytest.raises(PlanError, match=r"at most 0.6 of dense, but .* \(min_heads 2\) gives 0.700, the best there is"):
+        check_reachable(sites_of(4, 4, 4), table, ratio=0.6, min_heads=2)
+
+
+def test_groups_are_whole_in_a_budget_of_cost() -> None:
+    table = CostTable("FLOPs", {f"l{i}": (0.0, 0.1, 0.2) for i in range(2)})
+    sites, scores = sites_of(3, 3, group_size=2), scores_of(torch.rand(2, 6))
+    plan = select_heads(scores, sites, counts=counts_within(scores, sites, table, ratio=0.75))
+    assert [len(kept.query) for kept in plan.kept.values()] in ([2, 4], [4, 2])
+    for kept in plan.kept.values():
+        assert sorted({q // 2 for q in kept.query}) == list(kept.key_value)
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_multiple_of_is_kept_by_a_budget_of_heads(allocation: str) -> None:
+    scores, sites = scores_of(torch.rand(3, 8, generator=torch.Generator().manual_seed(1))), sites_of(8, 8, 8)
+    plan = select_heads(scores, sites, heads=0.5, allocation=allocation, multiple_of=4)
+    kept = [len(k.query) for k in plan.kept.values()]
+    assert plan.removed == 12
+    assert set(kept) <= {4, 8}
+    with pytest.raises(PlanError, match="multiple_of 4 allows no such number"):
+        select_heads(scores, sites, heads=0.1, allocation=allocation, multiple_of=4)
+    # Of all choices that keep 4 or 8 in every layer, the one that loses least.
+    if allocation == "global":
+        lost = [float(row.sort().values[:4].sum()) for row in scores.scores.values()]
+        plan = select_heads(scores, sites, heads=0.2, multiple_of=4)
+        assert [len(k.query) for k in plan.kept.values()].index(4) == lost.index(min(lost))
+
+
+@pytest.mark.parametrize("right", range(9))
+@pytest.mark.parametrize("known", [0, 2])
+def test_bisection_finds_the_last_that_passes(right: int, known: int) -> None:
+    tried: list[int] = []
+
+    def passes(step: int) -> bool:
+        tried.append(step)
+        assert 1 <= step <= 8
+        return step <= right
+
+    assert most_within(passes, 8, at_least=known) == max(right, known)
+    assert len(tried) <= 5
+
+
+def test_a_drop_is_what_got_worse() -> None:
+    assert metric_drop("accuracy", 0.88, 0.87) == 0.01
+    assert metric_drop("accuracy", 0.88, 0.89) == -0.01
+    assert metric_drop("perplexity", 6.5, 7.0) == 0.5
+
+
+def test_shares_step_through_every_number_of_heads() -> None:
+    shares = uniform_shares(sites_of(4, 4))
+    scores = scores_of(torch.rand(2, 4))
+    assert [select_heads(scores, sites_of(4, 4), heads=s).removed for s in shares[:6]] == [1, 2, 3, 4, 5, 6]
+
+
+def no_export(model: PreTrainedModel, folder: Path) -> None:
+    raise AssertionError("torch needs no export")
+
+
+def test_a_timed_table_is_kept_unless_it_is_noisy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
+    sites = find_attention(model, batch)
+    options: dict[str, Any] = {"runtime": "torch", "batch": batch, "export": no_export, "cache": tmp_path}
+    table = latency_table(model, sites, **options, repeats=6, min_seconds=0)
+    assert [round(6 * point["kept"]) for point in table.measured] == [4, 3, 2, 1]
+    noisy = any(
+        is_noisy(p["control_low"], p["control_high"]) or p["ratio_high"] - p["ratio_low"] > WIDEST_INTERVAL
+        for p in table.measured
+    )
+    assert ("too busy" in caplog.text) == noisy
+    assert len(list(tmp_path.glob("*.json"))) == (0 if noisy else 1)
+    # What all modules save at a timed cut is what was timed.
+    for point in table.measured:
+        counts = dict.fromkeys(table.saved, 6 - round(6 * point["kept"]))
+        assert table.ratio(counts) == pytest.approx(point["ratio"])
+
+
+def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A machine that calls nothing noisy keeps every table.
+    monkeypatch.setattr("hies_export.measure.latency.is_noisy", lambda low, high: False)
+    monkeypatch.setattr("hies_export.cost.latency.WIDEST_INTERVAL", 1e9)
+    model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
+    sites = find_attention(model, batch)
+    options: dict[str, Any] = {
+        "runtime": "torch",
+        "export": no_export,
+        "cache": tmp_path,
+        "repeats": 2,
+        "min_seconds": 0,
+    }
+    first = latency_table(model, sites, batch=batch, **options)
+    assert latency_table(model, sites, batch=batch, **options) == first
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    latency_table(model, sites, batch=text_batch(2, 13, padding=False, labels=False), **options)
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    file = next(tmp_path.glob("*.json"))
+    file.write_text("not json")
+    latency_table(model, sites, batch=batch, **options)
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ({}, "exactly one of heads, flops, latency, max_drop must be given, got none"),
+        ({"heads": 0.3, "flops": 0.8}, "exactly one of .* got heads and flops"),
+        ({"flops": 1.2}, r"flops must be in \(0, 1\), a share of the dense model's, got 1.2"),
+        ({"latency": {"ratio": 1.1}}, r"ratio must be in \(0, 1\), a share of the dense model's, got 1.1"),
+        ({"latency": {"ratio": 0.9, "runtime": "torsh"}}, "got 'torsh'; did you mean 'torch'"),
+        ({"max_drop": {"metric": "accurcy", "by": 0.01}}, "got 'accurcy'; did you mean 'accuracy'"),
+        ({"max_drop": {"metric": "accuracy", "by": -0.01}}, "by must be at least 0, got -0.01"),
+    ],
+)
+def test_budgets_that_cannot_be_are_refused(budget: dict[str, Any], message: str) -> None:
+    data = {"files": {"train": "a.jsonl"}, "text": "sentence"}
+    with pytest.raises(RecipeError, match=message):
+        PruningRecipe(model="m", task="text-classification", data=data, prune={"budget": budget})
+    with pytest.raises(ValueError):
+        BudgetSection(**budget)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return save_project(
+        tmp_path,
+        train=60,
+        validation=20,
+        calibration={"samples": 8, "batch_size": 8},
+        prune={"alpha": 0.5, "budget": {}},
+        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 4},
+    )
+
+
+def run(project: Path, budget: dict[str, Any], *settings: str) -> int:
+    extra = [part for setting in settings for part in ("--set", setting)]
+    return main(["run", str(project / "recipe.yaml"), "--set", f"prune.budget={json.dumps(budget)}", *extra])
+
+
+def test_a_run_by_flops_with_alpha_chosen(project: Path) -> None:
+    assert run(project, {"flops": 0.9}, "prune.alpha=auto") == 0
+    report = json.loads((project / "out" / "report.json").read_text())
+    budget = report["details"]["budget"]
+    assert budget["measured"] == pytest.approx(budget["predicted"], abs=1e-9)
+    assert budget["measured"] == report["flops"]["slim"] / report["flops"]["dense"]
+    assert 0.86 < budget["measured"] <= 0.9
+
+
+def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tiny models take their time elsewhere; a table as it might be timed stands in the cache's place.
+    points = [{"kept": k, "ratio": r, "control_low": 1.0, "control_high": 1.0} for k, r in ((0.5, 0.8), (1 / 6, 0.7))]
+    monkeypatch.setattr("hies_export.cost.latency._read", lambda file, key: points)
+    latency = {"ratio": 0.85, "runtime": "torch", "batch": 3, "sequence": 20}
+    assert run(project, {"latency": latency}) == 0
+    report = json.loads((project / "out" / "report.json").read_text())
+    budget = report["details"]["budget"]
+    assert 0.8 < budget["predicted"] <= 0.85
+    row = next(r for r in report["latency"] if (r["batch"], r["sequence"]) == (3, 20))
+    assert budget["measured"] == row["ratio"]
+    assert run(project, {"latency": latency | {"ratio": 0.6}}, f"output={project / 'other'}") == 2
+    assert not (project / "other").exists()
+
+
+def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}) == 0
+    report = json.loads((project / "out" / "report.json").read_text())
+    budget = report["details"]["budget"]
+    assert budget["samples"] == 52
+    assert budget["dense"] - budget["slim"] <= 0.05 + 1e-9
+    assert budget["slim"] == pytest.approx(budget["masked"])
+    # Where heads are compensated, that is what was judged: the cut model keeps to it again, by the same moments.
+    passes, collect = [], compensate._collect
+    monkeypatch.setattr(compensate, "_collect", lambda *args: passes.append(args) or collect(*args))
+    compensated = ("prune.compensation={samples: 60}", f"output={project / 'compensated'}")
+    assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}, *compensated) == 0
+    assert len(passes) == 1
+    refitted = json.loads((project / "compensated" / "report.json").read_text())["details"]["budget"]
+    assert refitted["slim"] == pytest.approx(refitted["refitted"])
+    assert refitted["dense"] == budget["dense"]
+    more = [row for row in budget["judged"] if row["removed"] == report["heads"]["removed"] + 1]
+    assert all(budget["dense"] - row["accuracy"] > 0.05 for row in more)
+    # The dense value, by hand: all rows but the eight that heads were scored on.
+    rows = [json.loads(line) for line in (project / "train.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(project / "model")
+    batch = tokenizer([r["sentence"] for r in rows], [r["other"] for r in rows], padding=True, return_tensors="pt")
+    right = AutoModelForSequenceClassification.from_pretrained(project / "model")(**batch).logits.argmax(
+        -1
+    ) == torch.tensor([r["label"] for r in rows])
+    assert int(right.sum()) - 8 <= round(52 * budget["dense"]) <= int(right.sum())
+    assert load(project / "out" / "slim").config.model_type == "bert"
+
+
+def test_one_head_too_many_is_said(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Where the labels are the dense model's own numbers, every cut is worse than none.
+    save_text_model(project / "number", num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained(project / "number").eval()
+    tokenizer = AutoTokenizer.from_pretrained(project / "number")
+    for split in ("train", "validation"):
+        rows = [json.loads(line) for line in (project / f"{split}.jsonl").read_text().splitlines()]
+        with torch.inference_mode():
+            numbers = [float(model(**tokenizer(r["sentence"], r["other"], return_tensors="pt")).logits) for r in rows]
+        write_rows(project / f"{split}.jsonl", len(rows), label=numbers.__getitem__)
+    assert run(project, {"max_drop": {"metric": "pearson", "by": 0.0001}}, f"model={project / 'number'}") == 2
+    assert re.search(
+        r"pearson to get worse by 0.0001, but .* even the smallest cut makes it worse by", capsys.readouterr().err
+    )
+    assert not (project / "out").exists()

@@ -1,0 +1,458 @@
+"""Checks and batches against values worked out by hand."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    DistilBertConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    ViTConfig,
+    ViTImageProcessorPil,
+)
+
+from hies_export.data.batches import Columns, check_rows, is_regression, load_processor, make_batches
+from hies_export.data.rows import load_rows
+from hies_export.data.targets import batches_fingerprint
+from hies_export.errors import DataError, RequestError
+
+
+def rows_of(columns, features=None):
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------
+
+TEXT = Columns(text=("text",), label="label")
+
+
+def check(rows, config, columns=TEXT, task="text-classification"):
+    check_rows(rows, columns=columns, config=config, task=task)
+
+
+def named_config(**numbers):
+    return BertConfig(label2id=numbers, id2label={number: name for name, number in numbers.items()})
+
+
+def test_is_regression():
+    assert is_regression(BertConfig(num_labels=1))
+    assert is_regression(BertConfig(num_labels=2, problem_type="regression"))
+    assert not is_regression(BertConfig(num_labels=2))
+
+
+def test_check_accepts_what_fits():
+    rows = rows_of({"text": ["a", "b"], "label": [0, 1]})
+    check(rows, BertConfig(num_labels=2))
+    check(rows, BertConfig(num_labels=1))
+    check(rows, BertConfig(num_labels=1), Columns(text=("text",)))
+
+
+@pytest.mark.parametrize(
+    ("columns", "match"),
+    [
+        (Columns(text=("sentence",)), r"the column 'sentence', but it has text, label, pixels"),
+        (Columns(text=("text",), label="gold"), "the column 'gold', but it has text"),
+        (Columns(text=("label",)), "'label' must hold text, but it holds int64"),
+        (Columns(), r"needs one or two data\.text columns, got 0"),
+        (Columns(text=("text",) * 3), r"needs one or two data\.text columns, got 3"),
+    ],
+)
+def test_check_of_text_columns(columns, match):
+    rows = rows_of({"text": ["a"], "label": [0], "pixels": [b"x"]})
+    with pytest.raises(DataError, match=match):
+        check(rows, BertConfig(num_labels=2), columns)
+
+
+@pytest.mark.parametrize(
+    ("columns", "match"),
+    [
+        (Columns(image="text"), "'text' must hold images, but it holds string"),
+        (Columns(image="numbers"), "'numbers' must hold images"),
+        (Columns(image="picture"), "the column 'picture', but it has"),
+        (Columns(text=("text",)), r"needs a data\.image column, got 0"),
+    ],
+)
+def test_check_of_image_columns(columns, match):
+    rows = rows_of({"text": ["a"], "numbers": [[1, 2]]})
+    with pytest.raises(DataError, match=match):
+        check(rows, ViTConfig(), columns, task="image-classification")
+
+
+def test_check_of_rows_without_content():
+    with pytest.raises(DataError, match=r"a 'text', but row 1 \(from 0\) has none"):
+        check(rows_of({"text": ["a", None], "label": [0, 1]}), BertConfig(num_labels=2))
+    images = rows_of({"image": [b"x", None]})
+    with pytest.raises(DataError, match=r"a 'image', but row 1 \(from 0\) has none"):
+        check(images, ViTConfig(), Columns(image="image"), task="image-classification")
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_labels", "match"),
+    [
+        ([0, 2], 2, r"in \[0, 2\).*row 1 \(from 0\) of 'label' has 2"),
+        ([0, -2], 2, r"in \[0, 2\).* has -2"),
+        ([1, -1], 2, r"got -1 in row 1 .* hidden label, as in GLUE's test splits"),
+        ([-1.0, -1.0], 1, r"got -1 in every row .* hidden label"),
+        ([0.0, 1.0], 2, "class numbers or class names, but 'label' holds float64 such as 0.0"),
+        ([0, None], 2, r"must have a label, but row 1 \(from 0\) has none"),
+        ([0.5, float("nan")], 1, r"must have a label, but row 1 \(from 0\) has none"),
+        (["a", "b"], 1, "regression must be numbers, but 'label' holds string such as 'a'"),
+        ([True, False], 1, "regression must be numbers, but 'label' holds bool"),
+        (["yes", "no"], 2, r"in 'label' must be among the model's \(LABEL_0, LABEL_1\), got 'yes', 'no'"),
+    ],
+)
+def test_check_of_labels(labels, num_labels, match):
+    rows = rows_of({"text": ["a"] * len(labels), "label": labels})
+    with pytest.raises(DataError, match=match):
+        check(rows, BertConfig(num_labels=num_labels))
+
+
+def test_check_of_problem_types():
+    rows = rows_of({"text": ["a"], "label": [1]})
+    with pytest.raises(DataError, match="multi_label_classification is not supported"):
+        check(rows, BertConfig(num_labels=3, problem_type="multi_label_classification"))
+    with pytest.raises(DataError, match="regression must have one label, but the model has 3"):
+        check(rows, BertConfig(num_labels=3, problem_type="regression"))
+    classes = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["n", "y"])})
+    with pytest.raises(DataError, match="regression must be numbers"):
+        check(rows_of({"text": ["a"], "label": [1]}, classes), BertConfig(num_labels=1))
+
+
+def test_a_score_of_minus_one_among_others_is_a_score():
+    check(rows_of({"text": ["a", "b"], "label": [-1.0, 2.5]}), BertConfig(num_labels=1))
+
+
+# ---- text batches ----------------------------------------------------------------------------------------
+
+
+def word_tokenizer(**options):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    options = {"pad_token": "[PAD]", "eos_token": "[SEP]"} | options
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="[UNK]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **options,
+    )
+
+
+def text_batches(rows, config, columns=TEXT, tokenizer=None, batch_size=2, **options):
+    return make_batches(
+        rows,
+        columns=columns,
+        config=config,
+        task="text-classification",
+        processor=tokenizer or word_tokenizer(),
+        batch_size=batch_size,
+        **options,
+    )
+
+
+def test_batches_are_padded_to_their_own_longest_and_keep_the_order():
+    rows = rows_of({"text": ["a b", "c", "d e f g"], "label": [0, 1, 1]})
+    first, second = text_batches(rows, BertConfig(num_labels=2))
+    assert first["input_ids"].tolist() == [[2, 4, 5, 3], [2, 6, 3, 0]]
+    assert first["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert second["input_ids"].tolist() == [[2, 7, 8, 9, 10, 3]]
+    assert first["labels"].tolist() == [0, 1]
+    assert first["labels"].dtype == torch.int64
+    assert second["labels"].tolist() == [1]
+
+
+def test_pairs_and_regression_labels():
+    rows = rows_of({"one": ["a", "b"], "two": ["c d", "e"], "label": [1, 2.5]})
+    (batch,) = text_batches(rows, BertConfig(num_labels=1), Columns(text=("one", "two"), label="label"))
+    assert batch["input_ids"].tolist() == [[2, 4, 3, 6, 7, 3], [2, 5, 3, 8, 3, 0]]
+    assert batch["token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 0]]
+    assert batch["labels"].dtype == torch.float32
+    assert batch["labels"].tolist() == [1.0, 2.5]
+
+
+def test_without_a_label_column_there_are_no_labels():
+    (batch,) = text_batches(rows_of({"text": ["a"]}), BertConfig(), Columns(text=("text",)))
+    assert set(batch) == {"input_ids", "token_type_ids", "attention_mask"}
+
+
+@pytest.mark.parametrize("config", [DistilBertConfig(), RobertaConfig(type_vocab_size=1)])
+def test_segment_ids_are_left_out_where_the_model_has_no_segments(config):
+    (batch,) = text_batches(rows_of({"text": ["a"]}), config, Columns(text=("text",)))
+    assert set(batch) == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.parametrize(
+    ("config", "model_max_length", "max_length", "length"),
+    [
+        (BertConfig(max_position_embeddings=6), 1000, None, 6),
+        (BertConfig(max_position_embeddings=60), 5, None, 5),
+        (BertConfig(max_position_embeddings=60), None, None, 10),
+        (BertConfig(max_position_embeddings=60), 8, 4, 4),
+        (RobertaConfig(max_position_embeddings=8, pad_token_id=1), None, None, 6),
+    ],
+)
+def test_length_limit(config, model_max_length, max_length, length):
+    options = {} if model_max_length is None else {"model_max_length": model_max_length}
+    (batch,) = text_batches(
+        rows_of({"text": ["a b c d e f g h"]}),
+        config,
+        Columns(text=("text",)),
+        tokenizer=word_tokenizer(**options),
+        max_length=max_length,
+    )
+    assert batch["input_ids"].shape == (1, length)
+
+
+@pytest.mark.parametrize("max_length", [0, 7])
+def test_a_length_the_model_cannot_take(max_length):
+    with pytest.raises(DataError, match=rf"max_length must be in \[1, 6\].*got {max_length}"):
+        text_batches(
+            rows_of({"text": ["a"]}),
+            BertConfig(max_position_embeddings=6),
+            Columns(text=("text",)),
+            max_length=max_length,
+        )
+
+
+def test_a_tokenizer_without_padding_gets_the_end_token(caplog):
+    config = LlamaConfig(vocab_size=20)
+    assert config.pad_token_id is None
+    with caplog.at_level(logging.WARNING, logger="hies_export"):
+        (batch,) = text_batches(
+            rows_of({"text": ["a b", "c"]}),
+            config,
+            Columns(text=("text",)),
+            tokenizer=word_tokenizer(pad_token=None),
+        )
+    assert batch["input_ids"].tolist() == [[2, 4, 5, 3], [2, 6, 3, 3]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert config.pad_token_id == 3
+    assert "padded with '[SEP]'" in caplog.text
+    assert "no pad_token_id: it is set to 3" in caplog.text
+
+
+def test_a_tokenizer_without_padding_gets_the_token_of_the_config():
+    tokenizer = word_tokenizer(pad_token=None)
+    text_batches(rows_of({"text": ["a"]}), BertConfig(pad_token_id=1), Columns(text=("text",)), tokenizer)
+    assert tokenizer.pad_token == "[UNK]"
+
+
+def test_a_tokenizer_without_any_padding():
+    with pytest.raises(DataError, match="neither a padding nor an end-of-text token"):
+        text_batches(
+            rows_of({"text": ["a"]}),
+            LlamaConfig(),
+            Columns(text=("text",)),
+            tokenizer=word_tokenizer(pad_token=None, eos_token=None),
+        )
+
+
+def test_a_tokenizer_of_another_model():
+    with pytest.raises(DataError, match=r"gives the token 11 and the model knows 8 tokens"):
+        text_batches(rows_of({"text": ["h"]}), BertConfig(vocab_size=8), Columns(text=("text",)))
+
+
+def test_batches_need_a_size():
+    with pytest.raises(DataError, match="batch_size must be at least 1, got 0"):
+        text_batches(rows_of({"text": ["a"], "label": [0]}), BertConfig(), batch_size=0)
+
+
+def labels_of(labels, config, names=None):
+    feature = datasets.ClassLabel(names=names) if names else None
+    features = datasets.Features({"text": datasets.Value("string"), "label": feature}) if names else None
+    rows = rows_of({"text": ["a"] * len(labels), "label": labels}, features)
+    return [label for batch in text_batches(rows, config) for label in batch["labels"].tolist()]
+
+
+def test_class_names_are_mapped_by_name():
+    config = named_config(NEGATIVE=1, POSITIVE=0)
+    assert labels_of(["POSITIVE", "negative", "NEGATIVE"], config) == [0, 1, 1]
+    assert labels_of([0, 1, 1], config, names=["Negative", "Positive"]) == [1, 0, 0]
+    assert labels_of([0, 1, 1], config) == [0, 1, 1]
+    assert labels_of([True, False], config) == [1, 0]
+
+
+def test_exact_names_win_over_names_that_differ_in_case():
+    assert labels_of(["US", "us"], named_config(us=0, US=1)) == [1, 0]
+
+
+def test_some_of_the_models_classes_are_mapped_by_name():
+    assert labels_of([0, 1], named_config(bird=0, cat=1, dog=2), names=["cat", "dog"]) == [1, 2]
+
+
+def test_other_class_names_are_matched_by_number(caplog):
+    with caplog.at_level(logging.WARNING, logger="hies_export"):
+        assert labels_of([0, 1], BertConfig(num_labels=2), names=["no", "yes"]) == [0, 1]
+        assert caplog.text == ""
+        assert labels_of([0, 1], named_config(bad=0, good=1), names=["no", "yes"]) == [0, 1]
+    assert "(no, yes) are not named as the model's (bad, good): they are matched by number" in caplog.text
+
+
+# ---- image batches ---------------------------------------------------------------------------------------
+
+
+def image_batches(rows, *, batch_size=8, label=None, size=4):
+    return make_batches(
+        rows,
+        columns=Columns(image="image", label=label),
+        config=ViTConfig(num_labels=2),
+        task="image-classification",
+        processor=ViTImageProcessorPil(size={"height": size, "width": size}),
+        batch_size=batch_size,
+    )
+
+
+def encoded(image, format="PNG"):
+    out = io.BytesIO()
+    image.save(out, format=format)
+    return out.getvalue()
+
+
+def picture(mode="RGB"):
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return PIL.Image.fromarray(pixels).convert(mode)
+
+
+def expected_pixels(image):
+    """The ViT's default normalisation, mean and deviation 0.5, by hand."""
+    return torch.tensor(np.asarray(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
+@pytest.mark.parametrize("storage", ["bytes", "struct", "image", "image folder"])
+def test_images_of_every_mode_and_storage(tmp_path, mode, storage):
+    image = picture(mode)
+    content = encoded(image)
+    if storage == "bytes":
+        rows = rows_of({"image": [content]})
+    elif storage == "struct":
+        rows = rows_of({"image": [{"bytes": content, "path": None}]})
+    elif storage == "image":
+        rows = rows_of({"image": [image]}, datasets.Features({"image": datasets.Image()}))
+    else:
+        (tmp_path / "cat").mkdir()
+        (tmp_path / "cat" / "a.png").write_bytes(content)
+        rows = load_rows(files={"only": tmp_path}, split="only")
+    (batch,) = image_batches(rows)
+    assert set(batch) == {"pixel_values"}
+    torch.testing.assert_close(batch["pixel_values"][0], expected_pixels(image))
+
+
+def test_a_palette_with_transparency_does_not_warn():
+    image = PIL.Image.new("P", (4, 4), 1)
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.info["transparency"] = b"\x80\xff"
+    (batch,) = image_batches(rows_of({"image": [encoded(image)]}))
+    assert (batch["pixel_values"][0, :, 0, 0] * 127.5 + 127.5).round().tolist() == [40, 50, 60]
+
+
+def test_image_batches_keep_order_and_labels():
+    images = [encoded(PIL.Image.new("RGB", (4, 4), (0, index, 0))) for index in (0, 1, 2, 0, 1, 2)]
+    rows = rows_of({"image": images, "label": [0, 0, 0, 1, 1, 1]})
+    batches = image_batches(rows, batch_size=4, label="label")
+    assert [batch["pixel_values"].shape for batch in batches] == [(4, 3, 4, 4), (2, 3, 4, 4)]
+    assert torch.cat([batch["labels"] for batch in batches]).tolist() == [0, 0, 0, 1, 1, 1]
+    green = torch.cat([batch["pixel_values"] for batch in batches])[:, 1, 0, 0]
+    assert (green * 127.5 + 127.5).round().tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_images_of_different_sizes_are_resized():
+    rows = rows_of({"image": [encoded(PIL.Image.new("RGB", size)) for size in ((3, 9), (20, 5))]})
+    assert image_batches(rows, size=6)[0]["pixel_values"].shape == (2, 3, 6, 6)
+
+
+def test_an_image_that_cannot_be_decoded():
+    rows = rows_of({"image": [encoded(picture()), b"not an image"]})
+    with pytest.raises(DataError, match=r"every 'image' must be an image, but row 1 \(from 0\) is not"):
+        image_batches(rows)
+
+
+# ---- processors ------------------------------------------------------------------------------------------
+
+
+def test_load_tokenizer(tmp_path):
+    word_tokenizer().save_pretrained(tmp_path)
+    loaded = load_processor(tmp_path, task="text-classification")
+    assert loaded("a b")["input_ids"] == [2, 4, 5, 3]
+
+
+def test_load_image_processor_uses_pillow_without_a_word(tmp_path, caplog, monkeypatch):
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "propagate", True)
+    ViTImageProcessorPil(size={"height": 6, "width": 6}).save_pretrained(tmp_path)
+    loaded = load_processor(tmp_path, task="image-classification")
+    assert isinstance(loaded, ViTImageProcessorPil)
+    assert loaded.size["height"] == 6
+    assert caplog.text == ""
+
+
+def test_load_image_processor_uses_pillow_even_where_torchvision_is(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        transformers.AutoImageProcessor, "from_pretrained", lambda *args, **options: calls.append((args, options))
+    )
+    load_processor("org/model", task="image-classification", revision="v1")
+    assert calls == [(("org/model",), {"backend": "pil", "revision": "v1"})]
+
+
+@pytest.mark.parametrize("config", [BertConfig(), LlamaConfig()])
+def test_a_checkpoint_without_tokenizer(tmp_path, config):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"needs a tokenizer, but .*save_pretrained"):
+        load_processor(tmp_path, task="text-classification")
+
+
+def test_a_checkpoint_without_image_processor(tmp_path):
+    ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"needs an image processor, but .*save_pretrained"):
+        load_processor(tmp_path, task="image-classification")
+
+
+def test_tasks():
+    with pytest.raises(RequestError, match="one of text-classification, .*, image-text-to-text, got 'poetry'"):
+        load_processor("anywhere", task="poetry")
+    with pytest.raises(RequestError, match="one of text-classification, .*, image-text-to-text, got 'poetry'"):
+        check(rows_of({"text": ["a"]}), BertConfig(), task="poetry")
+
+
+# ---- fingerprints ----------------------------------------------------------------------------------------
+
+
+def test_fingerprint_tells_batches_apart():
+    base = {"a": torch.arange(6).reshape(2, 3), "b": torch.ones(2)}
+    variants = [
+        [base],
+        [base, base],
+        [{**base, "b": torch.tensor([1.0, 2.0])}],
+        [{**base, "b": torch.ones(2).view(torch.int32)}],
+        [{**base, "a": torch.arange(6).reshape(3, 2)}],
+        [{"a": base["a"], "c": base["b"]}],
+        [{"a": base["a"]}, {"b": base["b"]}],
+    ]
+    prints = [batches_fingerprint(variant) for variant in variants]
+    assert len(set(prints)) == len(prints)
+    assert all(len(value) == 64 and set(value) <= set("0123456789abcdef") for value in prints)
+
+
+def test_fingerprint_depends_on_the_values_alone():
+    tensor = torch.arange(6).reshape(2, 3)
+    same = {"b": torch.tensor(1.0, dtype=torch.bfloat16), "a": tensor.T.contiguous().T}
+    assert not same["a"].is_contiguous()
+    again = {"a": tensor, "b": torch.tensor(1.0, dtype=torch.bfloat16)}
+    assert batches_fingerprint([same]) == batches_fingerprint([again])

@@ -1,0 +1,357 @@
+"""Batches of text to generate, against tokens counted by hand and the model's own processor."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor
+from transformers import GPT2Config, LlamaConfig
+
+from hies_export.data.batches import Columns, check_rows, draw_samples, load_processor, make_batches
+from hies_export.data.rows import load_rows
+from hies_export.errors import DataError
+
+TEXT = Columns(text=("text",))
+ASKED = Columns(prompt="Q {question} A", answer="answer")
+
+
+def rows_of(**columns: Any) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(columns)
+
+
+def words(ids: torch.Tensor) -> str:
+    return " ".join(repr(w)[1:-1] if w == "\n" else w for w in (GENERATIVE_WORDS[i] for i in ids.tolist()))
+
+
+def batches_of(rows: datasets.Dataset, columns: Columns, *, tokenizer: Any = None, **options: Any) -> list[Any]:
+    options = {
+        "config": LlamaConfig(vocab_size=32, pad_token_id=0, max_position_embeddings=64),
+        "batch_size": 8,
+    } | options
+    return make_batches(
+        rows, columns=columns, task="text-generation", processor=tokenizer or generative_tokenizer(), **options
+    )
+
+
+def labelled(batch: dict[str, torch.Tensor]) -> list[str]:
+    """The label tokens of each sample, which must stand where they stand among the inputs."""
+    where = batch["labels"] != -100
+    assert torch.equal(batch["labels"][where], batch["input_ids"][where])
+    assert not (where & (batch["attention_mask"] == 0)).any()
+    return [words(ids[row]) for ids, row in zip(batch["labels"], where, strict=True)]
+
+
+# ---- plain text ------------------------------------------------------------------------------------------
+
+
+def test_texts_are_joined_by_the_end_token_and_cut_into_equal_blocks() -> None:
+    (batch,) = batches_of(rows_of(text=["a b c", "d e", "f g h i"]), TEXT, max_length=4)
+    assert [words(row) for row in batch["input_ids"]] == ["a b c </s>", "d e </s> f"]  # g h i is incomplete
+    assert torch.equal(batch["labels"], batch["input_ids"])
+    assert batch["attention_mask"].all()
+    (alone,) = batches_of(rows_of(text=["a b c"]), TEXT, max_length=4)
+    assert words(alone["input_ids"][0]) == "a b c"
+
+
+def test_the_begin_token_joins_where_there_is_no_end_token() -> None:
+    tokenizer = generative_tokenizer(eos_token=None)
+    (batch,) = batches_of(rows_of(text=["a", "b"]), TEXT, tokenizer=tokenizer)
+    assert words(batch["input_ids"][0]) == "a <s> b"
+    tokenizer = generative_tokenizer(eos_token=None, bos_token=None)
+    with pytest.raises(DataError, match="end-of-text or begin-of-text token, but it has neither"):
+        batches_of(rows_of(text=["a", "b"]), TEXT, tokenizer=tokenizer)
+
+
+def test_lines_of_a_text_file_keep_their_line_breaks(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
+        file.write("a b\nc\n\nd e\n")
+    rows = load_rows(files={"train": tmp_path / "a.txt.gz"}, split="train")
+    (batch,) = batches_of(rows, TEXT)
+    assert words(batch["input_ids"][0]) == r"a b \n c \n \n d e \n"
+    # WikiText on the Hub: rows are lines that end in their line break, and blank ones are empty.
+    (batch,) = batches_of(rows_of(text=["", "a b\n", "", "c\n"]), TEXT)
+    assert words(batch["input_ids"][0]) == r"\n a b \n \n c \n"
+
+
+def test_block_length_by_default() -> None:
+    rows = rows_of(text=["a b c d " * 300])
+    for positions, length in ((2048, 512), (100, 100)):
+        config = GPT2Config(vocab_size=32, n_positions=positions)
+        (batch,) = batches_of(rows, TEXT, config=config, batch_size=99)
+        assert batch["input_ids"].shape == (1200 // length, length)
+    with pytest.raises(DataError, match=r"max_length must be in \[1, 100\].*got 101"):
+        batches_of(rows, TEXT, config=config, max_length=101)
+
+
+def test_blocks_are_the_samples_that_are_counted() -> None:
+    options: dict[str, Any] = {"columns": TEXT, "config": LlamaConfig(vocab_size=32), "task": "text-generation"}
+    options |= {"processor": generative_tokenizer(), "max_length": 2}
+    rows = rows_of(text=["a b c d e f g h i j"])
+    blocks = draw_samples(rows, **options, samples=3, shuffle_seed=1)
+    expected = [[["a b", "c d", "e f", "g h", "i j"][i] for i in np.random.default_rng(1).permutation(5)[:3]]]
+    batches = make_batches(blocks, **options, batch_size=2)
+    assert [[words(row) for b in batches for row in b["input_ids"]]] == expected
+    assert [len(b["input_ids"]) for b in batches] == [2, 1]
+    assert len(draw_samples(rows, **options, samples=99)) == 5
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_sample_per_row_without_packing(side: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = generative_tokenizer(padding_side=side)
+    rows = rows_of(text=["a b c d e", " ", "f g"])
+    with caplog.at_level(logging.WARNING, logger="hies_export"):
+        (batch,) = batches_of(rows, TEXT, tokenizer=tokenizer, packing=False, max_length=5)
+    assert "1 of 3 rows are blank" in caplog.text
+    if side == "right":
+        assert [words(r) for r in batch["input_ids"]] == ["<s> a b c d", "<s> f g <pad> <pad>"]
+        assert labelled(batch) == ["<s> a b c d", "<s> f g"]
+        assert "position_ids" not in batch
+    else:
+        assert [words(r) for r in batch["input_ids"]] == ["<s> a b c d", "<pad> <pad> <s> f g"]
+        assert labelled(batch) == ["<s> a b c d", "f g"]  # padding does not foretell a text
+        assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
+
+
+def test_left_padding_changes_no_logits() -> None:
+    model, rows = causal_lm(), rows_of(text=["a b c d e", "f g"])
+    options: dict[str, Any] = {"config": model.config, "packing": False}
+    (right,) = batches_of(rows, TEXT, **options)
+    (left,) = batches_of(rows, TEXT, tokenizer=generative_tokenizer(padding_side="left"), **options)
+    one, other = (model(**batch).logits[batch["attention_mask"].bool()] for batch in (right, left))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_text_that_is_too_short() -> None:
+    with pytest.raises(DataError, match="at least two tokens .* but 'text' has fewer"):
+        batches_of(rows_of(text=["a"]), TEXT)
+    with pytest.raises(DataError, match="at least two tokens .* row 0 .* has 1"):
+        batches_of(rows_of(text=["a", "b"]), TEXT, tokenizer=generative_tokenizer(), packing=False, max_length=1)
+
+
+def test_a_tokenizer_without_padding_says_what_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = generative_tokenizer(pad_token=None)
+    config = LlamaConfig(vocab_size=32, max_position_embeddings=64)
+    with caplog.at_level(logging.WARNING, logger="hies_export"):
+        (batch,) = batches_of(
+            rows_of(question=["a b", "c"], answer=["d", "e"]), ASKED, tokenizer=tokenizer, config=config
+        )
+    assert "texts are padded with '</s>'" in caplog.text
+    assert words(batch["input_ids"][1]) == "<s> Q c A e </s> </s>"
+    assert labelled(batch) == ["d </s>", "e </s>"]  # the padding is none, although it is the same token
+
+
+# ---- prompt and answer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_only_the_answer_is_a_label(side: str) -> None:
+    tokenizer = generative_tokenizer(padding_side=side)
+    (batch,) = batches_of(rows_of(question=["a b", "c"], answer=["yes", "no d"]), ASKED, tokenizer=tokenizer)
+    assert [words(r) for r in batch["input_ids"]] == ["<s> Q a b A yes </s>", "<s> Q c A no d </s>"]
+    assert labelled(batch) == ["yes </s>", "no d </s>"]
+
+
+def test_a_long_prompt_loses_its_beginning_but_for_the_begin_token() -> None:
+    rows = rows_of(question=["a b c d"], answer=["e f"])
+    for limit, expected in ((8, "<s> b c d A e f </s>"), (5, "<s> A e f </s>"), (4, "A e f </s>")):
+        (batch,) = batches_of(rows, ASKED, max_length=limit)
+        assert words(batch["input_ids"][0]) == expected
+        assert labelled(batch) == ["e f </s>"]
+    with pytest.raises(DataError, match="answers are never cut .* row 0 .* has 3 answer tokens and max_length is 3"):
+        batches_of(rows, ASKED, max_length=3)
+
+
+def test_templates() -> None:
+    rows = rows_of(question=["a"], answer=["b"], hint=[7])
+    (batch,) = batches_of(rows, Columns(prompt="{question}\n", answer="answer"))
+    assert words(batch["input_ids"][0]) == r"<s> a \n b </s>"  # no space of ours after a line break
+    check = {"config": LlamaConfig(), "task": "text-generation"}
+    for prompt, match in (
+        (
+            "{qestion}",
+            r"data.prompt must be a column .*question, answer, hint.*, got 'qestion'; did you mean 'question'",
+        ),
+        ("{}", "must be the name of a column, got {}"),
+        ("{question", "must be a template such as"),
+    ):
+        with pytest.raises(DataError, match=match):
+            check_rows(rows, columns=Columns(prompt=prompt, answer="answer"), **check)
+    with pytest.raises(DataError, match=r"data.answer must be a column .* got 'anser'; did you mean 'answer'"):
+        check_rows(rows, columns=Columns(prompt="{question}", answer="anser"), **check)
+    for columns, match in (
+        (Columns(prompt="{question}"), "go together, got only one"),
+        (Columns(text=("question",), prompt="{question}", answer="answer"), "got 1 text columns and a prompt"),
+        (Columns(), "got 0 text columns and no prompt"),
+        (Columns(text=("hint",)), "'hint' must hold text, but it holds int64"),
+    ):
+        with pytest.raises(DataError, match=match):
+            check_rows(rows, columns=columns, **check)
+    with pytest.raises(DataError, match=r"must have a 'answer', but row 1 \(from 0\) has none"):
+        check_rows(rows_of(question=["a", "b"], answer=["c", None]), columns=ASKED, **check)
+
+
+def test_of_several_answers_the_most_frequent_is_taken() -> None:
+    rows = rows_of(question=["a", "b"], answer=[["no", "yes", "yes"], ["c", "d"]])
+    (batch,) = batches_of(rows, ASKED)
+    assert labelled(batch) == ["yes </s>", "c </s>"]
+
+
+def test_rows_with_lists_of_questions_become_a_row_per_question() -> None:
+    rows = rows_of(question=[["a", "b"], ["c"]], answer=[["yes", "no"], ["d"]], hint=["k", "l"])
+    columns = Columns(prompt="{hint} {question}", answer="answer")
+    (batch,) = batches_of(rows, columns)
+    assert [words(r[r != 0]) for r in batch["input_ids"]] == [
+        "<s> k a yes </s>",
+        "<s> k b no </s>",
+        "<s> l c d </s>",
+    ]
+    uneven = rows_of(question=[["a"], ["b", "c"]], answer=[["d"], ["e"]])
+    with pytest.raises(DataError, match="row 1 .* has 'question' 2, 'answer' 1"):
+        batches_of(uneven, ASKED)
+
+
+# ---- images, prompts and answers -------------------------------------------------------------------------
+
+
+def png(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(out, format="PNG")
+    return out.getvalue()
+
+
+SHOWN = Columns(image="image", prompt="Q {question} A", answer="answer")
+
+
+def shown(rows: datasets.Dataset, *, columns: Columns = SHOWN, processor: Any = None, **options: Any) -> list[Any]:
+    options = {"batch_size": 8} | options
+    processor = processor or llava_processor()
+    return make_batches(
+        rows, columns=columns, config=llava().config, task="image-text-to-text", processor=processor, **options
+    )
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_an_image_takes_its_tokens_and_only_the_answer_is_a_label(side: str) -> None:
+    processor = llava_processor()
+    processor.tokenizer.padding_side = side
+    rows = rows_of(image=[png(0), png(1)], question=["a b", "c"], answer=["yes", "no"])
+    (batch,) = shown(rows, processor=processor)
+    image = " ".join(["<image>"] * 16)
+    assert words(batch["input_ids"][0]) == rf"<s> {image} \n Q a b A yes </s>"
+    assert labelled(batch) == ["yes </s>", "no </s>"]
+    assert ("position_ids" in batch) == (side == "left")
+    pixels = processor.image_processor([PIL.Image.open(io.BytesIO(png(1)))], return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(batch["pixel_values"][1:], pixels)
+    model = llava()
+    assert torch.isfinite(model(**batch).loss)
+
+
+def test_the_place_of_the_image() -> None:
+    rows = rows_of(image=[png(0)], question=["a"], answer=["b"])
+    template = (
+        "<s>{% for m in messages %}{% for c in m.content %}{{ '<image>' if c.type == 'image' else ' ' + c.text }}"
+        "{% endfor %}{% endfor %}{% if add_generation_prompt %} k{% endif %}"
+    )
+    image = " ".join(["<image>"] * 16)
+    (batch,) = shown(rows, processor=llava_processor(chat_template=template))
+    assert words(batch["input_ids"][0]) == f"<s> {image} Q a A k b </s>"  # one begin token, the template's
+    own = Columns(image="image", prompt="c <image> {question}", answer="answer")
+    (batch,) = shown(rows, columns=own, processor=llava_processor(chat_template=template))
+    assert words(batch["input_ids"][0]) == f"<s> c {image} a b </s>"
+
+
+def test_a_picture_with_several_questions() -> None:
+    rows = rows_of(image=[png(0), png(1)], question=[["a", "b"], ["c"]], answer=[["yes", "no"], ["d"]])
+    first, second = shown(rows, batch_size=2)
+    assert labelled(first) == ["yes </s>", "no </s>"]
+    assert torch.equal(first["pixel_values"][0], first["pixel_values"][1])
+    assert not torch.equal(first["pixel_values"][0], second["pixel_values"][0])
+
+
+def test_a_few_images_that_do_not_decode_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    images = [png(0)] * 200
+    images[3] = images[150] = b"no image"
+    columns = {"question": ["a"] * 200, "answer": (list("abcdefghij") * 20)}
+    with caplog.at_level(logging.WARNING, logger="hies_export"):
+        batches = shown(rows_of(image=images, **columns), batch_size=64)
+    assert "2 of 200 images in 'image' do not decode and are left out: row 3 (" in caplog.text
+    assert [len(b["labels"]) for b in batches] == [64, 64, 64, 6]
+    kept = [a for i, a in enumerate(columns["answer"]) if i not in (3, 150)]
+    assert list(itertools.chain(*map(labelled, batches))) == [f"{a} </s>" for a in kept]
+    images[7] = b"neither"
+    with pytest.raises(DataError, match=r"at most 1% of the images .* first 151 of 200 rows 3 .*: row 3 \(.*row 7"):
+        shown(rows_of(image=images, **columns))
+
+
+def test_bad_requests_with_images() -> None:
+    rows = rows_of(image=[png(0)], question=["a b c"], answer=["b"])
+    with pytest.raises(DataError, match=r"must fit into max_length \(20 tokens\), but row 0 .* has 25"):
+        shown(rows, max_length=20)
+    with pytest.raises(DataError, match=r"needs data\.image, data\.prompt and data\.answer"):
+        shown(rows, columns=ASKED)
+    with pytest.raises(DataError, match="'question' must hold images, but it holds string"):
+        shown(rows, columns=Columns(image="question", prompt="{question}", answer="answer"))
+
+
+def test_processors_are_loaded_from_their_folders(tmp_path: Path) -> None:
+    llava_processor().save_pretrained(tmp_path / "both")
+    rows = rows_of(image=[png(0)], question=["a"], answer=["b"])
+    loaded = load_processor(tmp_path / "both", task="image-text-to-text")
+    assert type(loaded.image_processor).__name__ == "CLIPImageProcessorPil"
+    (expected,), (found,) = shown(rows), shown(rows, processor=loaded)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    generative_tokenizer().save_pretrained(tmp_path / "text")
+    assert load_processor(tmp_path / "text", task="text-generation")("a")["input_ids"] == [2, 6]
+    with pytest.raises(DataError, match="needs a processor of images and text"):
+        load_processor(tmp_path / "text", task="image-text-to-text")
+
+
+def test_the_right_choice_is_the_answer() -> None:
+    rows = rows_of(question=["a b", "c"], choices=[["d", "e"], ["f", "g"]], label=["1", "0"])
+    columns = Columns(prompt="Q {question} A", answer="choices", label="label")
+    options: dict[str, Any] = {"columns": columns, "config": causal_lm().config, "task": "text-generation"}
+    check_rows(rows, **options)
+    (batch,) = make_batches(rows, **options, processor=generative_tokenizer(), batch_size=2)
+    assert labelled(batch) == ["e </s>", "f </s>"]
+    for label, message in (("2", "number one of the 2 choices from 0, but row 1 .* has '2'"), ("", "has ''")):
+        with pytest.raises(DataError, match=message):
+            check_rows(rows_of(question=["a", "c"], choices=[["d", "e"]] * 2, label=["1", label]), **options)
+    with pytest.raises(DataError, match="leave data.label out where there is one answer"):
+        check_rows(rows_of(question=["a"], choices=["d"], label=["0"]), **options)
+    with pytest.raises(DataError, match="must have the column 'label', but it has question, choices, labels"):
+        check_rows(rows_of(question=["a"], choices=[["d"]], labels=["0"]), **options)
+
+
+def test_easy_vqa(shared: Path) -> None:
+    rows = load_rows(files={"train": shared / "data" / "easy_vqa" / "train.parquet"}, split="train", samples=20)
+    columns = Columns(image="image", prompt="Q {questions} A", answer="answers")
+    check_rows(rows, columns=columns, config=llava().config, task="image-text-to-text")
+    options: dict[str, Any] = {"columns": columns, "config": llava().config, "task": "image-text-to-text"}
+    options["processor"] = llava_processor()
+    drawn = draw_samples(rows, **options, samples=40, shuffle_seed=0)
+    pairs = [
+        (number, *pair)
+        for number, row in enumerate(rows)
+        for pair in zip(row["questions"], row["answers"], strict=True)
+    ]
+    assert 40 < len(pairs) == len(draw_samples(rows, **options))
+    expected = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))[:40]]
+    assert [(r["questions"], r["answers"]) for r in drawn] == [(question, answer) for _, question, answer in expected]
+    batches = make_batches(drawn, **options, batch_size=16)
+    assert [len(b["pixel_values"]) for b in batches] == [16, 16, 8]
+    known = {"yes": "yes </s>", "no": "no </s>"}
+    assert list(itertools.chain(*map(labelled, batches))) == [known.get(a, "<unk> </s>") for *_, a in expected]
+    pictures = [rows[number]["image"].convert("RGB") for number, *_ in expected[:2]]
+    pixels = options["processor"].image_processor(pictures, return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(batches[0]["pixel_values"][:2], pixels)

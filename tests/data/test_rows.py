@@ -1,0 +1,291 @@
+"""Rows against files written and read by hand."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import tempfile
+
+import datasets
+import PIL.Image
+import pytest
+from support.models import SHARED
+
+from hies_export.data.rows import load_rows
+from hies_export.errors import DataError
+
+# Words that naive readers lose: a quote, a comma, a word that looks missing, a line separator, non-ASCII.
+TEXTS = ['"quoted", word', "None", "plain", "zwei\u2028Zeilen", "naïve 字"]
+RECORDS = [{"text": text, "label": index % 2} for index, text in enumerate(TEXTS)]
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def rows_of(columns, features=None):
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def load(path, **options):
+    return load_rows(files={"only": path}, split="only", **options)
+
+
+def content_of(ending):
+    if ending == "jsonl":
+        return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode()
+    if ending == "json":
+        return json.dumps(RECORDS, indent=1).encode()
+    if ending == "csv":
+        out = io.StringIO()
+        writer = csv.DictWriter(out, ["text", "label"])
+        writer.writeheader()
+        writer.writerows(RECORDS)
+        return out.getvalue().encode()
+    if ending == "tsv":
+        return ("text\tlabel\n" + "".join(f"{r['text']}\t{r['label']}\n" for r in RECORDS)).encode()
+    out = io.BytesIO()
+    rows_of({key: [record[key] for record in RECORDS] for key in ("text", "label")}).to_parquet(out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.csv", "a.csv.gz", "a.tsv", "a.tsv.gz", "a.parquet", "A.CSV"],
+)
+def test_every_table_format_gives_the_same_rows(tmp_path, name):
+    content = content_of(name.lower().split(".")[1])
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    rows = load(tmp_path / name)
+    assert rows.to_list() == RECORDS
+    assert rows.features["label"].dtype == "int64"
+
+
+@pytest.mark.parametrize("gzipped", [False, True], ids=["", "gz"])
+def test_text_file_has_one_row_a_line(tmp_path, gzipped):
+    content = "first\n\nthird \u2028 line\r\nlast".encode()
+    path = tmp_path / f"corpus.txt{'.gz' if gzipped else ''}"
+    path.write_bytes(gzip.compress(content) if gzipped else content)
+    assert load(path)["text"][:] == ["first", "", "third \u2028 line", "last"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, content in (("a.txt", "one\n"), ("a.csv", "text\none\n"), ("a.jsonl", '{"text": "one"}')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert load(tmp_path / name).to_list() == [{"text": "one"}]
+
+
+def test_column_types_are_those_of_the_whole_file(tmp_path):
+    """A score column that is whole numbers for a megabyte, then fractions."""
+    path = tmp_path / "scores.csv"
+    path.write_text("score,pad\n" + "3,xx\n" * 400_000 + "2.5,xx\n")
+    assert path.stat().st_size > 1 << 20
+    rows = load(path)
+    assert rows.features["score"].dtype == "float64"
+    assert rows[len(rows) - 1]["score"] == 2.5
+    mixed = write_jsonl(tmp_path / "mixed.jsonl", [{"score": 3}, {"score": 2.5, "late": "column"}])
+    assert load(mixed).to_list() == [{"score": 3.0, "late": None}, {"score": 2.5, "late": "column"}]
+
+
+def test_a_changed_file_is_read_anew(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "old"}])
+    stamp = path.stat()
+    assert load(path)["text"][:] == ["old"]
+    write_jsonl(path, [{"text": "new"}])
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same size, same time
+    assert load(path)["text"][:] == ["new"]
+
+
+def test_nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", tmp_path / "cache/downloads")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for folder in ("files", "temporary"):
+        (tmp_path / folder).mkdir()
+    path = tmp_path / "files/a.jsonl.gz"
+    path.write_bytes(gzip.compress(content_of("jsonl")))
+    rows = load(path, samples=3)
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["a.jsonl.gz", "files", "temporary"]
+    path.unlink()
+    assert rows.to_list() == RECORDS[:3]
+    assert rows.cache_files == []
+
+
+def test_nothing_is_printed(tmp_path, capfd):
+    load(write_jsonl(tmp_path / "a.jsonl", RECORDS))
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n1,2,3\n")
+    with pytest.raises(DataError):
+        load(tmp_path / "bad.csv")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_parts_by_pattern_are_read_in_name_order(tmp_path):
+    write_jsonl(tmp_path / "train-1.jsonl", [{"n": 2}, {"n": 3}])
+    write_jsonl(tmp_path / "train-0.jsonl", [{"n": 0}, {"n": 1}])
+    assert load(tmp_path / "train-*.jsonl")["n"][:] == [0, 1, 2, 3]
+
+
+def test_all_parts_have_the_column_types_of_the_first(tmp_path):
+    write_jsonl(tmp_path / "train-1.jsonl", [{"n": 2}, {"n": 3.5}])
+    write_jsonl(tmp_path / "train-0.jsonl", [{"n": 0}, {"n": 1}])
+    with pytest.raises(DataError, match=r"train-\*\.jsonl must be a readable jsonl file .*3\.5.* truncated"):
+        load(tmp_path / "train-*.jsonl")
+
+
+def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path):
+    folder = tmp_path / "run [1]"
+    folder.mkdir()
+    assert load(write_jsonl(folder / "a[2].jsonl", [{"n": 1}]))["n"][:] == [1]
+    assert len(load(write_image_folder(folder / "images [3]"))) == 20
+
+
+def test_samples_are_the_first_rows(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"n": n} for n in range(20)])
+    assert load(path, samples=5)["n"][:] == [0, 1, 2, 3, 4]
+    assert len(load(path, samples=50)) == 20
+
+
+def test_a_seed_shuffles_reproducibly(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"n": n} for n in range(50)])
+    few, all_rows = load(path, samples=8, shuffle_seed=3)["n"][:], load(path, shuffle_seed=3)["n"][:]
+    assert all_rows[:8] == few
+    assert sorted(all_rows) == list(range(50)) != all_rows
+    assert few != load(path, samples=8, shuffle_seed=4)["n"][:]
+
+
+def write_image_folder(folder, *, classes=("cat", "dog"), each=10):
+    for class_index, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for index in range(each):
+            PIL.Image.new("RGB", (4, 4), (class_index * 100, index, 0)).save(folder / name / f"{index:02}.png")
+    (folder / classes[0] / "notes.md").write_text("not an image")
+    return folder
+
+
+def test_image_folder(tmp_path):
+    rows = load(write_image_folder(tmp_path / "images"))
+    assert rows.features["label"].names == ["cat", "dog"]
+    assert rows["label"][:] == [0] * 10 + [1] * 10
+    assert [image.getpixel((0, 0)) for image in rows["image"]] == [
+        (label * 100, index, 0) for label in (0, 1) for index in range(10)
+    ]
+
+
+def test_an_image_folder_of_one_class_is_labelled(tmp_path):
+    rows = load(write_image_folder(tmp_path / "images", classes=("test",)))
+    assert rows.features["label"].names == ["test"]
+
+
+def test_samples_of_an_image_folder_are_of_all_classes(tmp_path):
+    folder = write_image_folder(tmp_path / "images")
+    first = load(folder, samples=8)["label"][:]
+    assert set(first) == {0, 1}
+    assert first == load(folder, samples=8, shuffle_seed=0)["label"][:]
+
+
+def test_hub_names(monkeypatch):
+    calls = []
+
+    def fake_load_dataset(*args):
+        calls.append(args)
+        return datasets.DatasetDict(validation=rows_of({"n": [1, 2, 3]}))
+
+    monkeypatch.setattr(datasets, "load_dataset", fake_load_dataset)
+    for name in ("nyu-mll/glue/sst2", "org/name", "imdb"):
+        assert load_rows(name=name, split="validation", samples=2)["n"][:] == [1, 2]
+    assert calls == [("nyu-mll/glue", "sst2"), ("org/name", None), ("imdb", None)]
+    with pytest.raises(DataError, match="split must be one of validation, got 'test'"):
+        load_rows(name="imdb", split="test")
+
+
+@pytest.mark.parametrize("name", ["a/b/c/d", "a//b", "/tmp", "my/data"])
+def test_hub_names_are_not_paths(name, tmp_path, monkeypatch):
+    (tmp_path / "my/data").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"must be a Hub dataset .* use data\.files"):
+        load_rows(name=name, split="train")
+
+
+def test_a_failure_of_the_hub_is_told(monkeypatch):
+    def fail(*args):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match=r"'org/name' could not be loaded .*ConnectionError: no route"):
+        load_rows(name="org/name", split="train")
+
+
+def test_exactly_one_source():
+    with pytest.raises(DataError, match="exactly one of name and files, got neither"):
+        load_rows(split="train")
+    with pytest.raises(DataError, match="exactly one of name and files, got both"):
+        load_rows(name="imdb", files={}, split="train")
+
+
+def test_file_errors(tmp_path):
+    good = write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
+    with pytest.raises(DataError, match="split must be one of train, dev, got 'test'"):
+        load_rows(files={"train": good, "dev": good}, split="test")
+    with pytest.raises(DataError, match=r"there is no .*missing\.jsonl"):
+        load(tmp_path / "missing.jsonl")
+    good.rename(tmp_path / "a.xlsx")
+    with pytest.raises(DataError, match=r"one of jsonl, json, csv, tsv, parquet, txt, .* got .*a\.xlsx"):
+        load(tmp_path / "a.xlsx")
+    with pytest.raises(DataError, match="samples must be at least 1, got 0"):
+        load(tmp_path / "a.xlsx", samples=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("bad.jsonl", b'{"a": 1}\n{"a":'),
+        ("bad.json", b'[{"a": 1},'),
+        ("latin.jsonl", b'{"a": "na\xefve"}'),
+        ("mixed.jsonl", b'{"a": 1}\n{"a": "one"}'),
+        ("bad.csv", b"a,b\n1,2\n1,2,3\n"),
+        ("wide.csv", b"a,b\n1,2,3\n"),
+        ("bad.parquet", b"not parquet"),
+        ("bad.txt", b"\xff\xfe\xff"),
+        ("plain.txt.gz", b"not gzipped"),
+        ("cut.txt.gz", gzip.compress(b"text " * 100, mtime=0)[:-12]),
+        ("damaged.txt.gz", gzip.compress(b"text", mtime=0)[:10] + b"\xff" * 300),
+    ],
+)
+def test_unreadable_files(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name} must be a readable {name.split('.')[1]} file .*but: \w+: "):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.txt"])
+def test_empty_files(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match=rf"{name} must be a readable \w+ file with at least one row, but"):
+        load(tmp_path / name)
+
+
+def test_a_parquet_file_without_rows(tmp_path):
+    rows_of({"text": ["a"]}).select([]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"must .* at least one row"):
+        load(tmp_path / "a.parquet")
+
+
+def test_an_image_folder_without_images(tmp_path):
+    (tmp_path / "cat").mkdir()
+    with pytest.raises(DataError, match="one sub-folder of images per class"):
+        load(tmp_path)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared, the project's real data")
+def test_real_files():
+    path = SHARED / "data/stsb/validation.jsonl.gz"
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        records = [json.loads(line) for line in file]
+    assert load(path).to_list() == records
+    images = load(SHARED / "data/cifar10/test-*.parquet", samples=10)
+    assert images[3]["image"].size == (32, 32)
+    assert images["label"][:] == list(range(10))

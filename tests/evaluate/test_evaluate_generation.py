@@ -1,0 +1,168 @@
+"""Predictions and metrics of generated text against the whole logits, torch's loss and greedy decoding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.generative import padded, with_images
+from support.models import causal_lm, llava
+from torch import Tensor
+
+from hies_export.errors import DataError, NonFiniteError, RecipeError
+from hies_export.evaluate import predict as evaluate_model
+from hies_export.evaluate.judge import compute_metrics, stability, standard_error
+from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics
+from hies_export.evaluate.predict import TokenPredictions, predict, references
+
+NAMES = ["perplexity", "token_accuracy", "exact_match"]
+
+
+def flat(lists: Any) -> list[Any]:
+    return list(itertools.chain(*lists))
+
+
+def naive(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[list[float]], list[list[int]], list[list[int]]]:
+    """Per sample the likelihoods, likeliest tokens and labels, from all logits, token by token."""
+    nlls, tokens, labels = [], [], []
+    for batch in batches:
+        logits = model(**batch).logits
+        for row, wanted in zip(logits, batch["labels"], strict=True):
+            at = [t for t in range(1, len(wanted)) if wanted[t] != -100]
+            nlls.append([-row[t - 1].log_softmax(-1)[wanted[t]].item() for t in at])
+            tokens.append([row[t - 1].argmax().item() for t in at])
+            labels.append([wanted[t].item() for t in at])
+    return nlls, tokens, labels
+
+
+@pytest.mark.parametrize("rows_at_once", [512, 3])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_predictions_and_metrics_equal_those_of_all_logits(side: str, rows_at_once: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(evaluate_model, "_ROWS_AT_ONCE", rows_at_once)
+    model = causal_lm()
+    batches = [padded([9, 4, 6], side, answers=[2, 3, 1]), padded([3, 7], side, answers=[1, 1])]
+    nlls, tokens, labels = naive(model, batches)
+    batches[0]["labels"][0, batches[0]["labels"][0] != -100] = torch.tensor(tokens[0])  # one answer that is right
+    nlls, tokens, labels = naive(model, batches)
+    found = predict(model, batches)
+    assert isinstance(found, TokenPredictions)
+    assert (len(found), found.answers) == (5, True)
+    assert found.tokens.tolist() == flat(tokens)
+    assert found.sample.tolist() == [0, 0, 1, 1, 1, 2, 3, 4]
+    torch.testing.assert_close(found.nll, torch.tensor(flat(nlls)), rtol=1e-5, atol=1e-5)
+    assert references(batches).tolist() == flat(labels)
+    every = flat(nlls)
+    expected = {
+        "perplexity": math.exp(sum(every) / len(every)),
+        "token_accuracy": sum(t == w for t, w in zip(flat(tokens), flat(labels), strict=True)) / len(every),
+        "exact_match": sum(t == w for t, w in zip(tokens, labels, strict=True)) / 5,
+    }
+    assert expected["exact_match"] > 0
+    assert compute_metrics(found, references(batches), names=NAMES) == pytest.approx(expected, rel=1e-5)
+
+
+def test_perplexity_of_blocks_is_the_exponential_of_the_models_own_loss() -> None:
+    model, batch = causal_lm(), padded([8, 8, 8], "right")
+    found = predict(model, [batch])
+    assert isinstance(found, TokenPredictions)
+    assert not found.answers
+    values = compute_metrics(found, references([batch]), names=["perplexity"])
+    assert values["perplexity"] == pytest.approx(math.exp(model(**batch).loss.item()), rel=1e-5)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_an_exact_match_is_a_greedy_answer(side: str) -> None:
+    model, prompts, new = causal_lm(), torch.randint(5, 32, (6, 5)), 3
+    greedy = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new, do_sample=False)
+    ids = greedy.clone()
+    # Half of the answers are what the model says; of the others one token differs.
+    for row, at in ((1, 5), (3, 6), (5, 7)):
+        ids[row, at] = 5 + (ids[row, at] - 4) % 27
+    labels = ids.clone()
+    labels[:, :5] = -100
+    mask = torch.ones_like(ids)
+    pads = (0, 2) if side == "right" else (2, 0)
+    ids, labels, mask = (torch.nn.functional.pad(t, pads, value=v) for t, v in ((ids, 0), (labels, -100), (mask, 0)))
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    if side == "left":
+        batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    found = predict(model, [batch])
+    assert isinstance(found, TokenPredictions)
+    wrong = found.per_sample(found.tokens != references([batch]))
+    assert (wrong == 0).tolist() == [True, False, True, False, True, False]
+    assert compute_metrics(found, references([batch]), names=["exact_match"]) == {"exact_match": 0.5}
+
+
+def test_images_with_answers() -> None:
+    model = llava()
+    batch = with_images(padded([9, 6, 5], "right", answers=[2, 4, 1]))
+    nlls, tokens, _ = naive(model, [batch])
+    found = predict(model, [batch])
+    assert isinstance(found, TokenPredictions)
+    assert (found.answers, found.tokens.tolist()) == (True, flat(tokens))
+    torch.testing.assert_close(found.nll, torch.tensor(flat(nlls)), rtol=1e-5, atol=1e-5)
+    assert model.config.text_config.use_cache
+
+
+def tokens_of(*samples: list[int], answers: bool) -> TokenPredictions:
+    tokens = torch.tensor(flat(samples))
+    sample = torch.tensor([i for i, part in enumerate(samples) for _ in part])
+    return TokenPredictions(tokens, torch.zeros(len(tokens)), sample, len(samples), answers)
+
+
+@pytest.mark.parametrize(("answers", "share"), [(False, 4 / 6), (True, 1 / 3)])
+def test_stability_counts_tokens_of_a_text_and_whole_answers(answers: bool, share: float) -> None:
+    dense = tokens_of([1, 2, 3], [4, 5], [6], answers=answers)
+    other = tokens_of([1, 9, 3], [9, 5], [6], answers=answers)
+    assert stability(dense, other) == pytest.approx(share)
+    assert stability(dense, dense) == 1.0
+    with pytest.raises(DataError, match="same samples, got 6 and 5 tokens of 3 and 3"):
+        stability(dense, tokens_of([1, 2, 3], [4], [6], answers=answers))
+
+
+def test_standard_error_of_an_exact_match_is_the_binomial_one() -> None:
+    right = (torch.rand(400) < 0.7).long()
+    found = tokens_of(*[[1, int(r)] for r in right], answers=True)
+    wanted = torch.ones(800, dtype=torch.int64)
+    p = right.float().mean().item()
+    error = standard_error(found, wanted, name="exact_match", resamples=300)
+    assert error == pytest.approx((p * (1 - p) / 400) ** 0.5, rel=0.15)
+
+
+def test_standard_error_of_a_perplexity() -> None:
+    nll = torch.rand(400) + 1
+    found = TokenPredictions(torch.zeros(400).long(), nll, torch.arange(400), 400, False)
+    error = standard_error(found, torch.zeros(400).long(), name="perplexity", resamples=300)
+    # By the delta method: exp(mean) times the error of the mean.
+    assert error == pytest.approx((nll.mean().exp() * nll.std() / 20).item(), rel=0.15)
+
+
+def test_bad_samples_and_numbers() -> None:
+    model, good = causal_lm(), padded([5, 4], "right")
+    bad = padded([5, 4], "right", answers=[2, 1])
+    bad["labels"][1] = -100
+    with pytest.raises(DataError, match=r"of batch 1 \(from 0\) sample 1 \(from 0\) of 2 has none"):
+        predict(model, [good, bad])
+    with pytest.raises(DataError, match="every label token needs a reference, got 7 predictions and 6"):
+        compute_metrics(predict(model, [good]), references([good])[:-1], names=["perplexity"])
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = math.nan
+    with pytest.raises(NonFiniteError, match=r"batch 0 \(from 0\) of 1 has NaN"):
+        predict(model, [good])
+
+
+def test_metrics_fit_the_task() -> None:
+    assert default_metrics(task="text-generation") == ("perplexity",)
+    assert default_metrics(task="text-generation", answers=True) == ("exact_match", "perplexity")
+    assert default_metrics(task="image-text-to-text") == ("exact_match", "perplexity")
+    check_metrics(NAMES, task="image-text-to-text")
+    with pytest.raises(RecipeError, match="of generated text must be among perplexity, .*, got 'f1', which is for cl"):
+        check_metrics(["f1"], task="text-generation")
+    with pytest.raises(RecipeError, match="of a classifier must be .* got 'perplexity', which is for tokens"):
+        check_metrics(["perplexity"])
+    with pytest.raises(RecipeError, match="got 'accuracy', which is for classes"):
+        compute_metrics(tokens_of([1], answers=True), torch.tensor([1]), names=["accuracy"])
+    assert [name for name, metric in METRICS.items() if not metric.higher_is_better] == ["perplexity"]

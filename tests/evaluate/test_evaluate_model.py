@@ -1,0 +1,242 @@
+"""Prediction and comparison against a hand-written loop and numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from hies_export.errors import DataError, NonFiniteError, RecipeError
+from hies_export.evaluate.judge import compute_metrics, stability, standard_error
+from hies_export.evaluate.metrics import METRICS, load_metric
+from hies_export.evaluate.predict import TokenPredictions, predict, references
+
+
+def tiny_bert(num_labels=3):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=16,
+        num_labels=num_labels,
+        initializer_range=0.5,
+    )
+    return BertForSequenceClassification(config)
+
+
+def batches(labels=True):
+    generator = torch.Generator().manual_seed(1)
+    result = []
+    for size, length in ((4, 7), (3, 5)):
+        batch = {
+            "input_ids": torch.randint(0, 50, (size, length), generator=generator),
+            "attention_mask": torch.ones(size, length, dtype=torch.int64),
+        }
+        batch["attention_mask"][0, 3:] = 0
+        if labels:
+            batch["labels"] = torch.randint(0, 3, (size,), generator=generator)
+        result.append(batch)
+    return result
+
+
+def test_predict_equals_a_loop_in_evaluation_mode():
+    model = tiny_bert().eval()
+    expected = []
+    for batch in batches():
+        output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        expected.append(output.logits.detach())
+    model.train()  # dropout would change the logits
+    logits = predict(model, batches())
+    torch.testing.assert_close(logits, torch.cat(expected))
+    assert logits.dtype == torch.float32
+    assert logits.shape == (7, 3)
+
+
+def test_predict_restores_the_mode_of_every_module():
+    model = tiny_bert().train()
+    model.bert.encoder.eval()
+    before = [module.training for module in model.modules()]
+    assert len(set(before)) == 2
+    predict(model, batches())
+    assert [module.training for module in model.modules()] == before
+
+
+def test_predict_restores_the_mode_after_a_failure():
+    model = tiny_bert().train()
+    with pytest.raises(IndexError):
+        predict(model, [{"input_ids": torch.full((1, 2), 99)}])
+    assert model.training
+
+
+def test_predict_gives_the_model_no_labels_and_leaves_the_batches_alone(monkeypatch):
+    model, given = tiny_bert(), batches()
+    seen = []
+    forward = model.forward
+
+    def recording_forward(**inputs):
+        seen.append(set(inputs))
+        return forward(**inputs)
+
+    monkeypatch.setattr(model, "forward", recording_forward)
+    predict(model, given)
+    assert seen == [{"input_ids", "attention_mask"}] * 2
+    assert "labels" in given[0]
+
+
+def test_logits_may_take_part_in_a_backward_pass():
+    logits = predict(tiny_bert(), batches()[:1])
+    weight = torch.ones(3, requires_grad=True)
+    (logits * weight).sum().backward()
+    torch.testing.assert_close(weight.grad, logits.sum(0))
+
+
+def test_logits_of_a_half_precision_model_are_float32():
+    assert predict(tiny_bert().to(torch.bfloat16), batches()).dtype == torch.float32
+
+
+def test_progress_wraps_the_batches():
+    lengths = []
+
+    def progress(iterable):
+        items = list(iterable)
+        lengths.append(len(items))
+        return iter(items)
+
+    model = tiny_bert()
+    torch.testing.assert_close(predict(model, batches(), progress=progress), predict(model, batches()))
+    assert lengths == [2]
+
+
+def test_predict_names_the_batch_with_a_nan():
+    model, given = tiny_bert(), batches()
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight[49] = float("nan")
+    for batch in given:
+        batch["input_ids"].clamp_(max=48)
+    given[1]["input_ids"][0, 0] = 49
+    with pytest.raises(NonFiniteError, match=r"batch 1 \(from 0\) of 2 has NaN"):
+        predict(model, given)
+
+
+def test_predict_needs_a_batch():
+    with pytest.raises(DataError, match="at least one batch, got none"):
+        predict(tiny_bert(), [])
+
+
+def test_references_are_the_labels_in_order():
+    given = batches()
+    assert references(given).tolist() == given[0]["labels"].tolist() + given[1]["labels"].tolist()
+
+
+@pytest.mark.parametrize("given", [[], batches(labels=False)], ids=["no batches", "no labels"])
+def test_references_need_labels(given):
+    with pytest.raises(DataError, match="metrics need labels"):
+        references(given)
+
+
+def test_metrics_of_a_classifier():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0], [0.0, 0.1, 0.2], [0.3, 0.2, 0.1]])
+    labels = torch.tensor([1, 0, 1, 2])  # predicted 1, 0, 2, 0
+    results = compute_metrics(logits, labels, names=["accuracy", "f1"], regression=False)
+    # F1 by hand: class 0: 2/3, class 1: 2/3, class 2: 0.
+    assert results == {"accuracy": 0.5, "f1": pytest.approx((2 / 3 + 2 / 3) / 3)}
+
+
+def test_f1_knows_the_number_of_classes_from_the_logits():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0], [0.0, 1.0, 0.2]])
+    labels = torch.tensor([1, 0, 0])  # predicted 1, 0, 1: class 1 alone has F1 2/3, class 0 too
+    three = compute_metrics(logits[:2], labels[:2] * 0, names=["f1"], regression=False)
+    two = compute_metrics(logits[:2, :2], labels[:2] * 0, names=["f1"], regression=False)
+    assert three == {"f1": pytest.approx((2 / 3 + 0) / 2)}  # macro over the classes that occur
+    assert two == {"f1": 0.0}  # class 1 only
+
+
+def test_metrics_of_a_regression():
+    generator = np.random.default_rng(0)
+    labels = generator.uniform(0, 5, 40).astype(np.float32)
+    logits = labels + generator.normal(0, 1, 40).astype(np.float32)
+    results = compute_metrics(
+        torch.tensor(logits)[:, None], torch.tensor(labels), names=["spearman", "pearson"], regression=True
+    )
+    assert list(results) == ["spearman", "pearson"]
+    assert results["pearson"] == pytest.approx(np.corrcoef(logits, labels)[0, 1], abs=1e-6)
+    by_rank = np.corrcoef(logits.argsort().argsort(), labels.argsort().argsort())[0, 1]
+    assert results["spearman"] == pytest.approx(by_rank, abs=1e-9)
+
+
+def test_accuracy_and_correlation_of_one_sample():
+    one = compute_metrics(torch.tensor([[0.5]]), torch.tensor([2.0]), names=["pearson"], regression=True)
+    assert one == {"pearson": 0.0}
+    one = compute_metrics(torch.tensor([[0.5, 1.0]]), torch.tensor([1]), names=["accuracy"], regression=False)
+    assert one == {"accuracy": 1.0}
+
+
+def test_metrics_refuse_a_metric_of_the_other_kind():
+    with pytest.raises(RecipeError, match="got 'pearson', which is for numbers"):
+        compute_metrics(torch.zeros(2, 2), torch.tensor([0, 1]), names=["pearson"], regression=False)
+
+
+def test_metrics_refuse_another_number_of_references():
+    with pytest.raises(DataError, match="got 3 logits and 2 references"):
+        compute_metrics(torch.zeros(3, 2), torch.tensor([0, 1]), names=["accuracy"], regression=False)
+
+
+@pytest.mark.parametrize("name", list(METRICS))
+def test_values_and_standard_errors_are_those_evaluate_computes(name):
+    labels, options = torch.randint(0, 3, (30,)), {"num_labels": 3}
+    predictions = torch.randn(30, 3) + torch.nn.functional.one_hot(labels, 3)
+    given = predictions.argmax(-1).numpy()
+    wanted = labels
+    kind = METRICS[name].of
+    if kind == "numbers":
+        predictions, wanted, options = predictions[:, :1], labels + torch.rand(30), {"num_labels": 1}
+        given = predictions.flatten().numpy()
+    elif kind == "tokens":
+        # Three tokens of each of ten samples.
+        right = torch.rand(10, 3) < 0.7
+        right[0] = True
+        nll, sample = torch.rand(30), torch.arange(10).repeat_interleave(3)
+        predictions = TokenPredictions(torch.where(right.flatten(), labels, 9), nll, sample, 10, answers=True)
+        sums = nll.double().view(10, 3).sum(-1).tolist()
+        given = np.array([{"nll": n, "right": int(r)} for n, r in zip(sums, right.sum(-1), strict=True)])
+        wanted, options = torch.full((10,), 3), {}
+
+    def by_evaluate(draw):
+        rows = given[draw].tolist()
+        return load_metric(name).compute(predictions=rows, references=wanted[draw].tolist(), **options)[name]
+
+    everything = torch.arange(len(given))
+    labels = labels if kind == "tokens" else wanted
+    value = compute_metrics(predictions, labels, names=[name], regression=kind == "numbers")[name]
+    assert value == pytest.approx(by_evaluate(everything), rel=1e-12)
+    draws = torch.randint(0, len(given), (20, len(given)), generator=torch.Generator().manual_seed(5))
+    expected = np.std([by_evaluate(draw) for draw in draws], ddof=1)
+    found = standard_error(predictions, labels, name=name, regression=kind == "numbers", resamples=20, seed=5)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert found > 0
+
+
+def test_stability_of_classes_ignores_the_size_of_the_logits():
+    dense = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.2, 0.1]])
+    other = torch.tensor([[0.0, 9.0], [1.0, 0.9], [1.0, 0.0], [7.0, 0.1]])
+    assert stability(dense, other, regression=False) == 0.75
+
+
+@pytest.mark.parametrize(("tolerance", "share"), [(0.25, 0.75), (0.1, 0.25), (1.0, 1.0)])
+def test_stability_of_numbers_is_within_the_tolerance(tolerance, share):
+    dense = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    other = torch.tensor([[1.25], [1.75], [3.0], [4.5]])
+    assert stability(dense, other, regression=True, tolerance=tolerance) == share
+
+
+def test_stability_of_one_number():
+    assert stability(torch.tensor([[1.0]]), torch.tensor([[1.2]]), regression=True) == 1.0
+
+
+@pytest.mark.parametrize("other", [torch.zeros(2, 2), torch.zeros(0, 2)])
+def test_stability_needs_the_same_samples(other):
+    with pytest.raises(DataError, match="same samples, got shapes"):
+        stability(torch.zeros(other.shape[0] and 3, 2), other, regression=False)

@@ -1,0 +1,140 @@
+"""Benchmarks of lm-eval against likelihoods written out; skipped, visibly, where the extra is not installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.models import causal_lm, generative_tokenizer, save_project
+
+from hies_export.cli.main import main
+from hies_export.errors import MissingRuntimeError, RecipeError, RequestError
+from hies_export.evaluate.lm_eval import check_benchmarks, run_benchmarks
+from hies_export.prunable.attention import find_attention
+from hies_export.recipe import PruningRecipe
+from hies_export.select.select import select_heads
+from hies_export.slim.cut import prune_heads
+from hies_export.values import HeadScores
+
+ROWS = [{"question": "Q a b", "choices": ["c d", "e"], "right": i % 2} for i in range(2)] + [
+    {"question": f"Q {a} {b} c", "choices": [f"{b} a", f"{a} {b}", "yes no"], "right": i % 3}
+    for i, (a, b) in enumerate(["ab", "cd", "ef", "gh", "ij", "kl", "ad", "be"])
+]
+
+
+def write_task(folder: Path, **fields: Any) -> Path:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    task = {
+        "task": "letters",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "right",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    path = folder / "letters.yaml"
+    path.write_text(yaml.safe_dump(task | fields))
+    return path
+
+
+def naive(model: Any, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Accuracy by the likelihood of each choice, and by that per character."""
+    tokenizer = generative_tokenizer()
+    right, normalised = 0, 0
+    for row in rows:
+        start = tokenizer(row["question"]).input_ids
+        scores = []
+        for choice in row["choices"]:
+            ids = tokenizer(row["question"] + " " + choice).input_ids
+            with torch.no_grad():
+                logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            scores.append(sum(float(logs[t - 1, ids[t]]) for t in range(len(start), len(ids))))
+        per_character = [s / len(c) for s, c in zip(scores, row["choices"], strict=True)]
+        right += scores.index(max(scores)) == row["right"]
+        normalised += per_character.index(max(per_character)) == row["right"]
+    return {"letters acc": right / len(rows), "letters acc_norm": normalised / len(rows)}
+
+
+def test_values_are_those_of_likelihoods_written_out(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+    task = str(write_task(tmp_path))
+    check_benchmarks([task])
+    model = causal_lm()
+    sites = find_attention(model, {"input_ids": torch.randint(3, 30, (2, 8))})
+    scores = HeadScores("", {}, {s.name: torch.rand(s.heads, dtype=torch.float64) for s in sites})
+    slim = prune_heads(model, select_heads(scores, sites, heads=0.25), sites)
+    for judged in (model, slim):
+        assert run_benchmarks(judged, generative_tokenizer(), [task]) == pytest.approx(naive(judged, ROWS))
+    few = run_benchmarks(model, generative_tokenizer(), [task], samples=3)
+    assert few == pytest.approx(naive(model, ROWS[:3]))
+
+
+@pytest.mark.slow
+def test_a_run_reports_them_dense_and_slim(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+    write_task(tmp_path)
+    causal_lm().save_pretrained(tmp_path / "model")
+    generative_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("\n".join("a b c d e f g h" for _ in range(60)))
+    recipe = {
+        "model": "model",
+        "task": "text-generation",
+        "data": {"files": {"train": "text.txt", "validation": "text.txt"}, "text": "text", "max_length": 16},
+        "calibration": {"samples": 8},
+        "evaluation": {"lm_eval": ["letters.yaml"]},
+        "prune": {"alpha": 0.5, "budget": {"heads": 0.5}, "compensation": {"samples": 16}},
+        "measure": {"runtimes": ["torch"], "shapes": [[1, 8]], "repeats": 2},
+        "output": "out",
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["run", str(tmp_path / "recipe.yaml")]) == 0
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["benchmarks"]
+    expected = naive(causal_lm_from(tmp_path / "model"), ROWS)
+    assert {name: values["dense"] for name, values in found.items()} == pytest.approx(expected)
+    expected = naive(causal_lm_from(tmp_path / "out" / "slim"), ROWS)
+    assert {name: values["slim"] for name, values in found.items()} == pytest.approx(expected)
+    for page in ("report.md", "report.html"):
+        assert "letters acc_norm" in (tmp_path / "out" / page).read_text()
+
+
+def causal_lm_from(folder: Path) -> Any:
+    from hies_export.checkpoint.loading import load
+
+    return load(folder, dtype=torch.float32)
+
+
+def test_unknown_tasks_and_lost_data_are_said_before_any_work(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+    with pytest.raises(RecipeError, match=r"got 'helaswag'; did you mean 'hellaswag'\?"):
+        check_benchmarks(["helaswag"])
+    with pytest.raises(RecipeError, match=r"must be a file that exists, got .*gone\.yaml"):
+        check_benchmarks([str(tmp_path / "gone.yaml")])
+    lost = write_task(tmp_path, dataset_kwargs={"data_files": {"test": str(tmp_path / "gone.jsonl")}})
+    with pytest.raises(RequestError, match=r"must be loadable for evaluation.lm_eval, but lm-eval says: .*gone\.jsonl"):
+        check_benchmarks([str(lost)])
+
+
+def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
+    with pytest.raises(MissingRuntimeError, match=r"\(piqa\) needs lm-eval.* pip install .hies-export\[lm-eval"):
+        check_benchmarks(["piqa"])
+
+
+def test_files_are_relative_to_the_recipe_and_only_language_models_are_judged(tmp_path: Path) -> None:
+    save_project(tmp_path, train=4, validation=4, prune={"budget": {"heads": 0.5}})
+    fields = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    fields["evaluation"] = {"lm_eval": ["piqa", "letters.yaml"]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
+    with pytest.raises(RecipeError, match="judges language models .* got task: text-classification"):
+        PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
+    fields |= {"task": "text-generation", "data": {"files": {"train": "a.txt"}, "text": "text"}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
+    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
+    assert recipe.evaluation.lm_eval == ("piqa", str(tmp_path / "letters.yaml"))

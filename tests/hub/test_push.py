@@ -1,0 +1,273 @@
+"""Push a run to a Hub on the loopback interface with the real client, and load it from there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants
+from support.hub import TOKEN, Hub, check_metadata
+from support.models import save_project
+from support.reports import make_report
+
+import hies_export
+from hies_export.cli.main import main
+from hies_export.errors import OutputExistsError, PushError, RequestError
+from hies_export.hub.push import push_to_hub
+from hies_export.report.card import render_card
+
+pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
+
+# What the client says of itself where it sends bytes.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+
+READ_TOKEN = "hf_ofsomebodyelse"
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """What a push reads of a run; the weights are no weights."""
+    folder = tmp_path / "run"
+    files = {
+        "report.json": make_report().to_json(),
+        "slim/config.json": "{}",
+        "slim/hies_plan.json": "{}",
+        "slim/model.safetensors": "slim weights",
+        "slim/README.md": "the card of the folder",
+        "onnx/config.json": "{}",
+        "onnx/model.onnx": "graph",
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+# Run in a process of its own, with an empty cache; without the package as on a machine that has only transformers.
+LOAD = """
+import json, sys
+way, repository, revision, folder = sys.argv[1:]
+import torch, transformers
+if way == "transformers":
+    sys.modules["hies_export"] = None
+    load = lambda *a, **k: transformers.AutoModelForSequenceClassification.from_pretrained(
+        *a, trust_remote_code=True, **k)
+else:
+    import hies_export
+    load = hies_export.load if way == "load" else hies_export.HIESModel.from_pretrained
+tokenizer = transformers.AutoTokenizer.from_pretrained(repository, revision=revision)
+batch = tokenizer(["good nice dull", "bad"], padding=True, return_tensors="pt")
+model = load(repository, revision=revision)
+torch.save(model(**batch).logits.detach(), f"{folder}/{way}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(tmp_path: Path) -> None:
+    save_project(
+        tmp_path / "project",
+        train=12,
+        validation=20,
+        calibration={"samples": 8},
+        prune={"alpha": "auto", "budget": {"heads": 0.4}},
+        measure={"shapes": [[2, 16]], "repeats": 4},
+    )
+    card = "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\nbase_model: some/bert\n---\n# Dense\n"
+    (tmp_path / "project" / "model" / "README.md").write_text(card)
+    assert main(["run", str(tmp_path / "project" / "recipe.yaml")]) == 0
+    run = tmp_path / "project" / "out"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    printed = []
+
+    def process(*command: str, home: str) -> str:
+        environment = hub.environment(tmp_path / home, TOKEN)
+        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+        printed.append(done.stdout + done.stderr)
+        assert done.returncode == 0, printed[-1]
+        return done.stdout
+
+    with Hub(tokens={TOKEN: "user"}) as hub:
+        push = ("-m", "hies_export", "push", str(run), "user/slim", "--private", "--revision", "half", "--json")
+        told = json.loads(process(*push, "--message", "first try", home="one").splitlines()[-1])
+        for way in ("load", "HIESModel", "transformers"):
+            process("-c", LOAD, way, "user/slim", "half", str(tmp_path), home=way)
+        repository = hub.repositories["user/slim"]
+        files = hub.files("user/slim", "half")
+    batch = {"input_ids": torch.tensor([[2, 5, 11, 12, 3], [2, 6, 3, 0, 0]])}
+    batch["attention_mask"] = (batch["input_ids"] != 0).long()
+    expected = hies_export.load(run / "slim")(**batch).logits
+    for way in ("load", "HIESModel", "transformers"):
+        torch.testing.assert_close(torch.load(tmp_path / f"{way}.pt"), expected, atol=0, rtol=0)
+
+    assert repository.private
+    assert [c.message for c in repository.branches["half"]] == ["initial commit", "first try"]
+    assert len(repository.branches["main"]) == 1
+    assert told["commit"] == repository.branches["half"][-1].sha
+    assert set(told["files"]) == set(files) - {".gitattributes"}
+    for name in ("model.safetensors", "modeling_hies.py", "hies_plan.json", "tokenizer.json"):
+        assert files[name] == (run / "slim" / name).read_bytes()
+    assert files["onnx/model.onnx"] == (run / "onnx" / "model.onnx").read_bytes()
+
+    # Tokens, and where this machine keeps its models, are nobody's business.
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path: written[path] for path in before} == before
+    assert not any(TOKEN.encode() in content for content in (*written.values(), *files.values()))
+    assert not any(TOKEN in text for text in printed)
+    assert not any(str(tmp_path).encode() in content for content in files.values())
+
+    (tmp_path / "README.md").write_bytes(files["README.md"])
+    loaded = ModelCard.load(tmp_path / "README.md")
+    report = json.loads((run / "report.json").read_text())
+    data = loaded.data.to_dict()
+    assert check_metadata(str(loaded)) == []
+    assert {k: data[k] for k in ("license", "license_name", "license_link", "base_model", "base_model_relation")} == {
+        **{"license": "other", "license_name": "mine", "license_link": "LICENSE"},
+        **{"base_model": "some/bert", "base_model_relation": "finetune"},
+    }
+    assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "text-classification")
+    (result,) = loaded.data.eval_results
+    assert (result.metric_type, result.metric_value) == ("accuracy", report["quality"]["slim"])
+    assert (result.dataset_name, result.dataset_type, result.dataset_split) == (
+        *("validation.jsonl", "jsonl", "validation"),
+    )
+    shown = [line.split("(")[1][:-1] for line in loaded.text.splitlines() if line.startswith("![")]
+    assert set(shown) == {"images/head-maps.png", "images/latency.png", "images/alpha.png"}
+    assert all(files[name].startswith(b"\x89PNG") for name in shown)
+    assert "| attention heads | 18 | 11 | -38.9% |" in loaded.text
+    assert "7 of the 18 attention heads of `model` were removed" in loaded.text
+    assert "bootstrap over loads" in loaded.text
+    for way in (
+        'hies_export.load("user/slim", revision="half")',
+        'AutoModelForSequenceClassification.from_pretrained("user/slim", revision="half", trust_remote_code=True)',
+        'ORTModelForSequenceClassification.from_pretrained("user/slim", revision="half", subfolder="onnx")',
+    ):
+        assert way in loaded.text
+
+
+def test_an_interrupted_upload_shows_nothing_and_goes_on(hub: Hub, run_folder: Path) -> None:
+    graph = f"/blobs/{hashlib.sha256(b'graph').hexdigest()}"
+    hub.refuse[graph] = 400
+    with pytest.raises(PushError, match=r"push to user/slim did not finish .*; nothing of it is visible.*run it again"):
+        push_to_hub(run_folder, "user/slim", license="mit")
+    assert set(hub.files("user/slim")) == {".gitattributes"}
+    sent = {f"PUT /blobs/{oid}" for oid in hub.blobs}
+    assert sent
+    del hub.refuse[graph]
+    hub.requests.clear()
+    push_to_hub(run_folder, "user/slim", license="mit")
+    sent_now = {r for r in hub.requests if r.startswith("PUT")}
+    assert f"PUT {graph}" in sent_now
+    assert not sent & sent_now
+    assert hub.files("user/slim")["onnx/model.onnx"] == b"graph"
+    # Again: nothing is new, no commit.
+    push_to_hub(run_folder, "user/slim", license="mit")
+    assert len(hub.repositories["user/slim"].branches["main"]) == 2
+
+
+def test_another_push_replaces_the_earlier_one_only(hub: Hub, run_folder: Path) -> None:
+    push_to_hub(run_folder, "user/slim", license="mit")
+    hub.files("user/slim")["LICENSE"] = b"added by hand"
+    (run_folder / "slim" / "model.safetensors").rename(run_folder / "slim" / "model-00001-of-00001.safetensors")
+    (run_folder / "onnx" / "model.onnx").rename(run_folder / "onnx" / "decoder_model_merged.onnx")
+    push_to_hub(run_folder, "user/slim", license="mit")
+    files = set(hub.files("user/slim"))
+    assert {"LICENSE", "model-00001-of-00001.safetensors", "onnx/decoder_model_merged.onnx"} <= files
+    assert not {"model.safetensors", "onnx/model.onnx"} & files
+
+
+def test_other_content_is_refused_or_replaced_whole(hub: Hub, run_folder: Path) -> None:
+    hub.add("user/theirs", {"pytorch_model.bin": b"weights", "README.md": b"a card"})
+    with pytest.raises(OutputExistsError, match=r"new, empty or of an earlier push, but user/theirs has README.md, py"):
+        push_to_hub(run_folder, "user/theirs", license="mit")
+    assert len(hub.repositories["user/theirs"].branches["main"]) == 1
+    push_to_hub(run_folder, "user/theirs", license="mit", overwrite=True)
+    assert "pytorch_model.bin" not in hub.files("user/theirs")
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"token": None}, r"needs a token of the Hub .* there is none; log in with 'hf auth login'"),
+        ({"token": "hf_unheardof"}, r"the token must be one the Hub knows.*log in again"),
+        ({"token": READ_TOKEN}, r"the right to write to user/there, but the Hub refused"),
+        ({"token": READ_TOKEN, "repository": "user/new"}, r"the right to write to user/new, but the Hub refused"),
+        ({"repository": "slim"}, r"a repository must be USER/REPO, got 'slim'"),
+        ({"repository": "user/so bad"}, r"a repository must be USER/REPO, got 'user/so bad'"),
+        ({"license": None}, r"the licence of some/model must be known .* give it as --license"),
+        ({"base_model": "user/dense"}, r"keeps the licence of its dense model, .* which is apache-2.0, got mit; leave"),
+        ({"base_model": "user/none"}, r"there is no model user/none on the Hub .*; leave --base-model out"),
+        ({"base_model": "no id"}, r"there is no model no id on the Hub"),
+        ({"license": "beerware"}, r"metadata that the Hub takes.* it says: .license. must be one of"),
+        ({"private": True}, r"user/there must be private, but it exists and is public"),
+    ],
+)
+def test_a_wrong_request_sends_nothing(
+    given: dict[str, Any], match: str, hub: Hub, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("user/there", {})
+    hub.add("user/dense", {"README.md": b"---\nlicense: apache-2.0\n---\n"})
+    hub.tokens[READ_TOKEN] = "other"
+    token = given.pop("token", TOKEN)
+    if token is None:
+        monkeypatch.delenv("HF_TOKEN")
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(run_folder / "no token"))
+    else:
+        monkeypatch.setenv("HF_TOKEN", token)
+    options = {"repository": "user/there", "license": "mit"} | given
+    with pytest.raises(RequestError, match=match) as error:
+        push_to_hub(run_folder, options.pop("repository"), **options)
+    assert TOKEN not in str(error.value)
+    assert READ_TOKEN not in str(error.value)
+    assert not hub.blobs
+    assert [len(r.branches["main"]) for r in hub.repositories.values()] == [1, 1]
+
+
+def test_the_licence_of_the_base_model_on_the_hub_is_inherited(hub: Hub, run_folder: Path) -> None:
+    hub.add("user/dense", {"README.md": b"---\nlicense: apache-2.0\n---\n"})
+    push_to_hub(run_folder, "user/slim", base_model="user/dense")
+    text = hub.files("user/slim")["README.md"].decode()
+    assert "license: apache-2.0\n" in text
+    assert "base_model: user/dense\n" in text
+    page = hub.files("user/slim")["report.html"].decode()
+    assert "from_pretrained(&quot;user/slim&quot;)" in page
+    assert "user/dense" in page
+
+
+@pytest.mark.parametrize("missing", ["report.json", "slim/config.json", "onnx/config.json"])
+def test_a_folder_that_is_no_run_is_refused(missing: str, run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_folder / missing).unlink()
+    with pytest.raises(RequestError, match=f"needs the folder of a finished run, but .* has no {missing}"):
+        push_to_hub(run_folder, "user/slim", license="mit")
+    assert main(["push", str(run_folder), "user/slim"]) == 2
+    assert "has no" in capsys.readouterr().err
+
+
+def test_a_card_of_models_and_data_from_the_hub() -> None:
+    data = {"name": "nyu-mll/glue/sst2", "file": None, "evaluation_split": "validation[:100]"}
+    data |= {"labels": "data", "calibration_samples": 32, "evaluation_samples": 100}
+    report = make_report(data=data, custom_code=False)
+    text = render_card(report, location="me/slim", origin={"base_model": "some/model", "license": "mit", "tags": ["x"]})
+    metadata = ModelCard(text).data
+    assert (metadata.base_model, metadata.license, metadata.datasets) == ("some/model", "mit", "nyu-mll/glue")
+    assert [(r.dataset_type, r.dataset_config, r.metric_type, r.metric_value) for r in metadata.eval_results] == [
+        ("nyu-mll/glue", "sst2", "accuracy", 0.89),
+        ("nyu-mll/glue", "sst2", "f1", 0.81),
+    ]
+    assert "trust_remote_code" not in text
+    generative = render_card(replace(report, task="text-generation"), location="me/slim", revision="half")
+    assert (
+        'OnnxGenerator.from_folder(snapshot_download("me/slim", revision="half", allow_patterns="onnx/*")' in generative
+    )
+    assert "base_model" not in ModelCard(generative).data.to_dict()
+
+
+def test_the_class_of_no_model_makes_none() -> None:
+    with pytest.raises(TypeError, match="HIESModel.from_pretrained"):
+        hies_export.HIESModel()

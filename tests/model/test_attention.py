@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from support.models import bert, text_batch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from hies_export.errors import UnsupportedModelError
+from hies_export.model import attention
+from hies_export.model.attention import AttentionCall, use_attention
+from hies_export.model.kernels import VisibleKeys, attend, attend_with_entropy
+
+BATCH, HEADS, GROUPS, LENGTH, WIDTH = 3, 4, 2, 7, 8
+
+
+def make_call(
+    mask: Tensor | None = None, *, is_causal: bool = False, key_length: int = LENGTH, **shape: int
+) -> AttentionCall:
+    heads = shape.get("key_value_heads", HEADS)
+    return AttentionCall(
+        module=nn.Identity(),
+        query=torch.randn(BATCH, HEADS, LENGTH, WIDTH) * 2,
+        key=torch.randn(BATCH, heads, key_length, WIDTH),
+        value=torch.randn(BATCH, heads, key_length, shape.get("value_dim", WIDTH)),
+        mask=mask,
+        scaling=0.4,
+        is_causal=is_causal,
+    )
+
+
+def naive(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Output and entropy, one sample, head and row at a time, from the attention map."""
+    batch, heads, rows, _ = call.query.shape
+    groups = heads // call.key.shape[1]
+    output = torch.zeros(batch, heads, rows, call.value.shape[-1], dtype=torch.float64)
+    entropy = torch.zeros(batch, heads, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            key, value = call.key[b, h // groups].double(), call.value[b, h // groups].double()
+            allowed = torch.ones(rows, key.shape[0], dtype=torch.bool)
+            bias = torch.zeros(rows, key.shape[0], dtype=torch.float64)
+            if call.is_causal:
+                allowed = allowed.tril()
+            if call.mask is not None:
+                mask = call.mask.expand(batch, heads, rows, key.shape[0])[b, h]
+                allowed = mask if mask.dtype == torch.bool else mask > -9999
+                bias = bias if mask.dtype == torch.bool else mask.double().where(allowed, torch.tensor(0.0).double())
+            padding = ~allowed.any(0) if rows == key.shape[0] else torch.zeros(rows, dtype=torch.bool)
+            found = []
+            for row in range(rows):
+                seen = allowed[row].nonzero().flatten()
+                scores = call.query[b, h, row].double() @ key[seen].T * call.scaling
+                if call.softcap is not None:
+                    scores = call.softcap * torch.tanh(scores / call.softcap)
+                scores = scores + bias[row, seen]
+                if call.sinks is not None:
+                    scores = torch.cat([scores, call.sinks[h].double().view(1)])
+                p = scores.softmax(0)
+                output[b, h, row] = p[: len(seen)] @ value[seen]
+                if len(seen) > 1 and not padding[row]:
+                    found.append(-(p * p.log()).sum() / math.log(len(p)))
+            entropy[b, h] = torch.stack(found).mean() if found else 0
+    return output, entropy
+
+
+def padding_mask() -> Tensor:
+    mask = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
+    mask[1, :, :, 4:] = False
+    mask[2, :, :, 2:] = False
+    return mask
+
+
+def additive(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+CALLS = {
+    "plain": lambda: make_call(),
+    "padding": lambda: make_call(padding_mask()),
+    "additive padding": lambda: make_call(additive(padding_mask())),
+    "padding, the same for every row": lambda: make_call(padding_mask()[:, :, :1]),
+    "hidden by -10000": lambda: make_call((~padding_mask()[:, :, :1]).float() * -1e4),
+    "position bias": lambda: make_call(additive(padding_mask()) + torch.randn(1, HEADS, LENGTH, LENGTH)),
+    "causal": lambda: make_call(is_causal=True),
+    "causal padding": lambda: make_call(padding_mask() & torch.ones(LENGTH, LENGTH).tril().bool()),
+    "left padding": lambda: make_call(padding_mask().flip(-1) & torch.ones(LENGTH, LENGTH).tril().bool()),
+    "groups": lambda: make_call(padding_mask(), key_value_heads=GROUPS),
+    "cross": lambda: make_call(torch.rand(BATCH, 1, LENGTH, 5) > 0.3, key_length=5),
+    "wide values": lambda: make_call(padding_mask(), value_dim=WIDTH + 2),
+    "softcap": lambda: dataclasses.replace(make_call(padding_mask().flip(-1), key_value_heads=GROUPS), softcap=1.5),
+    "sinks": lambda: dataclasses.replace(make_call(additive(padding_mask())), sinks=torch.randn(HEADS)),
+    "softcap and sinks": lambda: dataclasses.replace(make_call(is_causal=True), softcap=2.0, sinks=torch.randn(HEADS)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_output_and_entropy_equal_the_attention_map(name: str) -> None:
+    call = CALLS[name]()
+    expected_output, expected_entropy = naive(call)
+    output, entropy, _ = attend_with_entropy(call, VisibleKeys())
+    rows_that_see_a_key = torch.ones(BATCH, 1, LENGTH, dtype=torch.bool)
+    if call.mask is not None and call.mask.dtype == torch.bool:
+        rows_that_see_a_key = call.mask.any(-1)
+    keep = rows_that_see_a_key[..., None]
+    torch.testing.assert_close((output * keep).double(), expected_output * keep, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        (attend(call, VisibleKeys()) * keep).double(), expected_output * keep, atol=2e-6, rtol=1e-5
+    )
+    torch.testing.assert_close(entropy.double(), expected_entropy, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["position bias", "causal", "softcap and sinks"])
+def test_slices_of_rows_are_stitched_together(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    call = CALLS[name]()
+    bias, _, _ = VisibleKeys()(call)
+    key, value = attention._repeat_groups(call)
+    gradients, outputs, entropies = [], [], []
+    for elements in (2**22, call.query.shape[0] * call.query.shape[1] * LENGTH * 2):
+        monkeypatch.setattr(attention, "_MAP_ELEMENTS", elements)
+        query = call.query.clone().requires_grad_()
+        sliced = dataclasses.replace(call, query=query)
+        outputs.append(attention._explicit_output(sliced, key, value, bias))
+        gradients.append(torch.autograd.grad(outputs[-1].square().sum(), query)[0])
+        entropies.append(attention._explicit_entropy(call, key, bias))
+    for whole, parts in (outputs, gradients, entropies):
+        torch.testing.assert_close(whole, parts)
+
+
+def test_what_was_worked_out_for_a_mask_goes_with_it() -> None:
+    visible = VisibleKeys()
+    for _ in range(3):
+        call = make_call(padding_mask())
+        first, again = visible(call), visible(call)
+        assert first[0] is again[0]
+        assert len(visible._by_mask) == 1
+        del call, first, again
+        assert len(visible._by_mask) == 0
+
+
+def test_uniform_attention_has_entropy_one_and_a_single_key_has_no_row() -> None:
+    call = make_call()
+    flat = AttentionCall(call.module, call.query * 0, call.key, call.value, None, 1.0, False)
+    _, entropy, rows = attend_with_entropy(flat, VisibleKeys())
+    torch.testing.assert_close(entropy, torch.ones(BATCH, HEADS))
+    assert rows.tolist() == [LENGTH] * BATCH
+    only_self = torch.eye(LENGTH, dtype=torch.bool).expand(BATCH, 1, LENGTH, LENGTH)
+    _, entropy, rows = attend_with_entropy(make_call(only_self), VisibleKeys())
+    assert rows.tolist() == [0] * BATCH
+    assert entropy.eq(0).all()
+
+
+def test_no_attention_map_is_allocated() -> None:
+    length = 512
+    call = AttentionCall(nn.Identity(), *(torch.randn(1, 2, length, 8) for _ in range(3)), None, 0.3, False)
+    sizes: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = function(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor))
+            return result
+
+    with Watch():
+        attend_with_entropy(call, VisibleKeys())
+    assert 0 < max(sizes) < length * length
+
+
+def test_the_model_computes_the_same_inside_and_is_left_as_it_was(
+    model_and_batch: tuple[PreTrainedModel, dict[str, Tensor]],
+) -> None:
+    model, batch = model_and_batch
+    before = model.config._attn_implementation
+    expected = model(**batch).logits
+    visible = VisibleKeys()
+    with use_attention(model, lambda call: attend(call, visible)):
+        torch.testing.assert_close(model(**batch).logits, expected, atol=1e-5, rtol=1e-5)
+    assert model.config._attn_implementation == before
+    assert not attention._FUNCTIONS
+    torch.testing.assert_close(model(**batch).logits, expected)
+
+
+def test_it_is_left_as_it_was_after_an_error() -> None:
+    model = bert()
+
+    def fail(call: AttentionCall) -> Tensor:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"), use_attention(model, fail):
+        model(**text_batch())
+    assert model.config._attn_implementation == "sdpa"
+    assert not attention._FUNCTIONS
+
+
+def test_two_models_at_once_and_nested() -> None:
+    one, other = bert(), bert()
+    seen: list[str] = []
+    visible = {name: VisibleKeys() for name in ("one", "other", "inner")}
+
+    def tell(name: str):  # type: ignore[no-untyped-def]
+        def function(call: AttentionCall) -> Tensor:
+            seen.append(name)
+            return attend(call, visible[name])
+
+        return function
+
+    batch = text_batch(labels=False)
+    with use_attention(one, tell("one")), use_attention(other, tell("other")):
+        one(**batch)
+        with use_attention(one, tell("inner")):
+            one(**batch)
+        other(**batch)
+        one(**batch)
+    assert seen == ["one"] * 3 + ["inner"] * 3 + ["other"] * 3 + ["one"] * 3
+
+
+def test_masks_are_made_for_it() -> None:
+    """A name that is unknown to the mask interface gets no mask at all: padding would then be attended to."""
+    model = bert()
+    with use_attention(model, lambda call: attend(call, VisibleKeys())):
+        assert model.config._attn_implementation in AttentionMaskInterface._global_mapping
+
+
+def test_attention_with_more_than_a_softmax_is_refused() -> None:
+    layer = bert().bert.encoder.layer[0].attention.self
+    states = (torch.randn(1, 6, 3, 8) for _ in range(3))
+    with pytest.raises(UnsupportedModelError, match="passes 'position_bias'"):
+        attention._attention_forward(layer, *states, None, position_bias=torch.zeros(1, 6, 3, 3))
+
+
+def test_a_model_off_the_interface_is_refused() -> None:
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    config = DebertaV2Config(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model = DebertaV2ForSequenceClassification(config)
+    with (
+        pytest.raises(UnsupportedModelError, match="deberta-v2.*computes its own"),
+        use_attention(model, lambda c: c.query),
+    ):
+        pass
+
+
+def test_causal_models_are_causal() -> None:
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, pad_token_id=0)
+    model = GPT2ForSequenceClassification(config).eval()
+    calls: list[AttentionCall] = []
+
+    def watch(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        return attend(call, VisibleKeys())
+
+    ids = torch.randint(1, 50, (2, 5))
+    expected = model(ids).logits
+    with use_attention(model, watch):
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    assert calls[0].is_causal

@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import sys
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from support.models import cut_bert
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hies_export.checkpoint.folders import new_folder
+from hies_export.errors import (
+    DataError,
+    ExportError,
+    MissingRuntimeError,
+    OutputExistsError,
+    ParityError,
+    RecipeError,
+    UnsupportedModelError,
+)
+from hies_export.onnx import export as export_module
+from hies_export.onnx.export import export_onnx
+from hies_export.onnx.parity import compare_outputs
+from hies_export.onnx.trace import reason, trace_sample
+from hies_export.progress import quiet
+
+TEXT = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def tiny_bert(cls=BertForSequenceClassification, **config):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 3}
+    return cls(BertConfig(**shape, vocab_size=50, max_position_embeddings=32, num_labels=3, **config)).eval()
+
+
+def tiny_vit():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
+    return ViTForImageClassification(ViTConfig(**shape, image_size=16, patch_size=4, num_labels=3)).eval()
+
+
+def text_batch(rows=2, length=9, padded=False):
+    generator = torch.Generator().manual_seed(rows * 100 + length)
+    ids = torch.randint(0, 50, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[-1, length // 2 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def onnx_run(folder, batch):
+    """ONNX Runtime by hand, so that the tests do not lean on our own runner."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    feed = {name: tensor.numpy() for name, tensor in batch.items()}
+    return dict(zip([o.name for o in session.get_outputs()], session.run(None, feed), strict=True))
+
+
+@pytest.fixture(scope="module")
+def uneven_export(tmp_path_factory):
+    model = cut_bert(tiny_bert(), (3, 1, 4))
+    folder = tmp_path_factory.mktemp("uneven") / "onnx"
+    # An unpadded batch of one, without token types: the graph must have three inputs and open axes.
+    return model, export_onnx(model, folder, batch={**text_batch(rows=1), "labels": torch.tensor([0])})
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (1, 2), (2, 9), (3, 17), (9, 9), (5, 32)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_uneven_bert_equals_torch_at_every_shape(uneven_export, shape, padded):
+    model, exported = uneven_export
+    batch = text_batch(*shape, padded=padded)
+    batch["token_type_ids"] = (batch["input_ids"] % 2).contiguous()
+    with torch.no_grad():
+        want = model(**batch).logits.numpy()
+    np.testing.assert_allclose(onnx_run(exported.folder, batch)["logits"], want, atol=1e-5)
+
+
+def test_the_mask_and_the_token_types_reach_the_graph(uneven_export):
+    _, exported = uneven_export
+    plain = {**text_batch(), "token_type_ids": torch.zeros(2, 9, dtype=torch.long)}
+    padded = {**plain, "attention_mask": text_batch(padded=True)["attention_mask"]}
+    other = {**plain, "token_type_ids": torch.ones(2, 9, dtype=torch.long)}
+    logits = [onnx_run(exported.folder, batch)["logits"] for batch in (plain, padded, other)]
+    assert np.abs(logits[0][1] - logits[1][1]).max() > 1e-4
+    assert np.abs(logits[0] - logits[2]).max() > 1e-4
+
+
+def test_names_axes_fusions_and_files_are_optimums(uneven_export):
+    model, exported = uneven_export
+    graph = onnx.load(exported.file).graph
+    axes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input}
+    assert axes == {name: ["batch", "sequence"] for name in TEXT}
+    logits = graph.output[0]
+    assert (logits.name, [d.dim_param or d.dim_value for d in logits.type.tensor_type.shape.dim]) == (
+        "logits",
+        ["batch", 3],
+    )
+    assert (exported.inputs, exported.outputs) == (TEXT, ("logits",))
+    heads = [a.i for n in graph.node if n.op_type == "Attention" for a in n.attribute if a.name == "num_heads"]
+    assert heads == [3, 1, 4]
+    assert exported.fused_ops == {"Attention": 3, "SkipLayerNormalization": 6, "BiasGelu": 3}
+    assert exported.bytes == exported.file.stat().st_size
+    weight_bytes = sum(p.numel() * 4 for p in model.parameters())
+    assert weight_bytes < exported.bytes < 1.5 * weight_bytes + 50_000
+    assert sorted(path.name for path in exported.folder.iterdir()) == ["config.json", "model.onnx"]
+    config = json.loads((exported.folder / "config.json").read_text())
+    assert config["architectures"] == ["BertForSequenceClassification"]
+    assert config["dtype"] == "float32"
+    assert b"site-packages" not in exported.file.read_bytes()
+    assert exported.checked_on == "CPUExecutionProvider"
+    assert exported.max_abs < 1e-5
+
+
+def test_vit_has_an_open_batch_and_fuses(tmp_path):
+    model = tiny_vit()
+    exported = export_onnx(model, tmp_path / "onnx", batch={"pixel_values": torch.randn(1, 3, 16, 16)})
+    assert (exported.inputs, exported.outputs) == (("pixel_values",), ("logits",))
+    assert exported.fused_ops["Attention"] == 2
+    for rows in (1, 3, 16):
+        batch = {"pixel_values": torch.randn(rows, 3, 16, 16)}
+        with torch.no_grad():
+            want = model(**batch).logits.numpy()
+        np.testing.assert_allclose(onnx_run(exported.folder, batch)["logits"], want, atol=1e-5)
+
+
+def test_base_model_in_half_precision_from_a_training_model_left_as_found(tmp_path):
+    model = tiny_bert(BertModel).train()
+    model.config.auto_map = {"AutoModel": "modeling_hies.BertModel"}
+    before, config, attributes = copy.deepcopy(model.state_dict()), model.config.to_dict(), set(vars(model))
+    exported = export_onnx(model, tmp_path / "onnx", batch=text_batch(), dtype="float16")
+    assert model.training
+    assert model.config.to_dict() == config
+    assert set(vars(model)) == attributes
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(tensor.dtype == torch.float32 for tensor in model.parameters())
+    assert 1e-5 < exported.max_abs < 5e-2
+    weight_bytes = sum(p.numel() * 2 for p in model.parameters())
+    assert weight_bytes < exported.bytes < 1.5 * weight_bytes + 50_000
+    assert exported.outputs[0] == "last_hidden_state"
+    config = json.loads((exported.folder / "config.json").read_text())
+    assert config["dtype"] == "float16"
+    assert "auto_map" not in config
+
+
+def test_progress_and_silence(tmp_path, monkeypatch, capfd):
+    steps = []
+    monkeypatch.setattr(export_module, "trace_onnx", chatty(export_module.trace_onnx))
+    export_onnx(tiny_vit(), tmp_path / "x", batch={"pixel_values": torch.randn(2, 3, 16, 16)}, progress=record(steps))
+    assert steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert capfd.readouterr() == ("", "")
+
+
+def chatty(function):
+    def talk(*args):
+        print("noise")
+        warnings.warn("noise", stacklevel=1)
+        return function(*args)
+
+    return talk
+
+
+def record(steps):
+    return lambda done, total: steps.append((done, total))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no\nreason"), KeyboardInterrupt()])
+def test_nothing_is_kept_when_the_check_fails(tmp_path, monkeypatch, error):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(export_module, "check_parity", fail)
+    monkeypatch.setattr(export_module, "trace_onnx", fake_trace)
+    with pytest.raises(type(error)):
+        export_onnx(tiny_bert(), tmp_path / "onnx", batch=text_batch())
+    assert list(tmp_path.iterdir()) == []
+
+
+def fake_trace(model, sample, provider):
+    """A graph that returns one label too many, with none of the cost of tracing."""
+    import onnx_ir
+
+    graph = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 20]>
+        g (int64[batch, sequence] input_ids) => (float[batch, sequence] logits)
+        { logits = Cast<to=1>(input_ids) }"""
+    )
+    return onnx_ir.from_proto(graph)
+
+
+def test_a_graph_that_differs_is_a_parity_error_and_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, "trace_onnx", fake_trace)
+    with pytest.raises(ParityError, match=r"torch has logits \(2, 3\), it has logits \(2, 9\)"):
+        export_onnx(tiny_bert(), tmp_path / "onnx", batch=text_batch())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_exporter_failure_gives_its_reason_in_one_line(tmp_path, monkeypatch):
+    from transformers.exporters import OnnxExporter
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("wrapped") from ValueError("\nunsupported operator\nlong trace")
+
+    monkeypatch.setattr(OnnxExporter, "export", refuse)
+    with pytest.raises(ExportError, match=r"Bert.*ValueError: unsupported operator$") as caught:
+        export_onnx(tiny_bert(), tmp_path / "onnx", batch=text_batch())
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fixed_axis_is_an_export_error(tmp_path, monkeypatch):
+    from transformers.exporters import OnnxExporter
+
+    original = OnnxExporter.export
+
+    def fix_the_batch(self, model, sample, config):
+        config.dynamic, config.dynamic_shapes = False, None
+        return original(self, model, sample, config)
+
+    monkeypatch.setattr(OnnxExporter, "export", fix_the_batch)
+    with pytest.raises(ExportError, match="batch axis of 'pixel_values' must be dynamic, and the trace fixed it at 2"):
+        export_onnx(tiny_vit(), tmp_path / "onnx", batch={"pixel_values": torch.randn(4, 3, 16, 16)})
+
+
+def test_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, "trace_onnx", None)
+    model, batch = tiny_bert(), text_batch()
+    with pytest.raises(OutputExistsError, match="must not exist"):
+        export_onnx(model, tmp_path, batch=batch)
+    with pytest.raises(RecipeError, match=r"2 problems(.|\n)*got 'tpu'(.|\n)*got 'int4'"):
+        export_onnx(model, tmp_path / "onnx", batch=batch, provider="tpu", dtype="int4")
+    with pytest.raises(DataError, match="must have 'input_ids', got text"):
+        export_onnx(model, tmp_path / "onnx", batch={"text": "a"})
+    t5 = T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=10))
+    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        export_onnx(t5, tmp_path / "onnx", batch=batch)
+    mamba = MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=10))
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM takes no past_key_values"):
+        export_onnx(mamba, tmp_path / "onnx", batch=batch)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingRuntimeError, match=r'pip install "hies-export\[cpu\]"'):
+        export_onnx(model, tmp_path / "onnx", batch=batch)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_sample_is_padded_and_longer_than_the_batch():
+    model = tiny_bert()
+    sample = trace_sample(model, {"input_ids": torch.tensor([[1, 2]])})
+    assert tuple(sample) == TEXT
+    assert sample["input_ids"].tolist() == [[1, 2, 1, 2]] * 2
+    assert sample["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    without_types = trace_sample(tiny_bert(type_vocab_size=1), {"input_ids": torch.tensor([[1, 2]])})
+    assert tuple(without_types) == TEXT[:2]
+
+
+def test_older_optimum_can_read_the_tokenizer(tmp_path, monkeypatch):
+    class Processor:
+        def save_pretrained(self, folder):
+            settings = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<a>"]}
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    monkeypatch.setattr(export_module, "trace_onnx", fake_trace)
+    monkeypatch.setattr(export_module, "check_parity", lambda *args: (0.0, "CPUExecutionProvider"))
+    exported = export_onnx(tiny_bert(), tmp_path / "onnx", batch=text_batch(), processor=Processor())
+    settings = json.loads((exported.folder / "tokenizer_config.json").read_text())
+    assert settings == {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<a>"]}
+
+
+def test_weights_beyond_protobuf_go_beside_the_graph(tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, "PROTOBUF_LIMIT_BYTES", 1000)
+    model = tiny_vit()
+    exported = export_onnx(model, tmp_path / "onnx", batch={"pixel_values": torch.randn(2, 3, 16, 16)})
+    weights = exported.folder / "model.onnx_data"
+    assert weights.stat().st_size > sum(p.numel() * 4 for p in model.parameters()) * 0.8
+    assert exported.bytes == weights.stat().st_size + exported.file.stat().st_size
+    onnx_run(exported.folder, {"pixel_values": torch.randn(3, 3, 16, 16)})
+
+
+def test_compare_outputs():
+    want = {"logits": np.array([[1.0, -30.0]], dtype=np.float32)}
+    near = {"logits": want["logits"] + 9e-4}
+    far = {"logits": want["logits"] + 2e-3}
+    lost = {"logits": np.full((1, 2), np.nan, dtype=np.float32)}
+    assert compare_outputs(want, near, label="x", dtype="float32") == pytest.approx(9e-4, rel=1e-2)
+    assert compare_outputs(want, far, label="x", dtype="float16") == pytest.approx(2e-3, rel=1e-2)
+    with pytest.raises(ParityError, match=r"within 1\.0e-03, and differs by 2\.0e-03 on x"):
+        compare_outputs(want, far, label="x", dtype="float32")
+    with pytest.raises(ParityError, match=r"within 6\.0e-01, and differs by nan on x"):
+        compare_outputs(want, lost, label="x", dtype="float16")
+
+
+def test_new_folder_does_not_overwrite_one_made_meanwhile(tmp_path):
+    target = tmp_path / "a" / "b"
+
+    def race():
+        with new_folder(target):
+            target.mkdir()
+
+    with pytest.raises(OutputExistsError, match="must not exist, but"):
+        race()
+    assert [path.name for path in target.parent.iterdir()] == ["b"]
+
+
+def test_reason_of_an_error_without_a_message():
+    assert reason(ValueError()) == "ValueError: no message"
+
+
+def test_quiet_swallows_everything_and_puts_it_back(capfd, caplog):
+    level = logging.root.manager.disable
+    with quiet():
+        print("a")
+        print("b", file=sys.stderr)
+        logging.getLogger("noise").error("c")
+        warnings.warn("d", stacklevel=1)
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+    assert logging.root.manager.disable == level
+    with quiet(verbose=True):
+        print("e")
+    logging.getLogger("noise").error("f")
+    assert capfd.readouterr().out == "e\n"
+    assert [record.message for record in caplog.records] == ["f"]
+    with pytest.raises(UserWarning, match="g"):
+        warnings.warn("g", stacklevel=1)

@@ -1,0 +1,368 @@
+"""Decoders and vision-language models in ONNX, run by hand in ONNX Runtime and compared with one torch forward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import pytest
+import torch
+import transformers
+from support.contract import random_plan
+from support.exported import TEXT, VISION, llama, llava, padded_prompts
+from support.models import shake
+from transformers import (
+    PreTrainedModel,
+)
+
+from hies_export.errors import DataError, ParityError, UnsupportedModelError
+from hies_export.onnx import export as export_module
+from hies_export.onnx.export import OnnxExport, export_onnx
+from hies_export.onnx.generator import OnnxGenerator
+from hies_export.onnx.multimodal import image_text_batch
+from hies_export.onnx.parity import _real_tokens, compare_outputs
+from hies_export.onnx.repair import flatten_gemm_inputs, share_tied_weights
+from hies_export.prunable.attention import find_attention
+from hies_export.slim.cut import prune_heads
+
+
+def positions(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, OnnxExport]:
+    torch.manual_seed(0)
+    dense = llama()
+    sites = find_attention(dense, {"input_ids": torch.randint(3, 99, (2, 8))})
+    slim = prune_heads(dense, random_plan(sites, uniform=False), sites)
+    folder = tmp_path_factory.mktemp("uneven") / "onnx"
+    # An unpadded prompt of one row: the graph must read the mask and have open axes all the same.
+    return slim, export_onnx(slim, folder, batch={"input_ids": torch.randint(3, 99, (1, 7))})
+
+
+def cache_heads(model: PreTrainedModel) -> list[int]:
+    return [layer.self_attn.k_proj.out_features // 8 for layer in model.model.layers]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("pieces", [(12,), (9, 1, 1, 1), (5, 4, 1, 2), (1,) * 12], ids=str)
+def test_an_uneven_decoder_equals_torch_in_any_pieces(
+    uneven: tuple[PreTrainedModel, OnnxExport], rows: int, pieces: tuple[int, ...]
+) -> None:
+    model, exported = uneven
+    batch = padded_prompts(rows, 12)
+    mask, where = batch["attention_mask"], positions(batch["attention_mask"])
+    with torch.no_grad():
+        want = model(**batch, position_ids=where, use_cache=True)
+    session = onnxruntime.InferenceSession(str(exported.file), providers=["CPUExecutionProvider"])
+    names = [node.name for node in session.get_outputs()]
+    cache = {
+        f"past_key_values.{layer}.{kind}": np.zeros((rows, heads, 0, 8), dtype=np.float32)
+        for layer, heads in enumerate(cache_heads(model))
+        for kind in ("key", "value")
+    }
+    done, logits = 0, []
+    for length in pieces:
+        columns = slice(done, done + length)
+        feed = {"input_ids": batch["input_ids"][:, columns].numpy(), "position_ids": where[:, columns].numpy()}
+        done += length
+        outputs = dict(
+            zip(names, session.run(None, feed | {"attention_mask": mask[:, :done].numpy()} | cache), strict=True)
+        )
+        logits.append(outputs.pop("logits"))
+        cache = {name.replace("present", "past_key_values"): array for name, array in outputs.items()}
+    real = mask.bool().numpy()
+    np.testing.assert_allclose(np.concatenate(logits, 1)[real], want.logits.numpy()[real], atol=1e-4)
+    for layer, kept in enumerate(want.past_key_values.layers):
+        for kind, tensor in (("key", kept.keys), ("value", kept.values)):
+            got = cache[f"past_key_values.{layer}.{kind}"]
+            assert got.shape == tensor.shape
+            np.testing.assert_allclose(
+                got.transpose(0, 2, 1, 3)[real], tensor.numpy().transpose(0, 2, 1, 3)[real], atol=1e-4
+            )
+
+
+def test_names_axes_sizes_and_files_are_optimums(uneven: tuple[PreTrainedModel, OnnxExport]) -> None:
+    model, exported = uneven
+    heads = cache_heads(model)
+    assert len(set(heads)) > 1  # or the test would prove nothing
+    proto = onnx.load(exported.file)
+    axes = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*proto.graph.input, *proto.graph.output)
+    }
+    total = "past_sequence + sequence"
+    wanted: dict[str, list[object]] = {name: ["batch", "sequence"] for name in ("input_ids", "position_ids")}
+    wanted |= {"attention_mask": ["batch", total], "logits": ["batch", "sequence", 100]}
+    for layer in range(3):
+        for kind in ("key", "value"):
+            named = f"key_value_heads.{layer}"
+            wanted[f"past_key_values.{layer}.{kind}"] = ["batch", named, "past_sequence", 8]
+            wanted[f"present.{layer}.{kind}"] = ["batch", named, total, 8]
+    assert axes == wanted
+    assert set(exported.inputs + exported.outputs) == set(wanted)
+    sizes = json.loads({prop.key: prop.value for prop in proto.metadata_props}["hies_export.cache_sizes"])
+    assert [sizes[f"past_key_values.{layer}.key"] for layer in range(3)] == [[count, 8] for count in heads]
+    assert exported.fused_ops == {"RotaryEmbedding": 6, "SkipSimplifiedLayerNormalization": 6}
+    assert exported.files == ("model.onnx",)
+    files = sorted(path.name for path in exported.folder.iterdir())
+    assert files == ["config.json", "generation_config.json", "model.onnx"]
+    weight_bytes = sum(p.numel() * 4 for p in model.parameters())
+    assert weight_bytes < exported.bytes < weight_bytes + 40_000  # every weight once
+    assert b"site-packages" not in exported.file.read_bytes()
+    assert exported.max_abs < 1e-4
+
+
+def config(name: str, **options: object) -> PreTrainedModel:
+    shape = TEXT | {"num_hidden_layers": 2} | options
+    return shake(
+        getattr(transformers, f"{name}ForCausalLM")(
+            getattr(transformers, name + ("TextConfig" if name == "Gemma3" else "Config"))(**shape)
+        )
+    )
+
+
+def gpt2() -> PreTrainedModel:
+    shape = {"vocab_size": 100, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 30, "eos_token_id": None}
+    return shake(transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, pad_token_id=0)))
+
+
+def opt() -> PreTrainedModel:
+    shape = {"hidden_size": 48, "word_embed_proj_dim": 48, "ffn_dim": 32, "num_attention_heads": 6}
+    return shake(
+        transformers.OPTForCausalLM(
+            transformers.OPTConfig(
+                vocab_size=100, num_hidden_layers=2, max_position_embeddings=64, eos_token_id=None, **shape
+            )
+        )
+    )
+
+
+DECODERS = {
+    "sliding window": lambda: config("Mistral", sliding_window=5),
+    "head width of its own": lambda: config("Qwen3", head_dim=16),
+    "biases": lambda: config("Qwen2"),
+    "soft cap and window": lambda: config("Gemma2", head_dim=8, sliding_window=4, attn_logit_softcapping=0.5),
+    "fused projections": lambda: config("Phi3"),
+    "Conv1D, tied embeddings, few positions": gpt2,
+    "learned positions with an offset": opt,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_generate_as_in_torch(name: str, tmp_path: Path) -> None:
+    model = DECODERS[name]()
+    # As long as GPT-2's positions allow: what the check appends must still fit.
+    exported = export_onnx(model, tmp_path / "onnx", batch={"input_ids": torch.randint(3, 99, (2, 30))})
+    assert exported.max_abs < 1e-4
+    weight_bytes = sum(p.numel() * 4 for p in model.parameters())
+    assert exported.bytes < weight_bytes + 40_000  # tied weights once, too
+    batch = padded_prompts()
+    want = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    got = OnnxGenerator.from_folder(tmp_path / "onnx").generate(**batch, max_new_tokens=8)
+    assert got.tolist() == want.tolist()
+
+
+@pytest.mark.slow
+def test_fused_for_cuda_in_half_precision_with_weights_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "PROTOBUF_LIMIT_BYTES", 1000)
+    model = llama(tie_word_embeddings=True)
+    exported = export_onnx(model, tmp_path / "onnx", batch=padded_prompts(), provider="cuda", dtype="float16")
+    assert exported.fused_ops["MultiHeadAttention"] == 3
+    assert exported.checked_on == "CPUExecutionProvider"
+    assert 1e-5 < exported.max_abs < 5e-2
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    weight_bytes = sum(p.numel() * 2 for p in model.parameters())
+    assert exported.bytes < weight_bytes + 40_000
+    beside = (exported.folder / "model.onnx_data").stat().st_size
+    assert exported.bytes == beside + exported.file.stat().st_size
+    assert beside > 0.8 * weight_bytes
+    types = {value.name: value.type.tensor_type.elem_type for value in onnx.load(exported.file).graph.input}
+    assert types["past_key_values.0.key"] == onnx.TensorProto.FLOAT16
+
+
+def test_a_decoder_that_differs_is_a_parity_error_and_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = export_module.trace_decoder
+
+    def of_another_model(model, prompt, provider):
+        return original(llama(num_hidden_layers=1), prompt, provider)
+
+    monkeypatch.setattr(export_module, "trace_decoder", of_another_model)
+    with pytest.raises(ParityError, match="differs by .* on the given batch; nothing was kept"):
+        export_onnx(llama(num_hidden_layers=1), tmp_path / "onnx", batch=padded_prompts())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_padding_is_not_compared_and_of_a_window_the_end() -> None:
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    want = {"logits": np.zeros((2, 3, 4), np.float32), "present.0.key": np.ones((2, 1, 2, 4), np.float32)}
+    got = {"logits": want["logits"].copy(), "present.0.key": np.ones((2, 1, 3, 4), np.float32)}
+    got["logits"][0, 0] = np.nan
+    got["present.0.key"][:, :, 0] = 7
+    assert compare_outputs(*_real_tokens(want, got, mask), label="x", dtype="float32") == 0
+    got["logits"][1, 0] = 1
+    with pytest.raises(ParityError, match="differs by 1"):
+        compare_outputs(*_real_tokens(want, got, mask), label="x", dtype="float32")
+    short = {"logits": want["logits"], "present.0.key": got["present.0.key"][:, :, :1]}
+    with pytest.raises(
+        ParityError, match=r"torch has .*\(2, 1, 2, 4\), it has .*\(2, 1, 1, 4\)|outputs must be torch's"
+    ):
+        compare_outputs(*_real_tokens(want, short, mask), label="x", dtype="float32")
+
+
+def repaired(text: str, weights: dict[str, np.ndarray], repair) -> tuple[onnx_ir.Model, list[str]]:
+    """A graph with weights, repaired; its operators."""
+    program = onnx_ir.from_proto(onnx.parser.parse_model(text))
+    for name, array in weights.items():
+        value = next(v for node in program.graph for v in node.inputs if v is not None and v.name == name)
+        program.graph.inputs.remove(value)
+        value.const_value = onnx_ir.tensor(array)
+        program.graph.register_initializer(value)
+    repair(program)
+    return program, [node.op_type for node in program.graph]
+
+
+def run_program(program: onnx_ir.Model, **feed: np.ndarray) -> np.ndarray:
+    proto = onnx_ir.to_proto(program)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feed)[0]
+
+
+def test_an_output_layer_tied_to_the_embeddings_reads_them() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
+    g (int64[b, s] ids, float[7, 4] table, float[4, 7] head, float[4, 7] head_again, float[4, 7] other)
+      => (float[b, s, 7] logits) {
+      states = Gather(table, ids)
+      tied = MatMul(states, head)
+      scaled = com.microsoft.FusedMatMul<alpha = 0.5>(states, head_again)
+      untied = MatMul(states, other)
+      both = Add(tied, scaled)
+      logits = Add(both, untied)
+    }"""
+    random = np.random.default_rng(0)
+    table, other = (random.normal(size=shape).astype(np.float32) for shape in ((7, 4), (4, 7)))
+    weights = {"table": table, "head": table.T.copy(), "head_again": table.T.copy(), "other": other}
+    program, operators = repaired(text, weights, share_tied_weights)
+    assert operators == ["Gather", "FusedMatMul", "FusedMatMul", "MatMul", "Add", "Add"]
+    assert set(program.graph.initializers) == {"table", "other"}
+    ids = np.array([[1, 6], [0, 3]])
+    np.testing.assert_allclose(run_program(program, ids=ids), table[ids] @ (1.5 * table.T + other), atol=1e-5)
+
+
+@pytest.mark.parametrize("trans", [0, 1])
+def test_a_gemm_gets_its_matrix(trans: int) -> None:
+    weight = np.random.default_rng(0).normal(size=(5, 4) if trans else (4, 5)).astype(np.float32)
+    shape = "5, 4" if trans else "4, 5"
+    text = f"""<ir_version: 10, opset_import: ["" : 20]>
+    g (float[b, s, 4] x, float[{shape}] w) => (float[n, 5] y) {{ y = Gemm<transB={trans}>(x, w) }}"""
+    program, operators = repaired(text, {"w": weight}, flatten_gemm_inputs)
+    assert operators == ["Reshape", "Gemm"]
+    x = np.random.default_rng(1).normal(size=(2, 3, 4)).astype(np.float32)
+    want = x.reshape(6, 4) @ (weight.T if trans else weight)
+    np.testing.assert_allclose(run_program(program, x=x), want, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def exported_llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, OnnxExport]:
+    torch.manual_seed(0)
+    model = llava()
+    batch = image_text_batch(model, batch=1)
+    return model, export_onnx(model, tmp_path_factory.mktemp("llava") / "onnx", batch=batch)
+
+
+def test_a_vision_language_model_in_parts(exported_llava: tuple[PreTrainedModel, OnnxExport]) -> None:
+    model, exported = exported_llava
+    parts = ("vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx")
+    assert exported.files == parts
+    assert exported.file.name == parts[2]
+    assert exported.inputs[:3] == ("inputs_embeds", "attention_mask", "position_ids")
+    assert exported.max_abs < 1e-4
+    assert exported.bytes == sum((exported.folder / name).stat().st_size for name in parts)
+    assert exported.bytes < sum(p.numel() * 4 for p in model.parameters()) + 60_000
+    # Each part by hand; the image features against the modules themselves, not against get_image_features.
+    vision, embed = (
+        onnxruntime.InferenceSession(str(exported.folder / name), providers=["CPUExecutionProvider"])
+        for name in parts[:2]
+    )
+    for images in (1, 3):
+        pixels = torch.randn(images, 3, 16, 16)
+        with torch.no_grad():
+            hidden = model.model.vision_tower(pixels, output_hidden_states=True).hidden_states[-2][:, 1:]
+            want = model.model.multi_modal_projector(hidden).numpy()
+        np.testing.assert_allclose(vision.run(["image_features"], {"pixel_values": pixels.numpy()})[0], want, atol=1e-4)
+    ids = torch.randint(0, 99, (3, 5))
+    want = model.get_input_embeddings()(ids).detach().numpy()
+    np.testing.assert_array_equal(embed.run(["inputs_embeds"], {"input_ids": ids.numpy()})[0], want)
+
+
+@pytest.mark.parametrize("slim", [False, True], ids=["dense", "uneven"])
+def test_image_and_text_generate_as_in_torch(
+    slim: bool, exported_llava: tuple[PreTrainedModel, OnnxExport], tmp_path: Path
+) -> None:
+    model, exported = exported_llava
+    if slim:
+        for layer, heads in zip(model.model.language_model.layers, (2, 1, 3), strict=True):
+            _keep_groups(layer.self_attn, heads)
+        exported = export_onnx(model, tmp_path / "onnx", batch=image_text_batch(model))
+    batch = image_text_batch(model, batch=3, text=6, seed=1)
+    # Rows of different length: the first keeps three tokens that the others have as padding.
+    front = torch.tensor([[5, 6, 7], [0, 0, 0], [0, 0, 8]])
+    batch["input_ids"] = torch.cat([front, batch["input_ids"]], dim=1)
+    batch["attention_mask"] = (batch["input_ids"] != 0).long()
+    generator = OnnxGenerator.from_folder(exported.folder)
+    for rows in (slice(None), slice(0, 1)):
+        some = {name: tensor[rows] for name, tensor in batch.items()}
+        want = model.generate(**some, max_new_tokens=12, do_sample=False)
+        assert generator.generate(**some, max_new_tokens=12).tolist() == want.tolist()
+    other = generator.generate(**(batch | {"pixel_values": -batch["pixel_values"]}), max_new_tokens=12)
+    assert other.tolist() != generator.generate(**batch, max_new_tokens=12).tolist()
+    text = padded_prompts()
+    want = model.generate(**text, max_new_tokens=6, do_sample=False)
+    assert generator.generate(**text, max_new_tokens=6).tolist() == want.tolist()
+
+
+def _keep_groups(attention: torch.nn.Module, groups: int) -> None:
+    """Cut a Llama attention to its first key/value groups, by hand."""
+    for name, width in (("q_proj", 16 * groups), ("k_proj", 8 * groups), ("v_proj", 8 * groups)):
+        linear = getattr(attention, name)
+        linear.weight = torch.nn.Parameter(linear.weight[:width].detach().clone())
+        linear.out_features = width
+    attention.o_proj.weight = torch.nn.Parameter(attention.o_proj.weight[:, : 16 * groups].detach().clone())
+    attention.o_proj.in_features = 16 * groups
+
+
+def test_images_that_cannot_be_exported_are_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_module, "trace_vision_language", None)
+    model = llava()
+    batch = image_text_batch(model)
+
+    def refused(error: type[Exception], match: str, model: PreTrainedModel = model, **changed: object) -> None:
+        given = {name: value for name, value in (batch | changed).items() if value is not None}
+        with pytest.raises(error, match=match):
+            export_onnx(model, tmp_path / "onnx", batch=given)
+
+    refused(DataError, "must have 'pixel_values', got input_ids", pixel_values=None)
+    refused(DataError, "must have 4 image tokens .id 99. per image, 8 in all, got 0", input_ids=torch.ones(2, 9).long())
+    refused(
+        DataError, "one image, got 2 prompts, .* 8 tokens of text, and 4 images", pixel_values=torch.randn(4, 3, 16, 16)
+    )
+    text = transformers.Gemma3TextConfig(**TEXT, head_dim=8)
+    vision = transformers.SiglipVisionConfig(**VISION)
+    both = transformers.Gemma3Config(
+        vision_config=vision, text_config=text, image_token_index=99, boi_token_index=97, eoi_token_index=98
+    )
+    gemma3 = transformers.Gemma3ForConditionalGeneration(both)
+    refused(UnsupportedModelError, "Gemma3ForConditionalGeneration tells them apart by token_type_ids", model=gemma3)
+    model.model.multi_modal_projector.forward = lambda states: states[0]
+    refused(UnsupportedModelError, r"its projector returns shape \(4, 16\)")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,42 @@
+"""Models that accelerate has spread over devices, as far as one CPU can show it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import causal_lm
+
+from hies_export.calibrate.collect import collect_statistics
+from hies_export.pipeline.prepare import load_dense
+from hies_export.prunable.attention import find_attention
+from hies_export.score.criteria import score_heads
+from hies_export.select.select import select_heads
+from hies_export.slim.check import check_cut
+from hies_export.slim.cut import prune_heads
+
+hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+
+
+def test_hooks_around_every_layer_change_nothing() -> None:
+    model, plain = causal_lm(), causal_lm()
+    plain.load_state_dict(model.state_dict())
+    hooks.attach_align_device_hook(model, execution_device="cpu")
+    assert sum(hasattr(module, "_hf_hook") for module in model.modules()) > 20
+    ids = torch.randint(5, 32, (4, 12))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    sites = find_attention(model, batch)
+    assert sites == find_attention(plain, batch)
+    found, expected = (collect_statistics(m, [batch], sites) for m in (model, plain))
+    assert all(torch.equal(found.his[name], expected.his[name]) for name in expected.his)
+    plan = select_heads(score_heads(found, alpha=0.5), sites, heads=0.5)
+    assert check_cut(model, prune_heads(model, plan, sites), plan, batch) < 1e-5
+
+
+def test_a_device_map_is_loaded(tmp_path: Path) -> None:
+    model = causal_lm()
+    model.save_pretrained(tmp_path)
+    loaded = load_dense(tmp_path, type(model), device_map="auto")
+    assert not any(p.is_meta for p in loaded.parameters())
+    assert all(torch.equal(p.cpu(), q) for p, q in zip(loaded.parameters(), model.parameters(), strict=True))

@@ -1,0 +1,93 @@
+"""The real thing: fine-tuned models on real data, and the quickstart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import hies_export
+from hies_export.cli.main import main
+from hies_export.report.report import Report
+
+
+def real_recipe(shared: Path, task: str, folder: Path) -> Path:
+    data = shared / "data" / task
+    recipe = {
+        "model": str(shared / "models" / f"minilm-{task}"),
+        "task": "text-classification",
+        "data": {
+            "files": {s: str(data / f"{s}.jsonl.gz") for s in ("train", "validation")},
+            "text": "sentence" if task == "sst2" else ["sentence1", "sentence2"],
+            "label": "label",
+            "max_length": 128,
+        },
+        "evaluation": {"samples": 600, "metrics": ["accuracy", "f1"] if task == "sst2" else ["pearson", "spearman"]},
+        "prune": {"criterion": "hies", "alpha": 0.9, "budget": {"heads": 0.3}},
+        "measure": {"shapes": [[1, 16]], "repeats": 2},
+        "output": "out",
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "metric", "dense"), [("stsb", "pearson", 0.9034), ("sst2", "accuracy", 0.8817)])
+def test_minilm_loses_30_percent_of_its_heads(
+    task: str, metric: str, dense: float, shared: Path, tmp_path: Path
+) -> None:
+    assert main(["run", str(real_recipe(shared, task, tmp_path))]) == 0
+    report = Report.from_file(tmp_path / "out")
+    assert report.heads["removed"] == 22
+    assert report.quality["metric"] == metric
+    assert report.quality["dense"] == pytest.approx(dense, abs=2e-4)
+    assert abs(report.quality["slim"] - report.quality["dense"]) < 0.01
+    assert report.cut_max_abs < 1e-4
+    assert report.reload_max_abs < 1e-5
+    assert report.onnx_max_abs < 1e-3
+
+    # The logits of the first rows, by hand, from the dense checkpoint with the same heads masked.
+    slim_folder = tmp_path / "out" / "slim"
+    tokenizer = AutoTokenizer.from_pretrained(slim_folder)
+    text = "the film is a delight", "a delightful film"
+    batch = tokenizer(*text[: 1 if task == "sst2" else 2], return_tensors="pt")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        shared / "models" / f"minilm-{task}", dtype=torch.float32, attn_implementation="eager"
+    )
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())["kept"]
+    for name, kept in plan.items():
+        projection = model.get_submodule(name.removesuffix("self") + "output.dense")
+        for head in set(range(12)) - set(kept["query"]):
+            projection.weight.data[:, head * 32 : (head + 1) * 32] = 0
+    with torch.no_grad():
+        expected = model(**batch).logits
+        found = hies_export.load(slim_folder)(**batch).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quickstart", "-o", str(tmp_path / "quick"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["quality"]["dense"] > 0.95
+    assert summary["heads"]["removed"] == 16
+    assert {p.name for p in (tmp_path / "quick").iterdir()} == {"digits", "model", "recipe.yaml", "run"}
+    # What it says to try next works.
+    recipe = str(tmp_path / "quick" / "recipe.yaml")
+    options = [
+        "--set",
+        "prune.allocation=uniform",
+        "--set",
+        "measure.runtimes=[torch]",
+        "-o",
+        str(tmp_path / "uniform"),
+    ]
+    assert main(["run", recipe, *options]) == 0
+    # A uniform ViT is a plain checkpoint.
+    assert "auto_map" not in json.loads((tmp_path / "uniform" / "slim" / "config.json").read_text())
+    assert not (tmp_path / "uniform" / "slim" / "modeling_hies.py").exists()

@@ -1,0 +1,383 @@
+"""The whole line on tiny models, through the command line, as a user types it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.models import save_project, save_text_model, write_rows
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import hies_export
+from hies_export.cli.main import main
+from hies_export.evaluate.judge import stability
+from hies_export.evaluate.predict import predict
+from hies_export.pipeline.prepare import prepare
+from hies_export.recipe import PruningRecipe
+from hies_export.report.report import CUT, KEPT, Report
+
+SUMMARY = {
+    *("model", "task", "criterion", "alpha", "seed", "heads", "parameters", "bytes", "flops", "quality", "stability"),
+    *("cut_max_abs", "reload_max_abs", "onnx_max_abs", "seconds", "latency", "environment"),
+    "cache_bytes_per_token",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a model, data and a recipe.yaml."""
+    return save_project(
+        tmp_path,
+        train=12,
+        validation=20,
+        calibration={"samples": 8, "batch_size": 3},
+        prune={"alpha": 0.5, "budget": {"heads": 0.4}},
+        measure={"shapes": [[2, 16]], "repeats": 4},
+    )
+
+
+def hies(*arguments: object) -> int:
+    return main([str(a) for a in arguments])
+
+
+def test_run_writes_everything_and_tells_the_truth(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hies("run", project / "recipe.yaml", "--json") == 0
+    out = project / "out"
+    assert sorted(p.name for p in out.iterdir()) == [
+        *("onnx", "plan.json", "report.html", "report.json", "report.md", "scores.json", "slim")
+    ]
+    assert {p.name for p in (out / "slim").iterdir()} >= {
+        *("config.json", "model.safetensors", "modeling_hies.py", "hies_plan.json", "README.md", "tokenizer.json")
+    }
+    assert (out / "onnx" / "model.onnx").is_file()
+    stdout = capsys.readouterr().out
+    summary = json.loads(stdout.splitlines()[-1])
+    assert set(summary) == SUMMARY
+    report = json.loads((out / "report.json").read_text())
+    assert {k: report[k] for k in SUMMARY} == summary
+    assert summary["heads"]["total"] == 18
+    assert summary["heads"]["removed"] == 7 == 18 - sum(summary["heads"]["kept_per_layer"])
+    assert summary["cut_max_abs"] < 1e-4
+    assert summary["reload_max_abs"] < 1e-5
+    assert summary["onnx_max_abs"] < 1e-3
+    assert [(r["runtime"], r["batch"], r["sequence"]) for r in summary["latency"]] == [
+        ("torch", 2, 16),
+        ("onnxruntime-cpu", 2, 16),
+    ]
+    for row in summary["latency"]:
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["provider"] == {"torch": "cpu", "onnxruntime-cpu": "CPUExecutionProvider"}[row["runtime"]]
+    # 40 % of 18 heads of width 8 in a 48-wide model: q, k, v rows with bias and o columns.
+    assert summary["parameters"]["dense"] - summary["parameters"]["slim"] == 7 * 8 * (3 * 49 + 48)
+    assert summary["bytes"]["slim"] == 4 * summary["parameters"]["slim"]
+
+    # Quality and stability, again, by hand.
+    rows = [json.loads(line) for line in (project / "validation.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(out / "slim")
+    batch = tokenizer([r["sentence"] for r in rows], [r["other"] for r in rows], padding=True, return_tensors="pt")
+    labels = torch.tensor([r["label"] for r in rows])
+    dense = AutoModelForSequenceClassification.from_pretrained(project / "model")(**batch).logits.argmax(-1)
+    slim = hies_export.load(out / "slim")(**batch).logits.argmax(-1)
+    assert summary["quality"] == {
+        "metric": "accuracy",
+        "dense": pytest.approx((dense == labels).double().mean().item()),
+        "slim": pytest.approx((slim == labels).double().mean().item()),
+    }
+    assert summary["stability"] == pytest.approx((slim == dense).double().mean().item())
+
+    # What a person reads is the same.
+    marks = [line for line in stdout.splitlines() if "encoder.layer" in line]
+    assert [line.count(KEPT) for line in marks] == summary["heads"]["kept_per_layer"]
+    assert sum(line.count(CUT) for line in marks) == 7
+    for text in ((out / "report.md").read_text(), (out / "slim" / "README.md").read_text()):
+        assert text.count(KEPT) == 11 + 1
+        assert "| attention heads | 18 | 11 | -38.9% |" in text
+    assert "trust_remote_code=True" in (out / "slim" / "README.md").read_text()
+    assert hies("report", out, "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == summary
+
+
+def test_the_same_recipe_gives_the_same_plan_and_weights(project: Path) -> None:
+    for name in ("one", "two"):
+        assert hies("prune", project / "recipe.yaml", "-o", project / name) == 0
+    assert hies("score", project / "recipe.yaml", "-o", project / "scored") == 0
+    plan = project / "scored" / "plan.json"
+    assert hies("prune", project / "recipe.yaml", "--plan", plan, "-o", project / "three") == 0
+    assert plan.read_bytes() == (project / "one" / "hies_plan.json").read_bytes()
+    weights = {(project / n / "model.safetensors").read_bytes() for n in ("one", "two", "three")}
+    assert len(weights) == 1
+
+
+def test_a_slim_checkpoint_can_be_run_exported_inspected_and_benched(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hies("prune", project / "recipe.yaml", "-o", project / "slim") == 0
+    slim = project / "slim"
+    again = ("--set", f"model={slim}", "--set", "measure.runtimes=[torch]", "-o", project / "again")
+    assert hies("run", project / "recipe.yaml", *again) == 0
+    assert hies_export.load(project / "again" / "slim").config.hies_export["linear"]
+    assert hies("export", slim, "-o", project / "onnx", "--json") == 0
+    exported = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert exported["inputs"] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert exported["onnx_max_abs"] < 1e-3
+    assert hies("inspect", slim, "--json") == 0
+    inspected = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert inspected["can_be_cut"]
+    assert inspected["slim"]
+    assert sum(a["heads"] for a in inspected["attention"]) == 11
+    assert [row["layer"] for row in inspected["flops_per_layer"]] == [
+        *(f"bert.encoder.layer.{i}" for i in range(3)),
+        "",
+    ]
+    for first, second in ((project / "model", slim), (project / "onnx", slim), (project / "onnx", project / "onnx")):
+        command = ("bench", first, second, "--shape", "2x8", "--repeats", 4, "--runtime", "onnxruntime-cpu", "--json")
+        assert hies(*command) == 0
+        (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["latency"]
+        assert (row["batch"], row["sequence"], row["runtime"]) == (2, 8, "onnxruntime-cpu")
+        assert (row["flops_ratio"] < 1) == (first == project / "model")
+    assert hies("bench", slim, "--shape", "2x8", "--repeats", 4, "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["latency"]
+    assert (row["runtime"], row["realised"]) == ("torch", None)
+
+
+def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(project / "train.jsonl", 60)
+    torch_only = ("--set", "measure.runtimes=[torch]")
+    options = ("--set", "prune.alpha=auto", "--set", "prune.compensation={samples: 60}", *torch_only)
+    assert hies("run", project / "recipe.yaml", *options, "--json") == 0
+    report = Report.from_file(project / "out")
+    curve = report.details["alpha_curve"]
+    assert report.alpha in [point["alpha"] for point in curve]
+    assert json.loads((project / "out" / "plan.json").read_text())["alpha"] == report.alpha
+    assert json.loads((project / "out" / "scores.json").read_text())["alpha_curve"] == curve
+    # It was chosen by what the compensated model makes of the held-out rows.
+    asked = {"prune.alpha": "auto", "prune.compensation": {"samples": 60}, "measure.runtimes": ["torch"]}
+    prepared = prepare(PruningRecipe.from_yaml(project / "recipe.yaml", asked))
+    slim = hies_export.load(project / "out" / "slim")
+    dense_logits, logits = predict(prepared.model, prepared.held_out), predict(slim, prepared.held_out)
+    expected = stability(dense_logits, logits)
+    assert next(p for p in curve if p["alpha"] == report.alpha)["stability"] == pytest.approx(expected)
+    # The same alpha given as a number, without compensation, is what it started from.
+    fixed = ("--set", f"prune.alpha={report.alpha}", "-o", project / "fixed", *torch_only)
+    assert hies("run", project / "recipe.yaml", *fixed) == 0
+    alone = Report.from_file(project / "fixed")
+    assert alone.heads == report.heads
+    assert report.details["uncompensated"]["metrics"]["accuracy"] == alone.quality["slim"]
+    assert report.details["uncompensated"]["stability"] == alone.stability
+    assert {fit["method"] for fit in report.details["compensation"]} <= {"least_squares", "bias", "none"}
+    assert len(report.details["compensation"]) == sum(kept < 6 for kept in report.heads["kept_per_layer"])
+    assert report.cut_max_abs < 1e-4
+    assert report.onnx_max_abs < 1e-3
+    assert "accuracy before compensation" in capsys.readouterr().out
+
+
+def test_alpha_auto_needs_rows_of_its_own(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--set", "prune.alpha=auto", "--set", "calibration.samples=12")
+    assert hies("run", project / "recipe.yaml", *options) == 2
+    assert "needs samples beyond the 12 to score on, but the split 'train' has 12" in capsys.readouterr().err
+
+
+def test_without_labels_the_models_predictions_stand_in(project: Path) -> None:
+    assert hies("run", project / "recipe.yaml", "--set", "data.label=null", "--set", "measure.runtimes=[torch]") == 0
+    report = Report.from_file(project / "out")
+    assert json.loads((project / "out" / "plan.json").read_text())["calibration"]["labels"] == "predictions"
+    assert report.quality["dense"] == 1.0
+    assert report.quality["slim"] == pytest.approx(report.stability)
+    assert "predictions" in (project / "out" / "report.md").read_text()
+
+
+def test_regression(project: Path) -> None:
+    save_text_model(project / "regressor", num_labels=1)
+    write_rows(project / "train.jsonl", 12, lambda i: i / 3)
+    write_rows(project / "validation.jsonl", 20, lambda i: i % 7 / 2)
+    options = ("--set", "model=" + str(project / "regressor"), "--set", "measure.runtimes=[torch]")
+    assert hies("run", project / "recipe.yaml", *options, "--set", "evaluation.stability_tolerance=0.1") == 0
+    report = Report.from_file(project / "out")
+    assert report.quality["metric"] == "pearson"
+    assert 0 <= report.stability <= 1
+    assert report.details["stability_tolerance"] == 0.1
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown field": ({"prune.alhpa": 1}, "did you mean 'alpha'"),
+    "several problems": ({"prune.alpha": 1, "prune.budget.heads": 1.5}, "2 problems:"),
+    "sparsity": ({"prune.budget.heads": 1.2}, "sparsity must be in (0, 1), got 1.2"),
+    "alpha": ({"prune.alpha": 1.0}, "alpha must be in [0, 1), got 1"),
+    "missing file": ({"data.files.train": "nowhere.jsonl"}, "nowhere.jsonl"),
+    "missing split": ({"calibration.split": "trian"}, "the split must be one of"),
+    "missing column": ({"data.text": "sentense"}, "but it has sentence, other, label"),
+    "missing model": ({"model": "nowhere"}, "a model must be a folder with a config.json or a Hub id"),
+    "label column of words": ({"data.label": "other"}, "must be among the model's (LABEL_0, LABEL_1)"),
+    "label out of range": ({"data.files.validation": "many.jsonl"}, "labels must be in [0, 2)"),
+    "empty split": ({"data.files.train": "empty.jsonl"}, "empty"),
+    "metric of a regressor": ({"evaluation.metrics": "[pearson]"}, "'pearson', which is for numbers"),
+    "runtime": ({"measure.runtimes": "[onnxruntime-gpuu]"}, "a runtime must be one of"),
+    "runtime not here": ({"measure.runtimes": "[onnxruntime-cuda]"}, 'install it with: pip install "hies-export[gpu]"'),
+    "dtype": (
+        {"measure.runtimes": "[onnxruntime-cpu]", "measure.dtypes": "[bfloat16]"},
+        "a dtype must be one of float32, float16 on onnxruntime-cpu, got 'bfloat16'",
+    ),
+    "shape": ({"measure.shapes": "[[1]]"}, "must be batch and sequence, got [1]"),
+    "shape too long": ({"measure.shapes": "[[1, 65]]"}, "sequence must be in 1..64 for BertForSequenceClassificat"),
+    "task of the model": (
+        {"task": "image-classification", "data.text": "[]", "data.image": "sentence"},
+        "image-classification needs a model fine-tuned for it",
+    ),
+    "too much": ({"prune.min_heads": 5}, "leave only 3 to remove"),
+    "not cuttable": ({"model": "deberta"}, "DebertaV2ForSequenceClassification (deberta-v2) computes its own"),
+    "not fine-tuned": ({"model": "headless"}, "is a BertModel; fine-tune it for the task first"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_clear_sentence_before_any_calibration(
+    name: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import BertModel, DebertaV2Config, DebertaV2ForSequenceClassification
+
+    overrides, message = BAD[name]
+    (project / "empty.jsonl").write_text("")
+    write_rows(project / "many.jsonl", 9, lambda i: i)
+    if name == "not cuttable":
+        save_text_model(project / "deberta")
+        config = DebertaV2Config(
+            vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+        )
+        DebertaV2ForSequenceClassification(config).save_pretrained(project / "deberta")
+    if name == "not fine-tuned":
+        save_text_model(project / "headless")
+        BertModel.from_pretrained(project / "headless").save_pretrained(project / "headless")
+    monkeypatch.setattr("hies_export.pipeline.choose.collect_statistics", lambda *a, **k: pytest.fail("calibrated"))
+    options = []
+    for key, value in overrides.items():
+        path = str(project / value) if key.startswith(("data.files", "model")) else value
+        options += ["--set", f"{key}={path}"]
+    assert hies("run", project / "recipe.yaml", *options) == 2
+    captured = capsys.readouterr()
+    assert message in " ".join(captured.err.split())
+    assert "Traceback" not in captured.err
+    assert not (project / "out").exists()
+    assert not [p for p in project.iterdir() if p.name.startswith(".")]
+
+
+def test_an_existing_output_is_refused_before_work(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "out").mkdir()
+    for command in ("run", "prune", "score"):
+        assert hies(command, project / "recipe.yaml") == 2
+        assert "--overwrite" in capsys.readouterr().err
+    assert hies("score", project / "recipe.yaml", "--overwrite") == 0
+    assert (project / "out" / "plan.json").is_file()
+
+
+def test_nan_stops_with_1_and_names_the_batch(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import BertForSequenceClassification
+
+    model = BertForSequenceClassification.from_pretrained(project / "model")
+    with torch.no_grad():
+        model.classifier.bias.fill_(float("nan"))
+    model.save_pretrained(project / "model")
+    assert hies("run", project / "recipe.yaml") == 1
+    assert "batch 0 gave nan" in capsys.readouterr().err
+    assert sorted(p.name for p in project.iterdir()) == ["model", "recipe.yaml", "train.jsonl", "validation.jsonl"]
+
+
+def test_a_full_disk_stops_with_1_and_leaves_nothing(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hies_export.pipeline.run.render_markdown", fail)  # the last file of all
+    assert hies("run", project / "recipe.yaml", "--set", "measure.runtimes=[torch]") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert sorted(p.name for p in project.iterdir()) == ["model", "recipe.yaml", "train.jsonl", "validation.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing(number: int, project: Path) -> None:
+    command = [sys.executable, "-m", "hies_export", "run", str(project / "recipe.yaml")]
+    slow = ["--set", "measure.repeats=1000000"]  # it is measuring, with everything else written, when the signal comes
+    with subprocess.Popen([*command, *slow], stderr=subprocess.PIPE, text=True, cwd=project) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "measure" in line:
+                break
+        time.sleep(0.2)
+        os.kill(process.pid, number)
+        try:
+            _, rest = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 130
+    assert "nothing half-written" in rest
+    assert sorted(p.name for p in project.iterdir()) == ["model", "recipe.yaml", "train.jsonl", "validation.jsonl"]
+
+
+def test_bench_refuses_what_cannot_be_compared(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hies("bench", project / "nowhere", project / "model") == 2
+    assert "a model must be a folder" in capsys.readouterr().err
+    assert hies("bench", project / "model", "--shape", "8by8") == 2
+    assert "--shape must be BATCHxSEQUENCE" in capsys.readouterr().err
+    assert hies("bench", project / "model", "--runtime", "tourch") == 2
+    assert "did you mean 'torch'" in capsys.readouterr().err
+    assert hies("bench", project / "model", "--dtype", "int4") == 2
+    assert "a dtype must be one of float32, float16, bfloat16 on torch, got 'int4'" in capsys.readouterr().err
+    assert hies("bench", project / "model", "--runtime", "onnxruntime-tensorrt") == 2
+    assert 'pip install "hies-export[gpu]"' in capsys.readouterr().err
+    assert hies("bench", project / "model", "--shape", "1x65") == 2
+    assert "sequence must be in 1..64" in capsys.readouterr().err
+    (project / "model.onnx").touch()
+    assert hies("bench", project, "--dtype", "float16") == 2
+    assert "is an ONNX folder with its own" in capsys.readouterr().err
+
+
+def test_what_bench_prints_is_shown_again(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--shape", "2x8", "--repeats", 2, "--dtype", "float16", "--dtype", "float32")
+    assert hies("bench", project / "model", *options, "--json") == 0
+    *said, written = capsys.readouterr().out.splitlines()
+    rows = json.loads(written)["latency"]
+    assert [row["dtype"] for row in rows] == ["float16", "float32"]
+    (project / "bench.json").write_text(written)
+    assert hies("report", project / "bench.json", "--html", project / "bench.html", "--json") == 0
+    *again, values = capsys.readouterr().out.splitlines()
+    assert again == said
+    assert json.loads(values)["tables"][0]["rows"] == rows
+    page = (project / "bench.html").read_text()
+    assert "torch <span class=muted>2 × 8 float16</span>" in page
+    assert hies("report", project / "bench.json", "--figures", project / "figures") == 2
+    assert "figures are drawn of a run" in capsys.readouterr().err
+    assert not (project / "figures").exists()
+
+
+def test_help_names_every_command_and_imports_nothing_heavy() -> None:
+    code = "import sys, hies_export.cli.main as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for command in ("run", "quickstart", "score", "prune", "export", "bench", "inspect", "report"):
+        assert re.search(rf"^ +{command}\b", out, re.MULTILINE)
+    assert out.splitlines()[-1] == "False False"
+
+
+def test_public_names_are_complete() -> None:
+    assert set(hies_export.__all__) == set(hies_export._HOME_OF)
+    for module in pkgutil.walk_packages(hies_export.__path__, "hies_export."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for name in hies_export.__all__:
+        value = getattr(hies_export, name)
+        assert value.__doc__ or name == "CRITERIA"
+        assert not isinstance(value, ModuleType)  # a module of the same name would hide it
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        hies_export.nothing  # noqa: B018

@@ -1,0 +1,324 @@
+"""The whole line on a language model and on a vision-language model, tiny ones always and real data where it is."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+import tokenizers
+import torch
+import yaml
+from PIL import Image
+from support.models import causal_lm, generative_tokenizer, llava, llava_processor
+from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaProcessor, PreTrainedModel, PreTrainedTokenizerFast
+
+import hies_export
+from hies_export.cli.main import main
+from hies_export.report.report import Report
+
+GREEDY_TOKENS = 64
+
+
+def hies(*arguments: object) -> int:
+    return main([str(a) for a in arguments])
+
+
+def write_recipe(folder: Path, fields: dict[str, object]) -> Path:
+    path = folder / "recipe.yaml"
+    measure = {"repeats": 2, "shapes": [[1, 8], [2, 16]]}
+    path.write_text(yaml.safe_dump({"measure": measure, "output": "out"} | fields))
+    return path
+
+
+@pytest.fixture
+def stories(tmp_path: Path) -> Path:
+    """A tiny LLaMA with a tokenizer of words, and lines of text."""
+    causal_lm().save_pretrained(tmp_path / "model")
+    generative_tokenizer().save_pretrained(tmp_path / "model")
+    letters = "abcdefghijkl"
+    lines = [" ".join(letters[(i * 5 + j * (1 + i % 3)) % 12] for j in range(4 + i % 9)) for i in range(200)]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    recipe = {
+        "model": "model",
+        "task": "text-generation",
+        "data": {"files": {"train": "text.txt"}, "text": "text", "max_length": 24},
+        "calibration": {"split": "train[:60%]", "samples": 12, "batch_size": 4},
+        "evaluation": {"split": "train[60%:]"},
+        "prune": {"alpha": 0.5, "budget": {"heads": 0.5}, "allocation": "uniform"},
+    }
+    return write_recipe(tmp_path, recipe)
+
+
+def test_language_model(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hies("run", stories, "--json") == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["heads"]["total"], summary["heads"]["removed"]) == (8, 4)
+    assert summary["quality"]["metric"] == "perplexity"
+    assert summary["onnx_max_abs"] < 1e-3
+    # Two of four key/value heads of width 8 are left in all, two layers: keys and values in float32.
+    assert summary["cache_bytes_per_token"] == {"dense": 2 * 2 * 2 * 8 * 4, "slim": 2 * 2 * 8 * 4}
+    assert {(row["runtime"], row["batch"], row["sequence"]) for row in summary["latency"]} == {
+        (runtime, *shape) for runtime in ("torch", "onnxruntime-cpu") for shape in ((1, 8), (2, 16))
+    }
+    assert [row["phase"] for row in summary["latency"]] == ["prefill", "decode"] * 4
+    for row in summary["latency"]:
+        if row["phase"] == "decode":
+            speed = {side: row["batch"] / row[f"{side}_ms"] * 1000 for side in ("dense", "slim")}
+            assert row["tokens_per_second"] == pytest.approx(speed)
+            assert row["realised"] is None
+        else:
+            assert row["tokens_per_second"] is None
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "| cache per token | 256 B | 128 B | -50.0% |" in page
+    assert "| same next token |" in page
+    assert "| onnxruntime-cpu 2 x 16 decode |" in page
+    assert "AutoModelForCausalLM" in (tmp_path / "out" / "slim" / "README.md").read_text()
+
+    # The perplexity of the dense model, by hand: every block but its first token.
+    model = hies_export.load(tmp_path / "model")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "model")
+    lines = (tmp_path / "text.txt").read_text().split("\n")
+    text = "\n".join(lines[round(0.6 * 200) :])
+    ids = torch.tensor(tokens(text, add_special_tokens=False).input_ids)
+    blocks = ids[: len(ids) // 24 * 24].view(-1, 24)
+    with torch.no_grad():
+        by_hand = model(input_ids=blocks, labels=blocks).loss.exp().item()
+    assert summary["quality"]["dense"] == pytest.approx(by_hand, rel=0.1)  # blocks may begin elsewhere by a token
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["prune.alpha=auto", "prune.compensation.method=least_squares", "prune.compensation.samples=24"],
+        ["prune.criterion=hies-compensated", "prune.compensation.method=least_squares"],
+        ["prune.unit=query", "prune.allocation=global", "dtype=bfloat16", "measure.dtypes=[float16, bfloat16]"],
+        ["data.packing=false", "evaluation.metrics=[token_accuracy, perplexity]"],
+    ],
+    ids=["alpha auto", "compensated", "query heads", "rows"],
+)
+def test_other_ways(options: list[str], stories: Path, tmp_path: Path) -> None:
+    settings = [part for option in [*options, "measure.runtimes=[torch]"] for part in ("--set", option)]
+    assert hies("run", stories, *settings) == 0
+    report = Report.from_file(tmp_path / "out")
+    assert report.heads["removed"] == 4
+    if "prune.unit=query" in options:
+        assert all(count == 2 for count in report.heads["kept_per_layer"])
+        assert report.cache_bytes_per_token == {"dense": 128, "slim": 128}
+        assert list(dict.fromkeys(row["dtype"] for row in report.latency)) == ["float16", "bfloat16"]
+
+
+BAD = {
+    "label": ("data.label=text", "text-generation needs data.text (one column), or data.prompt and data.answer"),
+    "answer alone": ("data.answer=text", "prompt and answer go together, got answer without prompt"),
+    "metric": ("evaluation.metrics=[accuracy]", "the metrics of generated text must be among perplexity, token_acc"),
+    "tower": ("prune.towers=[vision]", "prune.towers must be among language, the towers of this model, got 'vision'"),
+    "slice": ("calibration.split=train[5]", "a slice of a split must be like train[:80%]"),
+    "device map": ("device_map=auto", "device_map needs accelerate, which is not installed"),
+    "groups": ("prune.min_heads=3", "remove 1 of 2 key/value groups, but min_heads 3 leave only 0 to remove"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    name: str,
+    stories: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    option, message = BAD[name]
+    if name == "device map":
+        monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    assert hies("run", stories, "--set", option) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def words_of(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for every word of some texts."""
+    special = ["<pad>", "<unk>", "<s>", "</s>", "<image>"]
+    words = sorted({word for text in texts for word in text.replace("?", " ?").split()} - set(special))
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate([*special, "\n", *words])}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Split(p, b) for p, b in (("\n", "isolated"), ("?", "isolated"), (" ", "removed"))]
+    )
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<image>"],
+    )
+
+
+def easy_vqa(shared: Path, folder: Path) -> None:
+    """A LLaVA for 64-pixel images in patches of 16, with the words of the data."""
+    files = {split: str(shared / "data" / "easy_vqa" / f"{split}.parquet") for split in ("train", "test")}
+    rows = datasets.load_dataset("parquet", data_files=files, cache_dir=str(folder / "cache"))["train"]
+    texts = [t for row in rows.select_columns(["questions", "answers"]) for t in (*row["questions"], *row["answers"])]
+    tokenizer = words_of([*texts, "Question: Answer:"])
+    vision = {"image_size": 64, "patch_size": 16}
+    model = llava(vocab_size=len(tokenizer))
+    config = model.config
+    config.vision_config.update(vision)
+    type(model)(config).save_pretrained(folder / "model")
+    LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}),
+        tokenizer,
+        patch_size=16,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder / "model")
+    write_recipe(
+        folder,
+        {
+            "model": "model",
+            "task": "image-text-to-text",
+            "data": {
+                "files": files,
+                "image": "image",
+                "prompt": "Question: {questions}\nAnswer:",
+                "answer": "answers",
+            },
+            "calibration": {"samples": 16, "batch_size": 8},
+            "evaluation": {"split": "test", "samples": 48},
+            "prune": {"alpha": 0.5, "towers": ["language", "vision"], "budget": {"heads": 0.4}},
+            "measure": {"repeats": 2, "shapes": [[1], [2]]},
+        },
+    )
+
+
+def made_up(folder: Path) -> None:
+    """The same of plain colours."""
+    llava().save_pretrained(folder / "model")
+    llava_processor().save_pretrained(folder / "model")
+    rows = []
+    for i in range(40):
+        file = io.BytesIO()
+        Image.new("RGB", (16, 16), (i * 6, 255 - i * 6, 128)).save(file, "PNG")
+        question, answer = ["Q " + "abcdefghijkl"[i % 12]], ["yes" if i % 2 else "no"]
+        rows.append({"image": {"bytes": file.getvalue(), "path": None}, "questions": question, "answers": answer})
+    datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
+    write_recipe(
+        folder,
+        {
+            "model": "model",
+            "task": "image-text-to-text",
+            "data": {
+                "files": {"train": "rows.parquet", "test": "rows.parquet"},
+                "image": "image",
+                "prompt": "{questions}\nA",
+                "answer": "answers",
+            },
+            "calibration": {"samples": 12, "batch_size": 6},
+            "evaluation": {"split": "test"},
+            "prune": {"alpha": 0.5, "towers": ["language", "vision"], "budget": {"heads": 0.4}},
+            "measure": {"repeats": 2, "shapes": [[1], [2]]},
+        },
+    )
+
+
+@pytest.mark.parametrize("make", [made_up, easy_vqa], ids=["made up", "easy_vqa"])
+def test_vision_language_model(make: Callable[..., None], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if make is easy_vqa:
+        make(request.getfixturevalue("shared"), tmp_path)
+    else:
+        make(tmp_path)
+    assert hies("run", tmp_path / "recipe.yaml") == 0
+    out = tmp_path / "out"
+    report = Report.from_file(out)
+    scores = json.loads((out / "scores.json").read_text())
+    assert len(scores["his"]) == 5  # two layers of the decoder, three of the image tower
+    assert sum(len(kept) for kept in report.details["head_map"].values()) == report.heads["total"] == 20
+    assert report.quality["metric"] == "exact_match"
+    assert report.cut_max_abs < 1e-4
+    assert report.reload_max_abs < 1e-5
+    assert report.onnx_max_abs < 1e-3
+    assert {row["runtime"] for row in report.latency} == {"torch"}
+    cut = {name.split(".")[1]: line for name, line in report.details["head_map"].items() if "·" in line}
+    assert cut
+    assert {p.name for p in (out / "onnx").glob("*.onnx")} == {
+        "vision_encoder.onnx",
+        "embed_tokens.onnx",
+        "decoder_model_merged.onnx",
+    }
+    images = [tmp_path / f"{i}.png" for i in range(2)]
+    for i, file in enumerate(images):
+        Image.new("RGB", (64, 64), (200 * i, 60, 90)).save(file)
+    prompts = ["Q a\nA", "Q b c d\nA"] if make is made_up else ["what shape is this?", "is there a red shape?"]
+    texts = [
+        hies_export.generate_text(out / kind, prompts, images=images, max_new_tokens=12) for kind in ("slim", "onnx")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_towers_are_chosen(tmp_path: Path) -> None:
+    made_up(tmp_path)
+    for towers, names in ((["language"], {"language_model"}), (["vision"], {"vision_tower"})):
+        assert (
+            hies("score", tmp_path / "recipe.yaml", "--set", f"prune.towers={towers}", "-o", tmp_path / towers[0]) == 0
+        )
+        plan = json.loads((tmp_path / towers[0] / "plan.json").read_text())
+        assert len(plan["kept"]) == 5
+        cut = {n for n, kept in plan["kept"].items() if len(kept["query"]) < kept["heads"]}
+        assert {part for n in cut for part in n.split(".") if part in ("language_model", "vision_tower")} == names
+
+
+# ---- a real language model ---------------------------------------------------------------------------------
+
+
+def greedy(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model.generate(**batch, max_new_tokens=GREEDY_TOKENS, min_new_tokens=GREEDY_TOKENS, do_sample=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("allocation", "share"), [("global", 0.25), ("uniform", 0.5)])
+def test_stories_without_some_of_their_groups(allocation: str, share: float, shared: Path, tmp_path: Path) -> None:
+    # Stock LLaMA configs refuse 6 heads, which do not divide the width of 64; 4 do.
+    settings = {"prune.budget.heads": share, "prune.allocation": allocation, "measure.repeats": 2}
+    options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    recipe = Path(__file__).parents[2] / "recipes" / "stories-llama.yaml"
+    assert hies("run", recipe, *options, "-o", tmp_path / "out") == 0
+    report = Report.from_file(tmp_path / "out")
+    assert (report.heads["total"], report.heads["removed"]) == (40, 40 * share)
+    assert report.quality["metric"] == "perplexity"
+    assert report.quality["dense"] == pytest.approx(6.6, abs=0.3)
+    assert report.quality["dense"] < report.quality["slim"] < 12
+    assert report.cache_bytes_per_token == {"dense": 1280, "slim": 1280 * (1 - share)}
+    slim = tmp_path / "out" / "slim"
+    assert (slim / "modeling_hies.py").exists() == (allocation == "global")
+
+    tokenizer = AutoTokenizer.from_pretrained(slim, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    prompts = ["Once upon a time", "Tom and Lily went to the park. They", "One day"]
+    batch = dict(tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False))
+    assert (batch["attention_mask"] == 0).any()
+    in_torch = greedy(hies_export.load(slim), batch)
+    generator = hies_export.OnnxGenerator.from_folder(tmp_path / "out" / "onnx")
+    in_onnx = generator.generate(**batch, max_new_tokens=GREEDY_TOKENS, eos_token_id=-1)
+    assert in_torch.shape[1] == batch["input_ids"].shape[1] + GREEDY_TOKENS
+    assert torch.equal(in_onnx, in_torch)
+    text = tokenizer.batch_decode(in_torch, skip_special_tokens=True)
+    assert all(len(set(t.split())) > 15 for t in text)  # words, not one word again and again
+
+    if allocation == "uniform":
+        code = (
+            "import sys; sys.modules['hies_export'] = None\n"
+            "import torch; from transformers import AutoModelForCausalLM as M\n"
+            f"model = M.from_pretrained({str(slim)!r}, dtype=torch.float32)\n"
+            f"print(model.generate(torch.tensor({batch['input_ids'][1:2].tolist()}), do_sample=False, "
+            f"max_new_tokens={GREEDY_TOKENS}, min_new_tokens={GREEDY_TOKENS})[0].tolist())"
+        )
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert json.loads(found.splitlines()[-1]) == in_torch[1].tolist()

@@ -1,0 +1,271 @@
+"""report.html: what it says, that it loads nothing, and how a real browser shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.reports import latency_row, make_report
+
+from hies_export.errors import RequestError
+from hies_export.report.bench import Bench, print_bench, read_report, render_bench
+from hies_export.report.html import render_html
+from hies_export.report.report import KEPT, Report, render_markdown
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.open.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_every_head_is_there_with_its_numbers() -> None:
+    report = make_report()
+    page = Page(render_html(report))
+    cells = [attributes for tag, attributes in page.tags if tag == "rect"]
+    assert len(cells) == 4 * 12  # plan, score, HIS, entropy
+    crosses = [attributes for tag, attributes in page.tags if tag == "path"]
+    assert len(crosses) == 4 * report.heads["removed"]
+    data = json.loads(next(text for text in page.words if text.startswith("[{")))
+    assert data[2] == {
+        "name": "encoder.layer.2",
+        "cut": [0, 0, 1, 0],
+        "score": [0.1235, 0.1335, 0.1435, 0.1535],
+        "his": pytest.approx([0.08, 0.09, 0.1, 0.11]),
+        "entropy": [0.5, 0.6, 0.7, 0.8],
+    }
+
+
+def test_noisy_rows_give_no_ratio() -> None:
+    text = "".join(Page(render_html(make_report())).words)
+    assert "0.810" in text
+    assert "81.0%" in text
+    assert "noisy" in text
+    assert "70.0%" not in text
+    markdown = render_markdown(make_report())
+    assert "| noisy | [1.030, 1.200] |" in markdown
+    assert "0.700" not in markdown
+    assert "measure again on an idle machine" in markdown
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (
+            {"kind": "latency", "runtime": "torch", "batch": 8, "sequence": 128, "target": 0.85}
+            | {"predicted": 0.84, "measured": 0.86, "noisy": False},
+            "at most 0.85 of the time of the dense model on torch at 8 x 128. Predicted 0.840, measured 0.860, 2.0",
+        ),
+        (
+            {"kind": "flops", "target": 0.85, "predicted": 0.84, "measured": 0.84},
+            "at most 0.85 of the FLOPs of the dense model. Predicted 0.840, measured 0.840.",
+        ),
+        (
+            {"kind": "max_drop", "metric": "accuracy", "by": 0.01, "samples": 256, "dense": 0.9, "masked": 0.895}
+            | {"slim": 0.897, "judged": [{}, {}]},
+            "accuracy may get worse by 0.01 on 256 held-out samples. Dense 0.9000, masked 0.8950, slim 0.8970; 2 plans",
+        ),
+    ],
+)
+def test_the_budget_is_told_everywhere(budget: dict[str, Any], said: str) -> None:
+    report = make_report(budget=budget)
+    assert said in "".join(Page(render_html(report)).words)
+    assert said in render_markdown(report)
+
+
+def test_reports_of_older_runs_still_render() -> None:
+    report = make_report()
+    details = {"head_map": report.details["head_map"]}
+    latency = [{k: v for k, v in row.items() if k not in ("noisy", "dense_p90_ms")} for row in report.latency]
+    text = render_html(Report(**{**vars(report), "details": details, "latency": latency}))
+    assert len([1 for tag, _ in Page(text).tags if tag == "rect"]) == 12
+    assert "noisy" not in "".join(Page(text).words[3:])
+
+
+def test_a_step_tells_tokens_and_every_layer_its_flops() -> None:
+    speed = {"tokens_per_second": {"dense": 812.3, "slim": 1043.1}, "realised": None}
+    step = latency_row("torch", 0.78, phase="decode", dtype="bfloat16", **speed)
+    layers = [{"layer": "encoder.layer.0", "projections": 3e6, "products": 1e6, "other": 8e6}]
+    layers.append({"layer": "", "projections": 0, "products": 0, "other": 1e6})
+    slim = [{**layers[0], "projections": 1.5e6, "products": 0.5e6}, layers[1]]
+    report = make_report(flops_per_layer={"dense": layers, "slim": slim, "shape": [8, 128]})
+    report = dataclasses.replace(report, latency=[*report.latency, step])
+    markdown, page = render_markdown(report), "".join(Page(render_html(report)).words)
+    assert "| torch 8 x 128 decode bfloat16 | 100.00 ms | 78.00 ms | 0.780 [0.770, 0.792] |" in markdown
+    assert "| 812 → 1043 |" in markdown
+    assert "812 → 1043 tokens/s" in page
+    assert "| encoder.layer.0 | 3 → 1.5 | 1 → 0.5 | 8 | 12 → 10 |" in markdown
+    assert "| all | 3 → 1.5 | 1 → 0.5 | 9 | 13 → 11 |" in markdown
+    assert "3 → 1.51 → 0.5812 → 10" in page
+
+
+def test_a_bench_of_several_tables(tmp_path: Path) -> None:
+    rows = [latency_row("torch", 0.8, model="<b>BERT"), latency_row("torch", 1.1, noisy=True, model="LLaMA")]
+    scoring = [latency_row("torch", 1.05, realised=None, peak_bytes={"dense": 2e9, "slim": 2.1e9})]
+    values = {
+        "title": "Pruned models on a card",
+        "tables": [
+            {"title": "Latency", "names": ["dense", "slim"], "rows": rows},
+            {"title": "Scoring", "names": ["plain", "scoring"], "rows": scoring},
+            {"title": "Nothing", "names": ["a", "b"], "rows": []},
+        ],
+        "missing": ["ViT: it does not fit"],
+        "environment": {"gpu": "a card", "torch": "2.13.0"},
+    }
+    (tmp_path / "gpu.json").write_text(json.dumps(values))
+    bench = read_report(tmp_path / "gpu.json")
+    assert isinstance(bench, Bench)
+    text = render_bench(bench)
+    page = Page(text)
+    words = "".join(page.words)
+    assert [tag for tag, _ in page.tags].count("section") == 4
+    assert "<b>BERT" not in text
+    assert "scoring / plain, with its 95 % interval" in words
+    assert "2 → 2.1" in words
+    assert "ViT: it does not fit" in words
+    out = io.StringIO()
+    print_bench(bench, Console(file=out, width=140))
+    assert "not measured: ViT: it does not fit" in out.getvalue()
+    assert re.search(r"LLaMA .* noisy ", out.getvalue())
+    (tmp_path / "gpu.json").write_text("{}")
+    with pytest.raises(RequestError, match="a report must be a report.json or a run's folder"):
+        read_report(tmp_path / "gpu.json")
+
+
+def test_figures_of_a_run_are_drawn_the_same_twice(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
+    from hies_export.report import plots as figures
+
+    report = make_report()
+    files = figures.draw_report(report, tmp_path)
+    assert [file.name for file in files] == [f"{n}.{e}" for n in figures.CAPTIONS for e in ("png", "svg")]
+    before = {file: file.read_bytes() for file in files}
+    figures.draw_report(report, tmp_path)
+    assert {file: file.read_bytes() for file in files} == before
+    maps = [axis for axis in figures.head_maps(report).axes if axis.images]
+    assert [axis.get_title() for axis in maps] == [
+        *("importance (HIS)", "attention entropy", "hies score", "plan: 3 of 12 removed"),
+    ]
+    for axis in maps:
+        assert sorted(map(tuple, axis.collections[0].get_offsets().tolist())) == [(0, 0), (2, 2), (3, 1)]
+    assert maps[0].images[0].get_array()[1].tolist() == pytest.approx([0.04, 0.05, 0.06, 0.07])
+    plot = figures.latency(report.latency).axes[0]
+    assert [label.get_text() for label in plot.get_yticklabels()] == [
+        *("torch 8 x 128", "onnxruntime-cpu 8 x 128", "onnxruntime-cpu-int8 8 x 128 (noisy)"),
+    ]
+    # The noisy row has a control and no ratio.
+    assert (len(plot.patches), len(plot.containers)) == (3, 5)
+    assert figures.latency([]) is None
+    curves = [axis.lines[0].get_ydata().tolist() for axis in figures.alpha_curve(report).axes]
+    assert curves == [pytest.approx([0.8, 0.85, 0.89]), [0.9, 0.9, 0.9]]
+
+
+def test_names_cannot_become_markup() -> None:
+    report = make_report()
+    evil = "</script><script>alert(1)</script>"
+    details = {**report.details, "head_map": {evil: KEPT * 4}, "heads": {evil: {"his": [0, 1, 2, 3]}}}
+    text = render_html(Report(**{**vars(report), "model": evil, "details": details}))
+    assert [tag for tag, _ in Page(text).tags].count("script") == 2
+    assert "<script>alert" not in text
+
+
+def test_nothing_is_loaded_from_anywhere() -> None:
+    text = render_html(make_report())
+    page = Page(text)
+    for _, attributes in page.tags:
+        assert not (attributes.keys() & {"src", "srcset", "action"})
+        assert attributes.get("href", "data:,") == "data:,"
+    assert not re.search(r"https?:|url\(|@import", text)
+    policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+
+
+def browse(chromium: str, folder: Path, page: str, *, width: int, script: str = "", dark: bool = False) -> str:
+    """Show a page at a width, run a script in it and return what it reports; fail on any message of the console.
+
+    A window has a least width, a frame in it has none.
+    """
+    report = f"<script>addEventListener('load',()=>{{{script};parent.postMessage(RESULT,'*')}})</script>"
+    (folder / "page.html").write_text(page.replace("</body>", report + "</body>"))
+    (folder / "frame.html").write_text(
+        f"<body style='margin:0'><iframe src=page.html style='border:0;width:{width}px;height:2400px'></iframe>"
+        "<script>onmessage=e=>document.body.dataset.result=JSON.stringify(e.data)</script>"
+    )
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    options += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
+    options += [f"--window-size={max(500, width)},2400", "--virtual-time-budget=2000"]
+    options += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    name = f"report-{width}{'-dark' if dark else ''}.png"
+    address = (folder / "frame.html").as_uri()
+    shot = subprocess.run(
+        [chromium, *options, f"--screenshot={folder / name}", "--dump-dom", address],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    console = [line for line in shot.stderr.splitlines() if "CONSOLE" in line]
+    assert not console, console
+    assert (folder / name).stat().st_size > 10_000
+    found = re.search(r'data-result="([^"]*)"', shot.stdout)
+    assert found is not None, shot.stdout[:500]
+    return found.group(1).replace("&quot;", '"')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, False), (390, True)])
+def test_a_browser_shows_it_whole(chromium: str, tmp_path: Path, width: int, dark: bool) -> None:
+    page = render_html(make_report(layers=24, heads=16))
+    script = "const RESULT={wide:document.documentElement.scrollWidth,seen:innerWidth}"
+    result = json.loads(browse(chromium, tmp_path, page, width=width, script=script, dark=dark))
+    assert result == {"wide": width, "seen": width}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_shows_a_bench(chromium: str, tmp_path: Path, width: int) -> None:
+    values = {"a": "one", "b": "two", "latency": make_report().latency, "environment": make_report().environment}
+    script = "const RESULT={wide:document.documentElement.scrollWidth,seen:innerWidth}"
+    result = json.loads(browse(chromium, tmp_path, render_bench(Bench.from_values(values)), width=width, script=script))
+    assert result == {"wide": width, "seen": width}
+
+
+@pytest.mark.slow
+def test_a_tap_shows_the_numbers_of_a_head(chromium: str, tmp_path: Path) -> None:
+    script = (
+        "document.querySelector('.his rect[data-i=\"2,3\"]').dispatchEvent(new MouseEvent('click',{bubbles:true}));"
+        "const RESULT={text:document.getElementById('head').textContent,on:document.querySelectorAll('.on').length}"
+    )
+    result = json.loads(browse(chromium, tmp_path, render_html(make_report()), width=390, script=script))
+    assert result == {"text": "layer 2, head 3: kept · score 0.1535 · HIS 0.11 · entropy 0.8", "on": 4}
+
+
+def test_a_browser_would_have_complained(chromium: str, tmp_path: Path) -> None:
+    page = render_html(make_report()).replace("</body>", "<img src='https://example.org/x.png'></body>")
+    with pytest.raises(AssertionError, match="blocked"):
+        browse(chromium, tmp_path, page, width=390, script="const RESULT={}")

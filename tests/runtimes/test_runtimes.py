@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from support.models import causal_lm
+from transformers import BertConfig, BertForSequenceClassification
+
+from hies_export.errors import DataError, MissingRuntimeError, RecipeError
+from hies_export.model.copies import convert, share_weights
+from hies_export.model.tokens import forward_inputs, positions_of
+from hies_export.onnx.export import export_onnx
+from hies_export.runtimes.base import RUNTIMES, Runtime, last_token, register_runtime
+from hies_export.runtimes.ort import OnnxRuntime
+from hies_export.runtimes.pytorch import TorchRuntime
+from hies_export.runtimes.registry import load_runtime
+
+# logits = 2 * input_ids + attention_mask - token_type_ids, so every input can be seen in the output.
+GRAPH = """<ir_version: 10, opset_import: ["" : 20]>
+g (int64[b, s] input_ids, int64[b, s] attention_mask, int64[b, s] token_type_ids) => (float[b, s] logits) {
+  twice = Add(input_ids, input_ids)
+  masked = Add(twice, attention_mask)
+  typed = Sub(masked, token_type_ids)
+  logits = Cast<to=1>(typed)
+}"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    onnx.save(onnx.parser.parse_model(GRAPH), tmp_path / "model.onnx")
+    return tmp_path
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
+    return BertForSequenceClassification(BertConfig(**shape, vocab_size=20, max_position_embeddings=8))
+
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+def test_torch_runs_in_evaluation_mode_and_leaves_the_model_in_training(model):
+    runtime = load_runtime("torch", model.train())
+    batch = {"input_ids": IDS, "labels": torch.tensor([0, 1]), "text": ["a", "b"]}
+    feed = runtime.prepare(batch)
+    assert list(feed) == ["input_ids"]
+    output = runtime.run(feed)
+    assert not output.logits.requires_grad
+    assert model.training
+    with torch.no_grad():
+        want = model.eval()(input_ids=IDS).logits.numpy()
+    # Dropout is the model's default of 0.1: training mode would show.
+    np.testing.assert_array_equal(runtime.fetch(output)["logits"], want)
+    assert (runtime.name, runtime.provider, runtime.threads) == ("torch", "cpu", torch.get_num_threads())
+
+
+def test_torch_pins_its_threads_only_while_it_runs(model):
+    before, seen = torch.get_num_threads(), []
+    runtime = load_runtime("torch", model, threads=before + 1)
+    runtime._model.register_forward_pre_hook(lambda *args: seen.append(torch.get_num_threads()))
+    runtime.run(runtime.prepare({"input_ids": IDS}))
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("name", ["", "model.onnx"])
+def test_onnxruntime_runs_a_folder_or_a_file(folder, name):
+    runtime = load_runtime("onnxruntime-cpu", folder / name, threads=1)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    feed = runtime.prepare({"input_ids": IDS, "attention_mask": mask, "token_type_ids": IDS, "labels": IDS})
+    for _ in range(2):
+        got = runtime.fetch(runtime.run(feed))
+    np.testing.assert_array_equal(got["logits"], (IDS + mask).numpy())
+    assert (runtime.provider, runtime.threads) == ("CPUExecutionProvider", 1)
+
+
+def test_onnxruntime_feeds_keep_their_own_values(folder):
+    runtime = load_runtime("onnxruntime-cpu", folder)
+    feeds = [runtime.prepare({"input_ids": ids, "token_type_ids": 0 * ids}) for ids in (IDS, IDS[:1] * 10)]
+    got = [runtime.fetch(runtime.run(feed))["logits"] for feed in (*feeds, feeds[0])]
+    np.testing.assert_array_equal(got[1], (IDS[:1] * 20 + 1).numpy())
+    np.testing.assert_array_equal(got[2], got[0])
+
+
+def test_onnxruntime_defaults_the_mask_to_ones_and_the_types_to_zeros(folder):
+    runtime = load_runtime("onnxruntime-cpu", str(folder))
+    got = runtime.fetch(runtime.run(runtime.prepare({"input_ids": IDS.to(torch.int32)})))
+    np.testing.assert_array_equal(got["logits"], (2 * IDS + 1).numpy())
+    with pytest.raises(DataError, match="input 'input_ids' must be in the batch, which has pixel_values"):
+        runtime.prepare({"pixel_values": IDS})
+
+
+def test_onnxruntime_does_not_spin_and_takes_the_threads(folder, monkeypatch):
+    import onnxruntime
+
+    seen = []
+
+    class Session(onnxruntime.InferenceSession):
+        def __init__(self, file, options, **settings):
+            seen.append(options)
+            super().__init__(file, options, **settings)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    load_runtime("onnxruntime-cpu", folder, threads=3)
+    assert seen[0].get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert (seen[0].intra_op_num_threads, seen[0].inter_op_num_threads) == (3, 1)
+
+
+def test_another_provider_than_asked_for_is_an_error(folder):
+    class Elsewhere(OnnxRuntime):
+        name, requested, extra = "onnxruntime-cuda", "NoSuchExecutionProvider", "gpu"
+
+    with pytest.raises(MissingRuntimeError, match=r"must run on NoSuch(.|\n)*offers .*CPU.*hies-export\[gpu\]"):
+        Elsewhere(folder, threads=1)
+
+
+def test_onnxruntime_missing(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingRuntimeError, match=r'pip install "hies-export\[cpu\]"'):
+        load_runtime("onnxruntime-cpu", folder)
+
+
+def test_wrong_requests(folder, model):
+    with pytest.raises(RecipeError, match=r"one of .*torch, .*got 'onnx-cpu'; did you mean 'onnxruntime-cpu'\?"):
+        load_runtime("onnx-cpu", folder)
+    with pytest.raises(RecipeError, match="threads must be at least 1, got 0"):
+        load_runtime("torch", model, threads=0)
+    with pytest.raises(RecipeError, match="needs a PreTrainedModel, got PosixPath"):
+        load_runtime("torch", folder)
+    with pytest.raises(RecipeError, match="needs an ONNX file or folder, got BertFor"):
+        load_runtime("onnxruntime-cpu", model)
+    with pytest.raises(RecipeError, match=r"nothing\.onnx does not exist"):
+        load_runtime("onnxruntime-cpu", folder / "nothing.onnx")
+
+
+def test_a_runtime_joins_by_registering(monkeypatch):
+    monkeypatch.setitem(RUNTIMES, "echo", None)  # goes again with the test
+
+    @register_runtime("echo")
+    class Echo(TorchRuntime):
+        def __init__(self, source, *, threads):
+            self.source, self.threads = source, threads
+
+    runtime = load_runtime("echo", "anything", threads=2)
+    assert isinstance(runtime, Runtime)
+    assert (runtime.name, runtime.source, runtime.threads) == ("echo", "anything", 2)
+
+
+def test_a_twin_shares_weights_and_nothing_else(model):
+    model.encode = model.config  # an attribute that both must not share
+    twin = share_weights(model.train())
+    assert [id(p) for p in twin.parameters()] == [id(p) for p in model.parameters()]
+    twin.eval().set_attn_implementation("eager")
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    empty = share_weights(model, device="meta")
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert [p.shape for p in empty.parameters()] == [p.shape for p in model.parameters()]
+
+
+def test_forward_inputs_in_the_order_of_the_forward(model):
+    batch = {"labels": IDS, "token_type_ids": IDS, "input_ids": IDS, "text": ["a"], "idx": IDS}
+    assert list(forward_inputs(model, batch)) == ["input_ids", "token_type_ids"]
+
+
+def test_positions_count_what_is_not_padding():
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    assert positions_of(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_onnxruntime_fills_in_positions_and_an_empty_cache(tmp_path, named):
+    heads = "key_value_heads.0" if named else 2
+    floats, integers = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+    shapes = {"input_ids": ["b", "s"], "attention_mask": ["b", "t"], "position_ids": ["b", "s"]}
+    inputs = [onnx.helper.make_tensor_value_info(name, integers, shape) for name, shape in shapes.items()]
+    inputs.append(onnx.helper.make_tensor_value_info("past_key_values.0.key", floats, ["b", heads, "p", 4]))
+    outputs = [
+        onnx.helper.make_tensor_value_info("logits", integers, ["b", "s"]),
+        onnx.helper.make_tensor_value_info("present.0.key", floats, ["b", heads, "p", 4]),
+    ]
+    nodes = [
+        onnx.helper.make_node("Add", ["input_ids", "position_ids"], ["logits"]),
+        onnx.helper.make_node("Identity", ["past_key_values.0.key"], ["present.0.key"]),
+    ]
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "g", inputs, outputs), opset_imports=[onnx.helper.make_opsetid("", 20)]
+    )
+    model.ir_version = 10
+    if named:
+        onnx.helper.set_model_props(model, {"hies_export.cache_sizes": '{"past_key_values.0.key": [2, 4]}'})
+    onnx.save(model, tmp_path / "model.onnx")
+    runtime = load_runtime("onnxruntime-cpu", tmp_path)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    result = runtime.run(runtime.prepare({"input_ids": IDS, "attention_mask": mask}))
+    assert runtime.fetch(result)["logits"].tolist() == [[1, 2, 4], [4, 6, 8]]
+    assert runtime.fetch(result)["present.0.key"].shape == (2, 2, 0, 4)
+    # A step: the last token's position counts what is in the cache, which goes in as it came out.
+    cache = {"past_key_values.0.key": runtime.values(result)["present.0.key"]}
+    step = runtime.prepare({"input_ids": IDS[:, :1], "attention_mask": mask, **cache})
+    assert runtime.fetch(runtime.run(step))["logits"].tolist() == [[2], [6]]
+
+
+def small_graph(folder, scale=1.0):
+    """A matrix product, which is what dynamic quantisation replaces."""
+    text = """<ir_version: 10, opset_import: ["" : 20]>
+    g (int64[b, s] input_ids, int64[b, s] attention_mask) => (float[b, 4] logits) <float[8, 4] weight = {VALUES}> {
+      numbers = Cast<to=1>(input_ids)
+      logits = MatMul(numbers, weight)
+    }"""
+    values = ", ".join(f"{scale * (i % 7 - 3):g}" for i in range(32))
+    onnx.save(onnx.parser.parse_model(text.replace("VALUES", values)), folder / "model.onnx")
+    return folder
+
+
+def test_int8_runs_quantised_and_near(tmp_path):
+    batch = {"input_ids": torch.arange(16).view(2, 8)}
+    plain, quantised = (load_runtime(n, small_graph(tmp_path)) for n in ("onnxruntime-cpu", "onnxruntime-cpu-int8"))
+    one, two = (runtime.fetch(runtime.run(runtime.prepare(batch)))["logits"] for runtime in (plain, quantised))
+    np.testing.assert_allclose(
+        one, batch["input_ids"].float() @ torch.arange(32).remainder(7).sub(3).float().view(8, 4)
+    )
+    # Eight bits each way: near, and not the same.
+    assert 0 < np.abs(one - two).max() < 0.03 * np.abs(one).max()
+    assert quantised.provider == "CPUExecutionProvider"
+
+
+@pytest.fixture
+def decoder():
+    return causal_lm()
+
+
+@pytest.mark.parametrize("name", ["torch", "onnxruntime-cpu"])
+def test_the_step_of_the_last_token_is_what_the_whole_prompt_ends_in(name, decoder, tmp_path):
+    ids = torch.randint(5, 30, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    source = decoder if name == "torch" else export_onnx(decoder, tmp_path / "onnx", batch=batch).folder
+    runtime = load_runtime(name, source)
+    assert runtime.decodes
+    assert runtime.dtype == "float32"
+    feed = runtime.prepare_step(batch)
+    with torch.no_grad():
+        whole = decoder(**batch, position_ids=positions_of(mask)).logits
+    # The cache of a feed does not grow, however often it is run.
+    for _ in range(3):
+        assert runtime.time_ns(feed) > 0
+        got = runtime.fetch(runtime.run(feed))
+        np.testing.assert_allclose(got["logits"][:, -1], whole[:, -1].numpy(), atol=2e-4)
+        assert got["logits"].shape[1] == 1
+        assert got["present.1.key"].shape[2] == 9
+
+
+def test_an_encoder_does_not_decode(model, folder):
+    assert not load_runtime("torch", model).decodes
+    assert not load_runtime("onnxruntime-cpu", folder).decodes
+
+
+def test_the_prompt_and_the_step_of_a_batch():
+    batch = {"input_ids": IDS, "mm_token_type_ids": IDS + 1, "pixel_values": torch.ones(2, 3, 4, 4)}
+    prompt, step = last_token(batch)
+    assert {name: value.tolist() for name, value in prompt.items() if name != "pixel_values"} == {
+        "input_ids": [[1, 2], [4, 5]],
+        "mm_token_type_ids": [[2, 3], [5, 6]],
+        "attention_mask": [[1, 1], [1, 1]],
+    }
+    assert {name: value.tolist() for name, value in step.items()} == {
+        "input_ids": [[3], [6]],
+        "mm_token_type_ids": [[4], [7]],
+        "attention_mask": [[1, 1, 1], [1, 1, 1]],
+    }
+    assert prompt["pixel_values"] is batch["pixel_values"]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 0.02), (torch.bfloat16, 0.1)])
+def test_a_converted_model_computes_nearly_the_same_and_leaves_the_other_alone(model, dtype, tolerance):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    converted = convert(model.eval(), dtype=dtype)
+    assert load_runtime("torch", converted).dtype == str(dtype).removeprefix("torch.")
+    with torch.no_grad():
+        got, want = (m(input_ids=IDS).logits.float() for m in (converted, model))
+    assert 0 < (got - want).abs().max() < tolerance
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    same = convert(model, dtype=torch.float32, device="cpu")
+    assert [id(p) for p in same.parameters()] == [id(p) for p in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch imports it itself
+def test_compiled_torch_computes_the_same(model):
+    runtime = load_runtime("torch-compile", model)
+    got = runtime.fetch(runtime.run(runtime.prepare({"input_ids": IDS})))["logits"]
+    with torch.no_grad():
+        np.testing.assert_allclose(got, model.eval()(input_ids=IDS).logits.numpy(), atol=1e-5)
+
+
+def test_compiled_torch_needs_a_compiler(model, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MissingRuntimeError, match=r"needs a C\+\+ compiler on the CPU, and found none"):
+        load_runtime("torch-compile", model)

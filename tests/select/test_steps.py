@@ -1,0 +1,178 @@
+"""Pruning in steps against a loop over masked models, sample by sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import causal_lm, llama, save_project, text_batch
+from torch import Tensor
+
+from hies_export.checkpoint.loading import load
+from hies_export.cli.main import main
+from hies_export.errors import RecipeError
+from hies_export.pipeline.choose import choose
+from hies_export.pipeline.prepare import prepare
+from hies_export.progress import Silent
+from hies_export.prunable.attention import find_attention
+from hies_export.recipe import PruningRecipe
+from hies_export.select.select import select_heads
+from hies_export.select.steps import compose, sizes_of_steps
+from hies_export.slim.cut import prune_heads
+from hies_export.slim.refit import compensate_heads
+from hies_export.sweep.grid import SweepGrid
+from hies_export.sweep.sweep import sweep
+from hies_export.values import HeadScores, PruningPlan
+
+
+def naive_his(model: Any, sites: Any, batches: list[dict[str, Tensor]], gone: set[tuple[str, int]]) -> dict[Any, float]:
+    """Mean over samples of |dL/dm| of every head, with the gone ones at m = 0; one sample at a time."""
+    masks = {s.name: torch.ones(s.heads) for s in sites}
+    for name, head in gone:
+        masks[name][head] = 0
+    for mask in masks.values():
+        mask.requires_grad_()
+    handles = []
+    for site in sites:
+
+        def gate(module: Any, x: Any, site: Any = site) -> Any:
+            return ((x[0].unflatten(-1, (site.heads, -1)) * masks[site.name][:, None]).flatten(-2),)
+
+        handles.append(model.get_submodule(site.output).register_forward_pre_hook(gate))
+    totals = {(s.name, h): 0.0 for s in sites for h in range(s.heads)}
+    samples = 0
+    for batch in batches:
+        for row in range(len(batch["input_ids"])):
+            one = {key: value[row : row + 1] for key, value in batch.items()}
+            gradients = torch.autograd.grad(model(**one).loss, list(masks.values()))
+            for (name, _), gradient in zip(masks.items(), gradients, strict=True):
+                for head, value in enumerate(gradient.abs().tolist()):
+                    totals[name, head] += value
+            samples += 1
+    for handle in handles:
+        handle.remove()
+    return {key: total / samples for key, total in totals.items()}
+
+
+def recipe_of(folder: Path, **prune: Any) -> PruningRecipe:
+    if not (folder / "recipe.yaml").exists():
+        save_project(
+            folder,
+            train=60,
+            validation=8,
+            calibration={"samples": 12, "batch_size": 5},
+            prune={"criterion": "his", "budget": {"heads": 0.5}},
+            measure={"shapes": [[2, 16]], "runtimes": ["torch"]},
+        )
+    return PruningRecipe.from_yaml(folder / "recipe.yaml", {f"prune.{key}": value for key, value in prune.items()})
+
+
+def test_a_plan_in_steps_is_that_of_a_loop(tmp_path: Path) -> None:
+    plans = {}
+    for steps in (1, 3, 18):
+        recipe = recipe_of(tmp_path, steps=steps)
+        prepared = prepare(recipe)
+        choice = choose(prepared, recipe, progress=Silent())
+        gone: set[tuple[str, int]] = set()
+        found: dict[tuple[str, int], float] = {}
+        sizes = [9] if steps == 1 else [3, 6, 9] if steps == 3 else list(range(1, 10))
+        for size in sizes:
+            his = naive_his(prepared.model, prepared.sites, prepared.calibration, gone)
+            found |= {key: value for key, value in his.items() if key not in gone}
+            for name, head in sorted(his, key=his.__getitem__):
+                left = 6 - sum(other == name for other, _ in gone)
+                if len(gone) < size and (name, head) not in gone and left > 1:
+                    gone.add((name, head))
+        kept = {s.name: tuple(h for h in range(6) if (s.name, h) not in gone) for s in prepared.sites}
+        assert {name: part.query for name, part in choice.plan.kept.items()} == kept
+        # Every head's number is that of the last step it was there for.
+        numbers = {(name, h): float(v) for name, values in choice.statistics.his.items() for h, v in enumerate(values)}
+        assert numbers == pytest.approx(found, rel=1e-3, abs=1e-7)
+        plans[steps] = kept
+    assert plans[1] != plans[18]
+
+
+def test_heads_are_cut_in_steps_with_refits_and_alpha_chosen(tmp_path: Path) -> None:
+    recipe_of(tmp_path)
+    options = ["prune.steps=2", "prune.criterion=hies", "prune.alpha=auto", "prune.compensation={samples: 40}"]
+    extra = [part for option in options for part in ("--set", option)]
+    assert main(["prune", str(tmp_path / "recipe.yaml"), *extra]) == 0
+    plan = PruningPlan.from_file(tmp_path / "out" / "hies_plan.json")
+    assert (plan.heads, plan.removed) == (18, 9)
+    slim = load(tmp_path / "out")
+    widths = [slim.get_submodule(name).query.out_features for name in plan.kept]
+    assert widths == [8 * len(kept.query) for kept in plan.kept.values()]
+
+
+@pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
+def test_later_steps_see_the_refitted_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path, steps=2, compensation={"samples": 40})
+    seen: list[Any] = []
+    from hies_export.pipeline import choose as module
+
+    collect = module.collect_statistics
+
+    def watched(model: Any, *args: Any, **options: Any) -> Any:
+        seen.append(model)
+        return collect(model, *args, **options)
+
+    monkeypatch.setattr(module, "collect_statistics", watched)
+    prepared = prepare(recipe)
+    choose(prepared, recipe, progress=Silent())
+    first, second = seen
+    assert first is prepared.model
+    one = recipe_of(tmp_path, budget={"heads": 4 / 18})
+    plan = choose(prepared, one, progress=Silent()).plan
+    expected = prune_heads(prepared.model, plan, prepared.sites)
+    compensate_heads(prepared.model, expected, plan, prepared.sites, prepared.compensation)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(second.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize("make", [llama, causal_lm])
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_sizes_add_up_and_plans_compose(make: Any, allocation: str) -> None:
+    model = make(num_attention_heads=8, num_key_value_heads=4)
+    batch = text_batch(2, 8, labels=False)
+    batch["input_ids"] %= 32
+    sites = find_attention(model, batch)
+    options: dict[str, Any] = {"allocation": allocation, "unit": "group", "min_heads": 1}
+    once = select_heads(random_scores(sites), sites, heads=0.5, **options)
+    for steps in (2, 5):
+        slim, plan, now = model, None, sites
+        for size in sizes_of_steps(sites, heads=0.5, steps=steps, keep_layers=(), **options):
+            new = select_heads(random_scores(now), now, **options | size(now))
+            plan = new if plan is None else compose(plan, new)
+            after = prune_heads(slim, new, now)
+            # Cutting twice is cutting once by the plan of both.
+            for name, parameter in prune_heads(model, plan, sites).named_parameters():
+                assert torch.equal(parameter, after.get_parameter(name))
+            slim, now = after, find_attention(after, batch)
+        assert plan is not None
+        assert plan.removed == once.removed
+        if allocation == "uniform":
+            assert len({len(kept.query) for kept in plan.kept.values()}) == 1
+
+
+def random_scores(sites: Any) -> HeadScores:
+    return HeadScores("random", {}, {s.name: torch.rand(s.heads, dtype=torch.float64) for s in sites})
+
+
+@pytest.mark.parametrize(
+    ("prune", "given"),
+    [
+        ({"budget": {"flops": 0.9}}, "a budget of flops"),
+        ({"budget": {"heads": 0.5}, "multiple_of": 2, "unit": "query"}, "multiple_of 2 and unit query"),
+    ],
+)
+def test_other_budgets_take_no_steps(prune: dict[str, Any], given: str) -> None:
+    data = {"files": {"train": "a.jsonl"}, "text": "sentence"}
+    with pytest.raises(RecipeError, match=f"steps: 2 needs a budget of heads in units of groups, got {given}; set"):
+        PruningRecipe(model="m", task="text-classification", data=data, prune={"steps": 2, **prune})
+
+
+def test_a_sweep_takes_no_steps(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="a sweep scores heads once for all sparsities, got prune.steps: 2"):
+        sweep(recipe_of(tmp_path, steps=2), SweepGrid(), tmp_path / "sweep")

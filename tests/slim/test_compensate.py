@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from support.contract import random_plan
+from support.models import bert, image_batch, llama, text_batch, vit
+from support.references import design_formula, kept_columns, prepared
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hies_export.calibrate.moments import Moments
+from hies_export.errors import DataError, RecipeError, RequestError
+from hies_export.prunable.attention import find_attention
+from hies_export.slim.check import max_abs
+from hies_export.slim.cut import prune_heads
+from hies_export.slim.refit import FewTokensWarning, SingularInputsWarning, compensate_heads
+from hies_export.values import KeptHeads, PruningPlan
+
+
+def collected(model: PreTrainedModel, name: str, batches: list[dict[str, Tensor]]) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and outputs of a layer at the real tokens of all samples, one sample at a time, with its sample number."""
+    rows: list[tuple[Tensor, Tensor]] = []
+    handle = model.get_submodule(name).register_forward_hook(lambda m, x, y: rows.append((x[0][0], y[0])))
+    masks = []
+    with torch.no_grad():
+        for batch in batches:
+            for i in range(len(next(iter(batch.values())))):
+                one = {k: v[i : i + 1] for k, v in batch.items() if k != "labels"}
+                model(**one)
+                masks.append(one["attention_mask"][0].bool() if "attention_mask" in one else slice(None))
+    handle.remove()
+    x, y = (torch.cat([r[j][m] for r, m in zip(rows, masks, strict=True)]).double().numpy() for j in (0, 1))
+    return x, y
+
+
+@pytest.mark.parametrize("make", [bert, vit, llama], ids=["bert with padding", "vit", "llama without bias"])
+def test_least_squares_is_the_formula(make: Callable[[], PreTrainedModel]) -> None:
+    dense = make()
+    if dense.main_input_name == "pixel_values":
+        batches = [image_batch(31, labels=False), image_batch(64, labels=False)]
+    else:
+        batches = [text_batch(8, length, padding=make is bert) for length in (30, 24, 40, 18, 35, 22, 31, 40)]
+    slim, plan, sites = prepared(dense, batches[0])
+    fits = compensate_heads(dense, slim, plan, sites, batches, ridge=0.05)
+    cut = [s for s in sites if len(plan.kept[s.name].query) < s.heads]
+    assert [fit.name for fit in fits] == [s.name for s in cut]
+    for site, fit in zip(cut, fits, strict=True):
+        assert fit.method == "least_squares"
+        layer, refitted = dense.get_submodule(site.output), slim.get_submodule(site.output)
+        x, _ = collected(dense, site.output, batches)
+        bias = None if layer.bias is None else layer.bias.detach().double().numpy()
+        weight = layer.weight.detach().double().numpy()
+        expected, expected_bias = design_formula(weight, bias, x, kept_columns(plan, site), 0.05)
+        np.testing.assert_allclose(refitted.weight.detach().numpy(), expected, atol=1e-5)
+        assert (refitted.bias is None) == (expected_bias is None)
+        if expected_bias is not None:
+            np.testing.assert_allclose(refitted.bias.detach().numpy(), expected_bias, atol=1e-5)
+        assert fit.tokens == len(x)
+
+
+def small_layer(correlated: bool) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 6, generator=generator, dtype=torch.float64) + torch.arange(6)
+    kept, removed = [0, 2, 3], [1, 4, 5]
+    if not correlated:  # make C_MK exactly zero
+        centred = x - x.mean(0)
+        basis = torch.linalg.qr(centred[:, kept]).Q
+        x[:, removed] -= basis @ (basis.T @ centred[:, removed])
+    weight = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    return x, weight, torch.randn(4, generator=generator, dtype=torch.float64), kept
+
+
+def test_least_squares_equals_numpy_to_1e_8() -> None:
+    x, weight, bias, kept = small_layer(correlated=True)
+    moments = Moments.of(x[:, kept], x @ weight.T + bias)
+    fitted, fitted_bias = moments.fit(weight[:, kept], ridge=1e-12, centred=True)
+    design = np.hstack([x[:, kept].numpy(), np.ones((len(x), 1))])
+    solution = np.linalg.lstsq(design, (x @ weight.T + bias).numpy(), rcond=None)[0].T
+    np.testing.assert_allclose(fitted.numpy(), solution[:, :-1], atol=1e-8)
+    assert fitted_bias is not None
+    np.testing.assert_allclose(fitted_bias.numpy(), solution[:, -1], atol=1e-8)
+    left, left_bias = moments.fit(weight[:, kept], ridge=0.3, centred=True)
+    expected, expected_bias = design_formula(weight.numpy(), bias.numpy(), x.numpy(), kept, 0.3)
+    np.testing.assert_allclose(left.numpy(), expected, atol=1e-8)
+    assert left_bias is not None
+    assert expected_bias is not None
+    np.testing.assert_allclose(left_bias.numpy(), expected_bias, atol=1e-8)
+    uncentred, none = moments.fit(weight[:, kept], ridge=1e-12, centred=False)
+    solution = np.linalg.lstsq(x[:, kept].numpy(), (x @ weight.T + bias).numpy(), rcond=None)[0].T
+    np.testing.assert_allclose(uncentred.numpy(), solution, atol=1e-8)
+    assert none is None
+
+
+def test_without_correlation_least_squares_is_the_bias() -> None:
+    x, weight, bias, kept = small_layer(correlated=False)
+    moments = Moments.of(x[:, kept], x @ weight.T + bias)
+    fitted, fitted_bias = moments.fit(weight[:, kept], ridge=0.1, centred=True)
+    torch.testing.assert_close(fitted, weight[:, kept], atol=1e-10, rtol=0)
+    removed = [1, 4, 5]
+    torch.testing.assert_close(fitted_bias, bias + weight[:, removed] @ x[:, removed].mean(0))
+    torch.testing.assert_close(fitted_bias, moments.fit_bias(weight[:, kept]))
+
+
+def test_the_error_is_what_it_says() -> None:
+    x, weight, bias, kept = small_layer(correlated=True)
+    y = x @ weight.T + bias
+    moments = Moments.of(x[:100, kept], y[:100]) + Moments.of(x[100:, kept], y[100:])
+    other, shift = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    expected = (x[:, kept] @ other.T + shift - y).pow(2).sum(1).mean().item()
+    assert moments.error(other, shift) == pytest.approx(expected)
+    expected = (x[:, kept] @ other.T - y).pow(2).sum(1).mean().item()
+    assert moments.error(other, None) == pytest.approx(expected)
+
+
+def test_nothing_removed_changes_nothing() -> None:
+    dense, batch = bert(), text_batch(8)
+    sites = find_attention(dense, batch)
+    everything = {s.name: KeptHeads(tuple(range(6)), tuple(range(6)), 6, 6) for s in sites}
+    slim = copy.deepcopy(dense)
+    assert compensate_heads(dense, slim, PruningPlan(everything, "none", None, 0), sites, [batch]) == []
+    assert all(torch.equal(a, b) for a, b in zip(dense.parameters(), slim.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("method", ["bias", "least_squares"])
+def test_it_brings_the_slim_model_nearer_to_the_dense_one(method: str) -> None:
+    dense = bert()
+    batches = [text_batch(8, 40, labels=False) for _ in range(10)]
+    fresh = [text_batch(8, 40, labels=False) for _ in range(4)]
+    slim, plan, sites = prepared(dense, batches[0])
+    cut = [s for s in sites if len(plan.kept[s.name].query) < s.heads]
+    first = cut[0].output  # its inputs are the same in both models, and not those it was fitted on
+    _, wanted = collected(dense, first, fresh)
+    before = ((collected(slim, first, fresh)[1] - wanted) ** 2).mean()
+    state = {k: v.clone() for k, v in dense.state_dict().items()}
+    fits = compensate_heads(dense, slim, plan, sites, batches, method=method)
+    after = ((collected(slim, first, fresh)[1] - wanted) ** 2).mean()
+    assert after < before
+    assert after / before == pytest.approx(fits[0].error, abs=0.15)
+    assert all(fit.method == method and fit.error < 1 for fit in fits)
+    assert all((fit.ridge is None) == (method == "bias") for fit in fits)
+    assert all(torch.equal(v, state[k]) for k, v in dense.state_dict().items())
+    if method == "bias":
+        site = cut[0]
+        x, y = collected(dense, site.output, batches)
+        kept = x[:, kept_columns(plan, site)]
+        weight = slim.get_submodule(site.output).weight.detach().double().numpy()
+        expected = y.mean(0) - weight @ kept.mean(0)
+        np.testing.assert_allclose(slim.get_submodule(site.output).bias.detach().numpy(), expected, atol=1e-5)
+
+
+def test_sequential_takes_inputs_from_the_layers_already_refitted() -> None:
+    dense = bert()
+    batches = [text_batch(8, 40, labels=False) for _ in range(10)]
+    slim, plan, sites = prepared(dense, batches[0])
+    one_shot = copy.deepcopy(slim)
+    compensate_heads(dense, one_shot, plan, sites, batches, ridge=0.01)
+    compensate_heads(dense, slim, plan, sites, batches, ridge=0.01, sequential=True)
+    first, last = sites[0].output, sites[-1].output
+    torch.testing.assert_close(slim.get_submodule(first).weight, one_shot.get_submodule(first).weight)
+    assert max_abs(slim.get_submodule(last).weight, one_shot.get_submodule(last).weight) > 1e-4
+    # Nothing fits the dense outputs better, at the inputs that layer now has, than what it was given.
+    x, _ = collected(slim, last, batches)
+    _, y = collected(dense, last, batches)
+    moments = Moments.of(torch.from_numpy(x), torch.from_numpy(y))
+    original = prune_heads(dense, plan, sites).get_submodule(last).weight.detach().double()
+    expected, bias = moments.fit(original, ridge=0.01, centred=True)
+    torch.testing.assert_close(slim.get_submodule(last).weight.detach().double(), expected, atol=1e-5, rtol=1e-4)
+    assert bias is not None
+    torch.testing.assert_close(slim.get_submodule(last).bias.detach().double(), bias, atol=1e-5, rtol=1e-4)
+
+
+def test_a_fit_that_does_not_carry_over_is_not_kept() -> None:
+    """Five short samples and a tiny ridge: least squares explains the fitting tokens and nothing else."""
+    dense = bert()
+    batches = [text_batch(5, 3, padding=False, labels=False)]
+    slim, plan, sites = prepared(dense, batches[0])
+    weights = [slim.get_submodule(s.output).weight.clone() for s in sites]
+    with pytest.warns(FewTokensWarning, match="15 calibration tokens are few for the"):
+        fits = compensate_heads(dense, slim, plan, sites, batches, ridge=1e-9)
+    kept = [fit.method for fit in fits]
+    assert set(kept) - {"least_squares"}
+    assert all(fit.error <= 1 for fit in fits)
+    unchanged = [torch.equal(slim.get_submodule(s.output).weight, w) for s, w in zip(sites, weights, strict=True)]
+    by_name = dict(zip([s.name for s in sites], unchanged, strict=True))
+    assert [by_name[fit.name] for fit in fits] == [method != "least_squares" for method in kept]
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_inputs_that_never_change_are_said_and_least_squares_left_out(make: Callable[[], PreTrainedModel]) -> None:
+    dense = make()
+    batches = [text_batch(5, 40, padding=False, labels=False) for _ in range(4)]
+    sites = find_attention(dense, batches[0])
+    plan = random_plan(sites, uniform=False)
+    empty = next(site for site in sites if len(plan.kept[site.name].query) < site.heads)
+    module = dense.get_submodule(empty.name)
+    with torch.no_grad():
+        for parameter in (module.value if make is bert else module.v_proj).parameters():
+            parameter.zero_()
+    slim = prune_heads(dense, plan, sites)
+    said = rf"the inputs of {empty.name} is singular .*, so least squares cannot be fitted"
+    with pytest.warns(SingularInputsWarning, match=said):
+        fits = {fit.name: fit.method for fit in compensate_heads(dense, slim, plan, sites, batches)}
+    assert fits.pop(empty.name) in ("bias", "none")
+    assert set(fits.values()) <= {"least_squares", "bias"}
+    assert torch.isfinite(slim(**batches[0]).logits).all()
+
+
+def test_bad_requests() -> None:
+    dense, batch = bert(), text_batch(8)
+    slim, plan, sites = prepared(dense, batch)
+    with pytest.raises(RecipeError) as error:
+        compensate_heads(dense, slim, plan, sites, [batch], method="magic", ridge=0.0)
+    assert len(error.value.problems) == 2
+    with pytest.raises(DataError, match="at least 5 samples, one of them to hold out, got 4"):
+        compensate_heads(dense, slim, plan, sites, [text_batch(4)])
+    dense, batch = llama(), text_batch(8, padding=False)
+    slim, plan, sites = prepared(dense, batch)
+    with pytest.raises(RequestError, match="o_proj has none; use least_squares"):
+        compensate_heads(dense, slim, plan, sites, [batch], method="bias")

@@ -1,0 +1,133 @@
+"""Compensation and compensated scores of decoders and LLaVA, against unpadded samples one at a time and numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from support.generative import padded, unpadded, with_images
+from support.models import bert, causal_lm, llava
+from support.references import RIDGE, design_formula, kept_columns, naive_effect, prepared
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hies_export.calibrate.effects import collect_effects
+from hies_export.errors import DataError
+from hies_export.model.tokens import real_tokens
+from hies_export.prunable.attention import find_attention
+from hies_export.score.compensated import removal_order
+from hies_export.slim.refit import compensate_heads
+
+Batches = list[dict[str, Tensor]]
+
+
+def collected(model: PreTrainedModel, name: str, batches: Batches) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Per sample (x, y, g) of a projection: input, output, and gradient of the text's log-probability at the output."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    handle = model.get_submodule(name).register_forward_hook(lambda m, x, y: seen.append((x[0], y)))
+    samples = []
+    for one in unpadded(batches):
+        logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits[0]
+        x, y = seen.pop()
+        at = [t - 1 for t in range(1, len(logits)) if one["labels"][0, t] != -100]
+        prediction = sum(logits[t].log_softmax(-1)[one["labels"][0, t + 1]] for t in at)
+        (g,) = torch.autograd.grad(prediction, y, allow_unused=True)
+        g = torch.zeros_like(y) if g is None else g
+        samples.append(tuple(t[0].detach().double().numpy() for t in (x, y, g)))
+    handle.remove()
+    return samples
+
+
+def decoder_batches(side: str) -> Batches:
+    return [
+        padded([9, 4, 6, 8], side, answers=[2, 3, 1, 4]),
+        padded([3, 7, 5], side),
+        padded([8, 8], "right"),
+    ]
+
+
+def llava_batches(side: str) -> Batches:
+    return [with_images(batch) for batch in decoder_batches(side)]
+
+
+CASES = [(causal_lm, decoder_batches), (llava, llava_batches)]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("make", "make_batches"), CASES, ids=["decoder", "llava"])
+def test_effects_are_of_the_log_probability_of_the_text(
+    make: Callable[[], PreTrainedModel], make_batches: Callable[[str], Batches], side: str
+) -> None:
+    model, batches = make(), make_batches(side)
+    sites = find_attention(model, batches[0])
+    effects = collect_effects(model, batches, sites)
+    assert effects.samples == 9
+    for site in sites:
+        layer, samples = effects.layers[site.name], collected(model, site.output, batches)
+        weight = model.get_submodule(site.output).weight.detach().double().numpy()
+        assert layer.centred == ("vision" in site.name)  # LLaMA's projections have no bias
+        assert torch.bincount(layer.sample).tolist() == [len(x) for x, _, _ in samples]
+        np.testing.assert_allclose(layer.inputs.numpy(), np.concatenate([x for x, _, _ in samples]), atol=1e-5)
+        wanted = np.concatenate([g @ weight for _, _, g in samples])
+        np.testing.assert_allclose(layer.gradients.numpy(), wanted, atol=1e-4 * max(1.0, np.abs(wanted).max()))
+    last = sites[-1]
+    order = removal_order(effects.layers[last.name], 2, effects.samples, ridge=RIDGE, squared=True)
+    samples = collected(model, last.output, batches)
+    costs = [naive_effect(model, last, samples, [1 - group], squared=True) for group in (0, 1)]
+    assert order[0][0] == int(np.argmin(costs))
+    assert order[0][1] == pytest.approx(min(costs), rel=1e-3)
+
+
+def test_the_labels_are_the_text_and_say_which_tokens_count() -> None:
+    model, batch = causal_lm(), padded([9, 4, 6], "right", answers=[2, 3, 1])
+    sites = find_attention(model, batch)
+    one = collect_effects(model, [batch], sites).layers[sites[0].name]
+    other = batch | {"labels": torch.where(batch["labels"] == -100, -100, 7)}
+    fewer = batch | {"labels": padded([9, 4, 6], "right", answers=[1, 1, 1])["labels"]}
+    for changed in (other, fewer):
+        found = collect_effects(model, [changed], sites).layers[sites[0].name]
+        assert torch.equal(found.inputs, one.inputs)
+        assert not torch.allclose(found.gradients, one.gradients)
+    with pytest.raises(DataError, match="labels must say which tokens of a language model count"):
+        collect_effects(model, [{k: v for k, v in batch.items() if k != "labels"}], sites)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("make", "make_batches"), CASES, ids=["decoder", "llava"])
+def test_least_squares_of_real_tokens_is_the_formula(
+    make: Callable[[], PreTrainedModel], make_batches: Callable[[str], Batches], side: str
+) -> None:
+    dense = make()
+    batches = [batch for _ in range(3) for batch in make_batches(side)]
+    slim, plan, sites = prepared(dense, batches[0])
+    fits = {fit.name: fit for fit in compensate_heads(dense, slim, plan, sites, batches, ridge=0.05)}
+    assert fits
+    for site in sites:
+        if site.name not in fits or fits[site.name].method != "least_squares":
+            continue
+        samples = collected(dense, site.output, batches)
+        layer, refitted = dense.get_submodule(site.output), slim.get_submodule(site.output)
+        bias = None if layer.bias is None else layer.bias.detach().double().numpy()
+        x = np.concatenate([x for x, _, _ in samples])
+        weight = layer.weight.detach().double().numpy()
+        expected, expected_bias = design_formula(weight, bias, x, kept_columns(plan, site), 0.05)
+        assert fits[site.name].tokens == len(x)
+        np.testing.assert_allclose(refitted.weight.detach().numpy(), expected, atol=1e-4)
+        assert (refitted.bias is None) == (expected_bias is None)
+    assert any(fit.method == "least_squares" for name, fit in fits.items() if "vision" not in name)
+
+
+def test_the_mask_of_a_text_is_not_that_of_an_image() -> None:
+    mask = torch.ones(2, 17, dtype=torch.int64)
+    mask[1, 5:] = 0
+    batch, y = {"attention_mask": mask}, torch.zeros(2, 17, 32)
+    model = llava()
+    assert real_tokens(model, "model.vision_tower.encoder.layers.0.self_attn", batch, y).all()
+    for other, name in (
+        (model, "model.language_model.layers.0.self_attn"),
+        (causal_lm(), "model.layers.0.self_attn"),
+        (bert(), "bert.encoder.layer.0.attention.self"),
+    ):
+        assert torch.equal(real_tokens(other, name, batch, y), mask.bool())

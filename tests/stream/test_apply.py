@@ -1,0 +1,528 @@
+"""Cut on disk = loaded, cut and saved by transformers, byte for byte; and every checkpoint that cannot be cut so."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.contract import random_plan
+from support.models import bert, llama, save_text_model, shake, text_batch, vit
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hies_export.checkpoint.loading import load
+from hies_export.cli.main import main
+from hies_export.errors import OutputExistsError, PlanError, RequestError, StepError
+from hies_export.model.tokens import synthetic_batch
+from hies_export.prunable.attention import find_attention
+from hies_export.slim.check import first_output, weight_norms
+from hies_export.slim.config import is_slim
+from hies_export.slim.cut import prune_heads
+from hies_export.stream import shards
+from hies_export.stream.apply import MAX_SHARD_SIZE, apply_plan
+from hies_export.values import KeptHeads, PruningPlan
+
+DECODER = {
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+    "projection_dim": 16,
+}
+IMAGE_TOKEN = 99
+
+
+def decoder(name: str, **options: object) -> Callable[[], PreTrainedModel]:
+    def make() -> PreTrainedModel:
+        config = getattr(transformers, f"{name}Config")(**(DECODER | options))
+        return shake(getattr(transformers, f"{name}ForCausalLM")(config))
+
+    return make
+
+
+def gpt2() -> PreTrainedModel:
+    config = transformers.GPT2Config(vocab_size=100, n_embd=48, n_layer=3, n_head=6, n_positions=64)
+    return shake(transformers.GPT2LMHeadModel(config))
+
+
+def llava() -> PreTrainedModel:
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**VISION),
+        text_config=transformers.LlamaConfig(**DECODER),
+        image_token_index=IMAGE_TOKEN,
+    )
+    return shake(transformers.LlavaForConditionalGeneration(config))
+
+
+def llava_batch() -> dict[str, Tensor]:
+    ids = torch.cat([torch.full((2, 16), IMAGE_TOKEN), torch.randint(3, 90, (2, 6))], dim=1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def batch_for(model: PreTrainedModel) -> dict[str, Tensor]:
+    return llava_batch() if model.config.model_type == "llava" else synthetic_batch(model, batch=2, sequence=8)
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama groups": decoder("Llama"),
+    "llama bfloat16, tied": lambda: decoder("Llama", tie_word_embeddings=True)().to(torch.bfloat16),
+    "llama classifier": llama,
+    "bert": bert,
+    "bert masked, tied": lambda: shake(
+        transformers.BertForMaskedLM(
+            transformers.BertConfig(vocab_size=100, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
+        )
+    ),
+    "vit, older names": vit,
+    "gpt2, transposed": gpt2,
+    "phi3, fused": decoder("Phi3"),
+    "gpt-oss, sinks": decoder("GptOss", head_dim=8, num_local_experts=3, num_experts_per_tok=2),
+    "cohere, a norm for every head": decoder("Cohere", use_qk_norm=True),
+    "mixtral, merged experts": decoder("Mixtral", num_local_experts=3),
+    "llava, both towers": llava,
+}
+
+
+def in_memory(source: Path, target: Path, plan: PruningPlan | None = None, **options: Any) -> PruningPlan:
+    """The other way: load, cut, save."""
+    model = load(source)
+    sites = find_attention(model, batch_for(model))
+    plan = plan or random_plan(sites, uniform=options.pop("uniform", False))
+    prune_heads(model, plan, sites).save_pretrained(target, **options)
+    return plan
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+    files.pop("hies_plan.json", None)
+    return files
+
+
+@pytest.mark.parametrize("uniform", [False, True], ids=["uneven", "uniform"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bytes_of_the_model_in_memory(name: str, uniform: bool, tmp_path: Path) -> None:
+    MODELS[name]().save_pretrained(tmp_path / "dense")
+    plan = in_memory(tmp_path / "dense", tmp_path / "memory", uniform=uniform)
+    applied = apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
+    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+    assert PruningPlan.from_file(tmp_path / "disk" / "hies_plan.json") == plan
+
+    one, other = load(tmp_path / "disk"), load(tmp_path / "memory")
+    batch = batch_for(one)
+    torch.testing.assert_close(first_output(one, batch), first_output(other, batch), atol=0, rtol=0)
+    header = sum(8 + int.from_bytes(p.read_bytes()[:8], "little") for p in (tmp_path / "disk").glob("*.safetensors"))
+    assert applied.slim_bytes + header == sum(p.stat().st_size for p in (tmp_path / "disk").glob("*.safetensors"))
+    assert applied.slim_bytes < applied.dense_bytes
+
+
+@pytest.mark.parametrize("name", ["llama groups", "gpt2, transposed", "mixtral, merged experts"])
+def test_many_blocks_of_a_tensor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    MODELS[name]().save_pretrained(tmp_path / "dense")
+    plan = in_memory(tmp_path / "dense", tmp_path / "memory")
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 1000)
+    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
+    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+
+
+@pytest.mark.parametrize("name", ["llama groups", "vit, older names", "mixtral, merged experts"])
+def test_shards_in_and_out(name: str, tmp_path: Path) -> None:
+    MODELS[name]().save_pretrained(tmp_path / "dense", max_shard_size="30KB")
+    assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 2
+    plan = in_memory(tmp_path / "dense", tmp_path / "memory")
+    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
+    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+
+    in_memory(tmp_path / "dense", tmp_path / "memory small", plan, max_shard_size="20KB")
+    apply_plan(plan, tmp_path / "dense", tmp_path / "disk small", max_shard_size="20KB")
+    assert len(digests(tmp_path / "disk small")) > 4
+    assert digests(tmp_path / "disk small") == digests(tmp_path / "memory small")
+
+
+def test_shards_are_as_large_as_those_of_transformers() -> None:
+    parameters = inspect.signature(PreTrainedModel.save_pretrained).parameters
+    assert parameters["max_shard_size"].default == MAX_SHARD_SIZE
+
+
+def test_rows_and_columns_by_hand(tmp_path: Path) -> None:
+    """Two of three groups of two heads of width eight, without any other code of this package."""
+    decoder("Llama")().save_pretrained(tmp_path / "dense")
+    kept = KeptHeads(query=(0, 1, 4, 5), key_value=(0, 2), heads=6, key_value_heads=3)
+    names = [f"model.layers.{i}.self_attn" for i in range(3)]
+    plan = PruningPlan(kept=dict.fromkeys(names, kept), criterion="by hand", alpha=None, seed=0)
+    apply_plan(plan, tmp_path / "dense", tmp_path / "slim")
+    dense, slim = (load_file(tmp_path / n / "model.safetensors") for n in ("dense", "slim"))
+    assert list(dense) == list(slim)
+    for name, tensor in dense.items():
+        heads = {"q_proj": [0, 1, 4, 5], "k_proj": [0, 2], "v_proj": [0, 2], "o_proj": [0, 1, 4, 5]}
+        of = heads.get(name.split(".")[-2])
+        rows = [head * 8 + i for head in of or [] for i in range(8)]
+        expected = tensor if of is None else tensor[:, rows] if "o_proj" in name else tensor[rows]
+        assert torch.equal(slim[name], expected)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_both_of_two_tied_weights_in_the_file(same: bool, tmp_path: Path) -> None:
+    dense = decoder("Llama", tie_word_embeddings=True)()
+    dense.save_pretrained(tmp_path / "dense")
+    state = load_file(tmp_path / "dense" / "model.safetensors")
+    embedding = state["model.embed_tokens.weight"]
+    state["lm_head.weight"] = embedding.clone() if same else embedding + 1
+    save_file(state, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
+    plan = in_memory(tmp_path / "dense", tmp_path / "memory")
+    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
+    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+    assert ("lm_head.weight" in load_file(tmp_path / "disk" / "model.safetensors")) is not same
+
+
+def test_the_dtype_of_the_config_counts(tmp_path: Path) -> None:
+    decoder("Llama")().save_pretrained(tmp_path / "dense")
+    change_config(tmp_path / "dense", dtype="bfloat16")
+    plan = in_memory(tmp_path / "dense", tmp_path / "memory")
+    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
+    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+    assert {t.dtype for t in load_file(tmp_path / "disk" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_names_of_old_checkpoints_and_tensors_nobody_needs(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path / "dense")
+    state = load_file(tmp_path / "dense" / "model.safetensors")
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    state = {next((n.replace(a, b) for a, b in old.items() if a in n), n): t for n, t in state.items()}
+    state["bert.embeddings.position_ids"] = torch.arange(64)
+    save_file(state, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
+    plan = in_memory(tmp_path / "dense", tmp_path / "memory")
+    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
+    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+
+
+def test_a_slim_checkpoint_is_cut_again(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path / "dense")
+    first = in_memory(tmp_path / "dense", tmp_path / "once")
+    assert is_slim(load(tmp_path / "once"))
+    apply_plan(first, tmp_path / "dense", tmp_path / "once on disk")
+    second = in_memory(tmp_path / "once", tmp_path / "memory")
+    apply_plan(second, tmp_path / "once on disk", tmp_path / "disk")
+    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+
+
+def test_the_tokenizer_comes_along_and_the_card_stays(tmp_path: Path) -> None:
+    dense = save_text_model(tmp_path / "dense")
+    (dense / "README.md").write_text("about the dense model")
+    plan = in_memory(dense, tmp_path / "memory")
+    apply_plan(plan, dense, tmp_path / "disk")
+    assert (tmp_path / "disk" / "tokenizer.json").read_bytes() == (dense / "tokenizer.json").read_bytes()
+    assert not (tmp_path / "disk" / "README.md").exists()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "disk")
+    assert tokenizer("good bad")["input_ids"] == [2, 5, 6, 3]
+
+
+def test_real_weights(shared: Path, tmp_path: Path) -> None:
+    source = shared / "data" / "checkpoints" / "stories260K"
+    if not source.is_dir():
+        pytest.skip("no ../shared/data/checkpoints/stories260K")
+    plan = in_memory(source, tmp_path / "memory")
+    apply_plan(plan, source, tmp_path / "disk")
+    weights = [digests(tmp_path / name)["model.safetensors"] for name in ("disk", "memory")]
+    assert weights[0] == weights[1]
+
+
+# Measures its own peak: that of the test's process would be inherited.
+CHILD = """
+import sys
+from hies_export import PruningPlan, apply_plan
+apply_plan(PruningPlan.from_file(sys.argv[1]), sys.argv[2], sys.argv[3])
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_peak_memory_does_not_follow_the_size(tmp_path: Path) -> None:
+    """A checkpoint of 600 MB; the bound of 500 MB and 1.5 times the largest tensor has no room for it."""
+    options = {"hidden_size": 1024, "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(**(DECODER | options | {"num_hidden_layers": 7}))
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "dense", state_dict={})
+    state = {name: torch.ones(t.shape) for name, t in model.state_dict().items()}
+    save_file(state, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
+    largest, total = max(t.nbytes for t in state.values()), sum(t.nbytes for t in state.values())
+    bound = 1.5 * largest + 500e6
+    assert total > 1.1 * bound
+    plan = random_plan(find_attention(model, synthetic_batch(model, batch=2, sequence=8)), uniform=False)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    command = [sys.executable, "-c", CHILD, *(str(tmp_path / n) for n in ("plan.json", "dense", "slim"))]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert int(output.split()[-1]) * 1024 < bound
+
+
+def test_the_command_with_a_model_of_the_hub(tmp_path: Path) -> None:
+    """The Hub's cache as it is after a download: the command takes an id, and no network."""
+    snapshot = tmp_path / "home" / "hub" / "models--someone--tiny" / "snapshots" / "abc"
+    decoder("Llama")().save_pretrained(snapshot, max_shard_size="30KB")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    plan = in_memory(snapshot, tmp_path / "memory")
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    command = [sys.executable, "-m", "hies_export", "apply", str(tmp_path / "plan.json"), "someone/tiny"]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run(
+        [*command, "-o", str(tmp_path / "slim"), "--json"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["heads"] == {"total": 18, "removed": plan.removed}
+    assert result["bytes"]["slim"] < result["bytes"]["dense"]
+    assert result["seconds"] > 0
+    assert digests(tmp_path / "slim") == digests(tmp_path / "memory")
+
+
+# What can be wrong. Nothing may be left behind, and nothing may have been there while it was found out.
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    decoder("Llama")().save_pretrained(tmp_path / "dense", max_shard_size="30KB")
+    return tmp_path / "dense"
+
+
+def plan_for(folder: Path) -> PruningPlan:
+    model = load(folder)
+    return random_plan(find_attention(model, batch_for(model)), uniform=False)
+
+
+def change_config(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def shard_of(folder: Path, name: str) -> Path:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / index["weight_map"][name]
+
+
+def without_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def cut_short(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-10])
+
+
+def not_safetensors(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].write_bytes(b"<html>not found</html>")
+
+
+def half_a_header(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:100])
+
+
+def no_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def pickled(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def no_weights(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+
+
+def rewrite(folder: Path, name: str, change: Callable[[dict[str, Tensor]], object]) -> None:
+    shard = shard_of(folder, name)
+    state = load_file(shard)
+    change(state)
+    save_file(state, shard, metadata={"format": "pt"})
+
+
+def without_tensor(folder: Path) -> None:
+    rewrite(folder, "model.norm.weight", lambda state: state.pop("model.norm.weight"))
+
+
+def without_tensor_and_entry(folder: Path) -> None:
+    without_tensor(folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def other_shape(folder: Path) -> None:
+    rewrite(folder, "model.norm.weight", lambda state: state.update({"model.norm.weight": torch.ones(5)}))
+
+
+def quantised(folder: Path) -> None:
+    change_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+
+
+def unknown_dtype(folder: Path) -> None:
+    shard = shard_of(folder, "model.norm.weight")
+    shard.write_bytes(shard.read_bytes().replace(b'"F32"', b'"F4 "', 1))
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without_shard, r"shards are named in .*, but 1 of them are missing: model-00002-of"),
+        (cut_short, r"must have the \d+ bytes its header tells of, but has \d+; it is cut short"),
+        (not_safetensors, "must be a safetensors file, but is not or is damaged: the header is longer"),
+        (half_a_header, "must be a safetensors file, but is not or is damaged"),
+        (no_index, "must be the index of a sharded checkpoint"),
+        (pickled, r"must have model.safetensors .* has pytorch_model.bin; convert it once"),
+        (no_weights, "has no weights; convert it once"),
+        (without_tensor, "1 are not where it says: model.norm.weight"),
+        (without_tensor_and_entry, "1 are not so: model.norm.weight: absent. A part that was never trained"),
+        (other_shape, r"1 are not so: model.norm.weight: \(5,\), not \(48,\)"),
+        (quantised, "is quantised; dequantise it first"),
+        (unknown_dtype, "but model.* is F4 ; dequantise"),
+        (no_config, "must be a folder with a config.json or a Hub id"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_bad_checkpoints_are_refused(spoil: Callable[[Path], None], message: str, dense: Path, tmp_path: Path) -> None:
+    plan = plan_for(dense)
+    spoil(dense)
+    with pytest.raises(RequestError, match=message):
+        apply_plan(plan, dense, tmp_path / "slim")
+    assert [p.name for p in tmp_path.iterdir()] == ["dense"]
+
+
+def test_a_plan_for_another_model(dense: Path, tmp_path: Path) -> None:
+    decoder("Llama", num_key_value_heads=6)().save_pretrained(tmp_path / "other")
+    with pytest.raises(PlanError, match="the plan is for 6 query and 6 key/value heads"):
+        apply_plan(plan_for(tmp_path / "other"), dense, tmp_path / "slim")
+    bert().save_pretrained(tmp_path / "bert")
+    with pytest.raises(PlanError, match="3 are missing from it .* and 3 are not in the model"):
+        apply_plan(plan_for(tmp_path / "bert"), dense, tmp_path / "slim")
+    assert not (tmp_path / "slim").exists()
+
+
+def test_a_plan_for_other_weights(dense: Path, tmp_path: Path) -> None:
+    model = load(dense)
+    plan = replace(plan_for(dense), model=weight_norms(model, find_attention(model, batch_for(model))))
+    apply_plan(plan, dense, tmp_path / "slim")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    apply_plan(plan, tmp_path / "half", tmp_path / "half slim")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.mul_(1.01)
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(PlanError, match="layers.0.self_attn.o_proj had an L2 norm of"):
+        apply_plan(plan, tmp_path / "other", tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_model_that_is_nowhere(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="must be a folder with a config.json or a Hub id"):
+        apply_plan(plan_for(dense), "someone/nothing", tmp_path / "slim")
+
+
+def test_an_existing_folder(dense: Path, tmp_path: Path) -> None:
+    plan = plan_for(dense)
+    (tmp_path / "slim").mkdir()
+    (tmp_path / "slim" / "mine").touch()
+    with pytest.raises(OutputExistsError, match="--overwrite"):
+        apply_plan(plan, dense, tmp_path / "slim")
+    assert (tmp_path / "slim" / "mine").exists()
+    apply_plan(plan, dense, tmp_path / "slim", overwrite=True)
+    assert not (tmp_path / "slim" / "mine").exists()
+    first_output(load(tmp_path / "slim"), text_batch(labels=False))
+
+
+class Watcher:
+    """Progress that does something in the middle."""
+
+    def __init__(self, act: Callable[[], None]):
+        self.act = act
+
+    def stage(self, name: str) -> None:
+        pass
+
+    def track(self, items: Sequence[Any], name: str) -> Iterable[Any]:
+        for position, item in enumerate(items):
+            if position == 5:
+                self.act()
+            yield item
+
+
+def test_interrupted_in_the_middle(dense: Path, tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        apply_plan(plan_for(dense), dense, tmp_path / "slim", progress=Watcher(interrupt))
+    assert [p.name for p in tmp_path.iterdir()] == ["dense"]
+
+
+def test_a_file_that_shrinks_in_the_middle(dense: Path, tmp_path: Path) -> None:
+    def shrink() -> None:
+        for shard in dense.glob("*.safetensors"):
+            os.truncate(shard, shard.stat().st_size // 2)
+
+    with pytest.raises(StepError, match="ended too early; was it changed meanwhile"):
+        apply_plan(plan_for(dense), dense, tmp_path / "slim", progress=Watcher(shrink))
+    assert [p.name for p in tmp_path.iterdir()] == ["dense"]
+
+
+def test_the_command_refuses(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["apply", str(tmp_path / "none.json"), str(dense), "-o", str(tmp_path / "slim")]) == 2
+    assert "a plan must be a JSON file" in capsys.readouterr().err
+    (tmp_path / "plan.json").write_text(plan_for(dense).to_json())
+    assert main(["apply", str(tmp_path / "plan.json"), str(dense), "-o", str(dense)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+
+
+def test_the_layout_is_that_of_safetensors(tmp_path: Path) -> None:
+    """Dtypes of every size, no elements, no axes, names that JSON must escape."""
+    state: Mapping[str, Tensor] = {
+        "b": torch.arange(6, dtype=torch.float16).view(2, 3),
+        "a": torch.arange(3, dtype=torch.uint8),
+        "scalar": torch.tensor(3.0, dtype=torch.float64),
+        "none": torch.empty(0, 4),
+        'quote " é': torch.tensor([True, False]),
+        "z": torch.arange(5),
+        "bf": torch.ones(3, dtype=torch.bfloat16),
+    }
+    save_file(dict(state), tmp_path / "theirs", metadata={"format": "pt"})
+    stored = shards.read_header(tmp_path / "theirs")
+    buffer = bytearray()
+    with shards.ShardWriter(tmp_path / "ours", {n: t.to("meta") for n, t in state.items()}) as writer:
+        for name in state:
+            writer.write(name, shards.read_blocks(stored[name], {}, state[name].dtype, buffer))
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert all(torch.equal(shards.read_tensor(stored[n], t.dtype, buffer), t) for n, t in state.items())
+    shutil.rmtree(tmp_path)

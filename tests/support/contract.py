@@ -1,0 +1,311 @@
+"""What must hold of every model type that can be pruned: score, cut, reload, train, onnx; each against a reference.
+
+A step takes a `Subject` and returns nothing; it raises `Broken`, or an error of hies_export, with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hies_export.calibrate.collect import collect_statistics
+from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.save import check_reload, save_slim
+from hies_export.errors import ReloadMismatchError
+from hies_export.onnx.export import export_onnx
+from hies_export.prunable.attention import find_attention
+from hies_export.select.select import select_heads
+from hies_export.slim.check import check_cut, first_output, max_abs
+from hies_export.slim.config import is_slim
+from hies_export.slim.cut import prune_heads
+from hies_export.slim.mask import masked_heads
+from hies_export.values import AttentionSite, HeadScores, PruningPlan
+from support.architectures import tiny
+
+
+class Broken(AssertionError):
+    """The contract does not hold."""
+
+
+class NotApplicable(Exception):
+    """There is nothing to compare with."""
+
+
+def random_plan(sites: Sequence[AttentionSite], *, uniform: bool, seed: int = 0) -> PruningPlan:
+    """A plan that removes four heads of ten, whole groups where there are several."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = {s.name: torch.rand(s.heads, generator=generator, dtype=torch.float64) for s in sites}
+    return select_heads(
+        HeadScores("random", {}, scores),
+        sites,
+        heads=0.4,
+        allocation="uniform" if uniform else "global",
+        unit="query" if all(s.key_value_heads == 1 for s in sites) else "group",
+    )
+
+
+@dataclass
+class Subject:
+    """A tiny model of one type, and what the steps share."""
+
+    model: PreTrainedModel
+    batch: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model_type: str) -> Subject:
+        """A tiny random model of a type, with a batch it takes."""
+        return cls(*tiny(model_type))
+
+    @cached_property
+    def sites(self) -> tuple[AttentionSite, ...]:
+        """The attention modules, found once."""
+        return find_attention(self.model, self.batch)
+
+    def plan(self, uniform: bool) -> PruningPlan:
+        """The plan of a cut, uneven or uniform."""
+        return random_plan(self.sites, uniform=uniform)
+
+    @cached_property
+    def slim(self) -> dict[bool, PreTrainedModel]:
+        """The uneven (False) and the uniform (True) cut."""
+        return {u: prune_heads(self.model, self.plan(u), self.sites) for u in (False, True)}
+
+    def config_alone(self) -> bool:
+        """Whether the config can say a uniform cut, so that it needs no code of ours."""
+        counts = {(len(k.query), len(k.key_value)) for k in self.plan(True).kept.values()}
+        return len(counts) == 1 and not is_slim(self.slim[True])
+
+
+def score(subject: Subject) -> None:
+    """HIS and entropy of one pass over a batch equal those of eager attention, one sample at a time."""
+    batch = labelled(subject.model, subject.batch)
+    expected = naive_statistics(subject.model, [batch], subject.sites)
+    found = collect_statistics(subject.model, [batch], subject.sites)
+    largest = max(v.max() for v in expected[0].values())
+    for what, values, reference, scale, bound in (
+        ("HIS", found.his, expected[0], largest, 1e-3),
+        ("entropy", found.entropy, expected[1], 1.0, 2e-4),
+    ):
+        for name, value in reference.items():
+            difference = (values[name] - value).abs().max() / scale
+            if not difference < bound:
+                raise Broken(f"{what} of {name} differs from the naive reference by {difference:.1e}")
+
+
+def cut(subject: Subject) -> None:
+    """An uneven and a uniform cut equal the dense model with those heads masked, and have fewer heads and weights."""
+    model, batch = subject.model, subject.batch
+    dense_output = first_output(model, batch)
+    for uniform, slim in subject.slim.items():
+        plan = subject.plan(uniform)
+        with masked_heads(model, plan):
+            masked = first_output(model, batch)
+        if max_abs(masked, dense_output) < 1e-4:
+            raise Broken("removed heads do not change the output, so that nothing is proved")
+        check_cut(model, slim, plan, batch)
+        counts = [(len(k.query), len(k.key_value)) for k in plan.kept.values()]
+        if [(s.heads, s.key_value_heads) for s in find_attention(slim, batch)] != counts:
+            raise Broken("the slim model does not have the heads of the plan")
+        if not parameters(slim) < parameters(model):
+            raise Broken("the slim model has no fewer parameters")
+    if max_abs(first_output(model, batch), dense_output) != 0:
+        raise Broken("the dense model was changed")
+
+
+def reload(subject: Subject) -> None:
+    """Both cuts come back from disk in every way (this package's, both Auto classes), and so does what came back."""
+    for uniform, slim in subject.slim.items():
+        with TemporaryDirectory() as folder:
+            once, twice, dense = (Path(folder) / name for name in ("once", "twice", "dense"))
+            try:
+                save_slim(slim, once, plan=subject.plan(uniform), batch=subject.batch)
+            except ReloadMismatchError:
+                subject.model.save_pretrained(dense)
+                try:
+                    check_reload(subject.model, dense, subject.batch)
+                except ReloadMismatchError as error:
+                    raise Broken(f"in transformers, the dense model does not come back either: {error}") from error
+                raise
+            loaded = load(once)
+            if type(loaded).__name__ != type(slim).__name__ or is_slim(loaded) != is_slim(slim):
+                raise Broken(f"a {type(slim).__name__} came back as another class")
+            loaded.save_pretrained(twice)
+            check_reload(loaded, twice, subject.batch)
+
+
+def train(subject: Subject) -> None:
+    """A step against the gradient lowers the loss of the slim model; every gradient is finite."""
+    model = copy.deepcopy(subject.slim[False])
+    loss = _loss(model, subject.batch)
+    loss.backward()
+    with torch.no_grad():
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if not all(torch.isfinite(g).all() for g in gradients):
+            raise Broken("a gradient is not finite")
+        dense = copy.deepcopy(subject.model)
+        with torch.enable_grad():
+            _loss(dense, subject.batch).backward()
+        lost = {n for n, p in dense.named_parameters() if p.grad is not None} - {
+            n for n, p in model.named_parameters() if p.grad is not None
+        }
+        if lost:
+            raise Broken(f"{min(lost)} takes no gradient any more")
+        square = sum(g.double().square().sum().item() for g in gradients)
+        # To first order such a step takes one part in 500 off the loss.
+        step = 2e-3 * loss.abs().item() / square
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=step)
+        after = _loss(model, subject.batch)
+    if not after < loss:
+        raise Broken(f"a step against the gradient takes the loss from {loss:.6g} to {after:.6g}")
+
+
+def onnx(subject: Subject) -> None:
+    """The exported uneven cut computes in ONNX Runtime what torch computes."""
+    with TemporaryDirectory() as folder:
+        export_onnx(subject.slim[False], Path(folder) / "onnx", batch=subject.batch)
+
+
+STEPS: dict[str, Callable[[Subject], None]] = {s.__name__: s for s in (score, cut, reload, train, onnx)}
+
+
+def labelled(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with labels the model's loss takes, as many in each row.
+
+    Raises:
+        NotApplicable: The model has no loss of its own.
+    """
+    rows = len(next(iter(batch.values())))
+    candidates = [torch.arange(rows) % 3]
+    for name in ("decoder_input_ids", "input_ids"):
+        if name in batch:
+            tokens = batch[name].clone()
+            # The same number in each row: real tokens, neither padding nor images.
+            real = batch.get("attention_mask", torch.ones_like(tokens)) if name == "input_ids" else tokens >= 0
+            real = real.bool() & (tokens < 90)
+            real &= real.flip(1).cumsum(1).flip(1) <= 4
+            candidates.append(tokens.where(real, -100))
+            break
+    for labels in candidates:
+        try:
+            with torch.no_grad():
+                loss = model(**batch, labels=labels).loss
+        except Exception:  # labels of another shape, or none at all
+            continue
+        if loss is not None and loss.dim() == 0 and torch.isfinite(loss):
+            return {**batch, "labels": labels}
+    raise NotApplicable("its class has no loss with labels")
+
+
+def _loss(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    """The model's own loss; the mean square of its output where it has none."""
+    try:
+        loss: Tensor = model(**labelled(model, batch)).loss
+    except NotApplicable:
+        loss = model(**batch)[0].square().mean()
+    return loss
+
+
+def parameters(model: PreTrainedModel) -> int:
+    """How many there are."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def naive_statistics(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """HIS and entropy the slow way: eager attention, one sample at a time, a mask in front of each output projection.
+
+    A row's entropy is relative to the number of keys that the eager map gives any weight.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        return _naive_statistics(model, batches, sites)
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _naive_statistics(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    his = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
+    entropy = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
+    samples = 0
+    for batch in batches:
+        for i in range(len(batch["labels"])):
+            one = {key: value[i : i + 1] for key, value in batch.items()}
+            masks = {s.name: torch.ones(s.heads, requires_grad=True) for s in sites}
+            maps: dict[str, list[Tensor]] = {s.name: [] for s in sites}
+            hooks = []
+            for site in sites:
+                mask, found = masks[site.name], maps[site.name]
+                hooks += [
+                    model.get_submodule(site.output).register_forward_pre_hook(_multiply(mask, site)),
+                    model.get_submodule(site.name).register_forward_hook(_keep_map(found, site)),
+                ]
+            try:
+                loss = model(**one).loss
+            except RuntimeError as error:
+                raise NotApplicable(f"transformers' eager attention fails: {error}") from error
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            gradients = torch.autograd.grad(loss, list(masks.values()), allow_unused=True, materialize_grads=True)
+            for site, gradient in zip(sites, gradients, strict=True):
+                if not maps[site.name]:
+                    raise NotApplicable(f"{site.name} does not return its attention map")
+                his[site.name] += gradient.abs().double()
+                sinks = getattr(model.get_submodule(site.name), "sinks", None) is not None
+                row_means = [_mean_entropy(p, sinks) for p in maps[site.name]]
+                entropy[site.name] += torch.stack(row_means).mean(0)
+            samples += 1
+    return {k: v / samples for k, v in his.items()}, {k: v / samples for k, v in entropy.items()}
+
+
+def _multiply(mask: Tensor, site: AttentionSite) -> Callable[..., Tensor]:
+    def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        heads = inputs[0].unflatten(-1, (site.heads, site.value_dim))
+        return (heads * mask[:, None]).flatten(-2)
+
+    return hook
+
+
+def _keep_map(found: list[Tensor], site: AttentionSite) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, inputs: object, outputs: object) -> None:
+        tensors = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, tuple) else []
+        maps = [o.detach() for o in tensors if o.dim() == 4 and o.shape[1] == site.heads]
+        if len(maps) == 1:  # some cut one map into that of the tokens and that of an encoder's
+            found.append(maps[0])
+
+    return hook
+
+
+def _mean_entropy(p: Tensor, sinks: bool) -> Tensor:
+    """(1, heads, rows, keys) -> (heads,): mean over real rows of entropy over its maximum."""
+    rows = p[0].double()
+    # A weight may underflow in some head, a masked one is zero in all.
+    seen = (rows > 0).any(0)
+    if rows.shape[-2] == rows.shape[-1]:
+        real = seen.any(0)  # nobody sees a padding token
+        rows, seen = rows[:, real], seen[real]
+    keys = seen.sum(-1)
+    counted = keys > 1
+    if not counted.any():
+        return torch.zeros(rows.shape[0], dtype=torch.float64)
+    rows, keys = rows[:, counted], keys[counted]
+    h = torch.special.entr(rows).sum(-1)
+    if sinks:
+        if (rows.sum(-1) > 1 - 1e-6).all():
+            raise NotApplicable("its eager attention map leaves the sink out")
+        h, keys = h + torch.special.entr((1 - rows.sum(-1)).clamp(min=0)), keys + 1
+    return (h / keys.double().log()).mean(-1)

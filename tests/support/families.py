@@ -1,0 +1,31 @@
+"""Tiny models of many families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import transformers
+from transformers import PreTrainedModel
+
+from support.models import shake
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "num_labels": 3,
+    "pad_token_id": 0,
+}
+
+
+def architecture(
+    name: str, task: str = "ForSequenceClassification", **options: object
+) -> Callable[[], PreTrainedModel]:
+    def make() -> PreTrainedModel:
+        config = getattr(transformers, f"{name}Config")(**(SMALL | options))
+        return shake(getattr(transformers, f"{name}{task}")(config))
+
+    return make

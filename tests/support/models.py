@@ -1,0 +1,237 @@
+"""Tiny models, tokenizers, batches and projects that test files share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tokenizers
+import torch
+import yaml
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+
+
+def shake(model: PreTrainedModel) -> PreTrainedModel:
+    """Freshly initialised attention is nearly uniform; larger weights make heads differ."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name.lower():
+                parameter.add_(torch.randn_like(parameter) * 0.15)
+    return model.eval()
+
+
+def bert(**options: object) -> BertForSequenceClassification:
+    config = {
+        "vocab_size": 100,
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+        "num_labels": 3,
+    }
+    return shake(BertForSequenceClassification(BertConfig(**(config | options))))
+
+
+def vit(**options: object) -> ViTForImageClassification:
+    config = {
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "intermediate_size": 64,
+        "image_size": 16,
+        "patch_size": 4,
+        "num_labels": 3,
+    }
+    return shake(ViTForImageClassification(ViTConfig(**(config | options))))
+
+
+def llama(**options: object) -> PreTrainedModel:
+    """Two query heads share a key/value head; the projections have no bias."""
+    config = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "pad_token_id": 0,
+        "num_labels": 3,
+    }
+    return shake(LlamaForSequenceClassification(LlamaConfig(**(config | options))))
+
+
+def causal_lm(**options: object) -> PreTrainedModel:
+    """A decoder whose query heads share key/value heads in pairs; no biases."""
+    config = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    }
+    return shake(LlamaForCausalLM(LlamaConfig(**(config | options))))
+
+
+def llava(**options: object) -> PreTrainedModel:
+    """An image tower of 16 patches and a class token, in front of the decoder of `causal_lm`."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlavaConfig(
+        text_config=causal_lm(**options).config,
+        vision_config=CLIPVisionConfig(**vision, image_size=16, patch_size=4),
+        image_token_index=4,
+        pad_token_id=0,
+    )
+    return shake(LlavaForConditionalGeneration(config))
+
+
+GENERATIVE_WORDS = ["<pad>", "<unk>", "<s>", "</s>", "<image>", "\n", *"abcdefghijkl", "yes", "no", "Q", "A"]
+
+
+def generative_tokenizer(**options: object) -> PreTrainedTokenizerFast:
+    """A token per word, and one for a line break; it begins a text with <s>."""
+    numbers = {word: number for number, word in enumerate(GENERATIVE_WORDS)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split("\n", "isolated"),
+            tokenizers.pre_tokenizers.Split(" ", "removed"),
+        ]
+    )
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, additional_special_tokens=["<image>"], **(special | options)
+    )
+
+
+def llava_processor(**options: object) -> LlavaProcessor:
+    """For `llava`: an image takes 16 tokens."""
+    return LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        generative_tokenizer(),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        **options,
+    )
+
+
+def cut_bert(model: PreTrainedModel, kept_heads: Sequence[int]) -> PreTrainedModel:
+    """Keep the first heads of each layer, a different number in each: by hand, without the package's own cut."""
+    for layer, heads in zip(model.base_model.encoder.layer, kept_heads, strict=True):
+        attention, width = layer.attention.self, heads * layer.attention.self.attention_head_size
+        for linear in (attention.query, attention.key, attention.value):
+            linear.weight = torch.nn.Parameter(linear.weight[:width].detach().clone())
+            linear.bias = torch.nn.Parameter(linear.bias[:width].detach().clone())
+            linear.out_features = width
+        output = layer.attention.output.dense
+        output.weight = torch.nn.Parameter(output.weight[:, :width].detach().clone())
+        output.in_features = width
+        attention.num_attention_heads, attention.all_head_size = heads, width
+    return model
+
+
+def text_batch(
+    size: int = 4, length: int = 10, *, padding: bool = True, labels: bool = True
+) -> dict[str, torch.Tensor]:
+    batch = {
+        "input_ids": torch.randint(3, 100, (size, length)),
+        "attention_mask": torch.ones(size, length, dtype=torch.int64),
+    }
+    if padding:
+        for row in range(1, size):
+            batch["attention_mask"][row, length - 2 * row :] = 0
+    if labels:
+        batch["labels"] = torch.arange(size) % 3
+    return batch
+
+
+def image_batch(size: int = 4, *, labels: bool = True) -> dict[str, torch.Tensor]:
+    batch = {"pixel_values": torch.randn(size, 3, 16, 16)}
+    if labels:
+        batch["labels"] = torch.arange(size) % 3
+    return batch
+
+
+MODELS: dict[str, tuple[Callable[..., PreTrainedModel], Callable[..., dict[str, torch.Tensor]]]] = {
+    "bert": (bert, text_batch),
+    "vit": (vit, image_batch),
+}
+
+
+WORDS = ["good", "bad", "fine", "poor", "great", "awful", "nice", "dull", "bright", "dark"]
+
+
+def save_text_model(folder: Path, **options: object) -> Path:
+    """A tiny BERT with a tokenizer of ten words, as a checkpoint folder."""
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    vocabulary = tokenizers.models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(vocabulary)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_max_length=64,
+    )
+    bert(**({"num_labels": 2} | options)).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def save_project(folder: Path, *, train: int, validation: int, **sections: object) -> Path:
+    """A folder with a tiny BERT, rows of sentence pairs, and a recipe.yaml that may differ in some sections."""
+    save_text_model(folder / "model")
+    write_rows(folder / "train.jsonl", train)
+    write_rows(folder / "validation.jsonl", validation)
+    recipe = {
+        "model": "model",
+        "task": "text-classification",
+        "data": {
+            "files": {"train": "train.jsonl", "validation": "validation.jsonl"},
+            "text": ["sentence", "other"],
+            "label": "label",
+        },
+        "output": "out",
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | sections))
+    return folder
+
+
+def write_rows(path: Path, count: int, label: Callable[[int], object] = lambda i: i % 2) -> Path:
+    """Rows of two sentences of words and a label."""
+    with path.open("w") as file:
+        for i in range(count):
+            words = [WORDS[(i * 7 + j * 3) % 10] for j in range(2 + i % 5)]
+            row = {"sentence": " ".join(words), "other": " ".join(reversed(words)), "label": label(i)}
+            file.write(json.dumps(row) + "\n")
+    return path

@@ -1,0 +1,76 @@
+"""A report without a run, and a browser to look at it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import pytest
+
+from hies_export.report.report import CUT, KEPT, Report
+
+
+def latency_row(runtime: str, ratio: float, **other: Any) -> dict[str, Any]:
+    row = {
+        **{"runtime": runtime, "provider": "cpu", "batch": 8, "sequence": 128, "dense_ms": 100.0},
+        **{"slim_ms": 100 * ratio, "ratio": ratio, "ratio_low": ratio - 0.01, "ratio_high": ratio + 0.012},
+        **{"dense_p90_ms": 110.0, "slim_p90_ms": 110 * ratio, "realised": 0.9, "noisy": False},
+        **{"control_ratio": 1.001, "control_low": 0.995, "control_high": 1.006},
+    }
+    return row | other
+
+
+def make_report(*, layers: int = 3, heads: int = 4, **details: Any) -> Report:
+    modules = [f"encoder.layer.{i}" for i in range(layers)]
+    lines = {m: "".join(CUT if (i + h) % 4 == 0 else KEPT for h in range(heads)) for i, m in enumerate(modules)}
+    numbers = {
+        m: {
+            "his": [0.01 * (i * heads + h) for h in range(heads)],
+            "entropy": [0.5 + 0.1 * (h % 4) for h in range(heads)],
+            "score": [0.123456 + 0.01 * h for h in range(heads)],
+        }
+        for i, m in enumerate(modules)
+    }
+    kept = [line.count(KEPT) for line in lines.values()]
+    return Report(
+        model="some/model",
+        task="text-classification",
+        criterion="hies",
+        alpha=0.5,
+        seed=0,
+        heads={"total": layers * heads, "removed": layers * heads - sum(kept), "kept_per_layer": kept},
+        parameters={"dense": 1000, "slim": 800},
+        bytes={"dense": 4000, "slim": 3200, "onnx": 3300},
+        flops={"dense": 10**9, "slim": 8 * 10**8, "shape": [8, 128]},
+        quality={"metric": "accuracy", "dense": 0.9, "slim": 0.89},
+        stability=0.97,
+        cut_max_abs=1e-6,
+        reload_max_abs=0.0,
+        onnx_max_abs=2e-6,
+        seconds={"score": 1.0, "measure": 2.0},
+        latency=[
+            latency_row("torch", 0.83),
+            latency_row("onnxruntime-cpu", 0.81),
+            latency_row("onnxruntime-cpu-int8", 0.7, noisy=True, control_low=1.03, control_high=1.2),
+        ],
+        environment={"cpu": "A Processor With A Very Long Name @ 2.00GHz", "torch": "2.13.0", "gpu": None},
+        details={
+            "head_map": lines,
+            "heads": numbers,
+            "metrics": {"accuracy": {"dense": 0.9, "slim": 0.89}, "f1": {"dense": 0.8, "slim": 0.81}},
+            "alpha_curve": [{"alpha": a, "quality": 0.8 + a / 10, "stability": 0.9} for a in (0.0, 0.5, 0.9)],
+            "uncompensated": {"metrics": {"accuracy": 0.85, "f1": 0.7}, "stability": 0.8},
+            **details,
+        },
+    )
+
+
+@pytest.fixture
+def chromium() -> str:
+    """A headless Chromium: $CHROME_PATH, or one on the path."""
+    names = (os.environ.get("CHROME_PATH", ""), "chromium", "chromium-browser", "google-chrome", "chrome")
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no Chromium here: set CHROME_PATH, or install one")
+    return found

@@ -1,0 +1,312 @@
+"""Exploring a finished run or sweep: plans as `run` makes them, FLOPs as counted, predictions, and the page itself."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import causal_lm, save_project
+
+import hies_export
+from hies_export.cli.main import main
+from hies_export.errors import MissingRuntimeError, RequestError
+from hies_export.measure.counts import count_flops
+from hies_export.model.tokens import synthetic_batch
+from hies_export.report.report import CUT
+from hies_export.studies.explore import Exploration, lost_share, predict, read_exploration
+from hies_export.ui.page import draw, save, show
+from hies_export.values import HeadStatistics, PruningPlan
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with alpha: auto, and its project above it."""
+    folder = tmp_path_factory.mktemp("project")
+    save_project(
+        folder,
+        train=40,
+        validation=20,
+        calibration={"samples": 8, "batch_size": 8},
+        prune={"alpha": "auto", "budget": {"heads": 0.4}},
+        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hies_export.pipeline.choose.ALPHAS", (0.0, 0.5, 0.9))  # fewer to judge
+        assert main(["run", str(folder / "recipe.yaml")]) == 0
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def swept(ran: Path) -> Path:
+    folder = ran.parent / "sweep"
+    options = ["--criteria", "hies,his,random", "--alphas", "0.2,0.7", "--sparsities", "0.2,0.5", "--seeds", "3"]
+    options += ["--compensations", "none,bias", "--no-figures"]
+    assert main(["sweep", str(ran.parent / "recipe.yaml"), "-o", str(folder), *options]) == 0
+    return folder
+
+
+def test_a_saved_plan_is_the_one_a_run_would_make(ran: Path, tmp_path: Path) -> None:
+    exploration = read_exploration(ran)
+    for alpha, share, allocation in ((0.25, 0.3, "global"), (0.9, 0.5, "uniform")):
+        said = save(exploration, tmp_path, alpha, share, allocation)
+        options = [f"prune.alpha={alpha}", f"prune.budget.heads={share}", f"prune.allocation={allocation}"]
+        other = tmp_path / f"scored-{alpha}"
+        settings = [part for option in options for part in ("--set", option)]
+        assert main(["score", str(ran.parent / "recipe.yaml"), "-o", str(other), *settings]) == 0
+        (saved,) = tmp_path.glob(f"plan-alpha{alpha}-*.json")
+        assert saved.read_bytes() == (other / "plan.json").read_bytes()
+        assert str(saved) in said
+    slim = tmp_path / "slim"
+    assert main(["apply", str(saved), str(ran.parent / "model"), "-o", str(slim)]) == 0
+    assert PruningPlan.from_file(saved).removed == 9 == PruningPlan.from_file(slim / "hies_plan.json").removed
+
+
+def test_flops_are_those_of_a_real_cut(ran: Path) -> None:
+    exploration = read_exploration(ran)
+    dense = hies_export.load(ran.parent / "model")
+    batch = synthetic_batch(dense, batch=2, sequence=16)
+    sites = hies_export.find_attention(dense, batch)
+    for share, allocation in ((0.1, "global"), (0.7, "global"), (0.34, "uniform")):
+        plan = exploration.plan_at(0.5, share, allocation)
+        slim = hies_export.prune_heads(dense, plan, sites)
+        counted = count_flops(slim, batch) / count_flops(dense, batch)
+        assert exploration.flops_ratio(plan) == pytest.approx(counted, abs=1e-9)
+
+
+def test_groups_go_together_and_query_heads_apart() -> None:
+    model = causal_lm(hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+    sites = hies_export.find_attention(model, synthetic_batch(model, batch=2, sequence=8))
+    values = {site.name: torch.rand(6, dtype=torch.float64) for site in sites}
+    statistics = HeadStatistics(values, {name: v.flip(0) for name, v in values.items()}, {}, 4, "data", "f")
+    scores = hies_export.score_heads(statistics, alpha=0.3)
+    for unit in ("group", "query"):
+        made = hies_export.select_heads(scores, sites, heads=0.34, unit=unit)
+        exploration = Exploration("m", statistics, "model", made, 0.01, "", "accuracy")
+        found = exploration.plan_at(0.3, 0.34, "global")
+        assert (exploration.unit, found.kept) == (unit, made.kept)
+
+
+def test_a_run_measured_its_search_for_alpha_and_itself(ran: Path) -> None:
+    exploration = read_exploration(ran)
+    own, search = exploration.measured
+    report = json.loads((ran / "report.json").read_text())
+    assert own.quality == (report["quality"]["dense"], report["quality"]["slim"])
+    assert own.lost[0] == 0
+    curve = json.loads((ran / "scores.json").read_text())["alpha_curve"]
+    assert search.stability == tuple(point["stability"] for point in curve)
+    # The share of HIS that goes, by hand, at the run's own alpha.
+    chosen = next(i for i, point in enumerate(curve) if point["alpha"] == report["alpha"])
+    his = json.loads((ran / "scores.json").read_text())["his"]
+    marks = report["details"]["head_map"]
+    gone = sum(v for name, line in marks.items() for v, mark in zip(his[name], line, strict=True) if mark == CUT)
+    assert search.lost[chosen] == pytest.approx(gone / sum(map(sum, his.values()))) == own.lost[1]
+
+
+def test_a_sweep_measured_its_plans_by_compensation(swept: Path) -> None:
+    exploration = read_exploration(swept)
+    rows = json.loads((swept / "sweep.json").read_text())
+    assert len(exploration.measured) == 2
+    for measured, compensation in zip(exploration.measured, ("none", "bias"), strict=True):
+        own = [r for r in rows if r["compensation"] == compensation and r["criterion"] != "random"]
+        assert measured.quality == (own[0]["quality_dense"], *(row["quality"] for row in own))
+        for row, lost in zip(own, measured.lost[1:], strict=True):
+            if row["criterion"] == "hies":
+                plan = exploration.plan_at(row["alpha"], row["sparsity"], "global")
+                assert lost_share(exploration.statistics.his, plan) == pytest.approx(lost)
+                assert exploration.flops_ratio(plan) == pytest.approx(row["flops_ratio"])
+
+
+def test_predictions_never_get_better_by_losing_importance() -> None:
+    lost, quality = (0.0, 0.1, 0.2, 0.4), (0.90, 0.80, 0.84, 0.50)
+    # 0.80 and 0.84 break the order and are pooled; in between it is linear.
+    assert predict(lost, quality, 0.15).value == pytest.approx(0.82)
+    assert predict(lost, quality, 0.3).value == pytest.approx((0.82 + 0.50) / 2)
+    found = [predict(lost, quality, at / 50).value for at in range(21)]
+    assert all(b <= a for a, b in itertools.pairwise(found))
+    # Left out in turn: 0 -> 0.82 pooled, 0.1 -> 0.87, 0.2 -> 0.70, 0.4 -> 0.82 pooled.
+    errors = (0.08, 0.07, 0.14, 0.32)
+    assert predict(lost, quality, 0.1).error == pytest.approx(sum(errors) / 4)
+    assert predict(lost[:3], quality[:3], 0.1).error is None
+
+
+@pytest.mark.parametrize(
+    ("at", "higher", "bound", "value"),
+    [
+        (0.05, True, "at least", 0.9),
+        (0.5, True, "at most", 0.5),
+        (0.05, False, "at most", 3.0),
+        (0.5, False, "at least", 7.0),
+    ],
+)
+def test_beyond_what_was_measured_there_are_bounds(at: float, higher: bool, bound: str, value: float) -> None:
+    values = (0.9, 0.5) if higher else (3.0, 7.0)
+    found = predict((0.1, 0.4), values, at, higher_is_better=higher)
+    assert (found.bound, found.value) == (bound, value)
+
+
+def test_what_is_drawn(ran: Path) -> None:
+    exploration = read_exploration(ran)
+    page = draw(exploration, 0.5, 0.5, "uniform")
+    assert "9 of 18" in page
+    assert page.count("<rect") == 18
+    assert len(re.findall(r'<path[^>]* d="M', page)) == 9
+    assert "masked, on held-out rows" in page
+    for said in (draw(exploration, 0.5, 0.95, "global"), draw(exploration, 0.5, 0.01, "global")):
+        assert "the budget" in said
+        assert "<svg" not in said
+    assert "No quality is predicted" in draw(
+        Exploration("m", exploration.statistics, "model", exploration.plan, 0.01, "", "accuracy"), 0.5, 0.5, "global"
+    )
+
+
+def test_a_folder_that_is_not_a_run(tmp_path: Path, ran: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RequestError, match=r"needs the folder of a finished run .* but .* is neither; give"):
+        read_exploration(tmp_path)
+    for name in ("scores.json", "sweep.json"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(RequestError, match=r"must be"):
+            read_exploration(tmp_path)
+    assert main(["ui", str(ran.parent / "nothing")]) == 2
+    assert "is neither" in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_gradio_the_error_names_the_extra(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
+    with pytest.raises(MissingRuntimeError, match=r'install it with: pip install "hies-export\[ui\]"'):
+        show(ran)
+
+
+# ---- the page, in a browser ----------------------------------------------------------------------------------
+
+
+class Browser:
+    """A headless Chromium, talked to by the DevTools protocol over a pipe."""
+
+    def __init__(self, program: str, profile: Path):
+        ours, theirs = os.pipe(), os.pipe()
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        options += ["--disable-component-update", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
+        # The browser reads commands from descriptor 3 and answers on 4.
+        start = "import os, sys; r, w, *command = sys.argv[1:]; os.dup2(int(r), 3); os.dup2(int(w), 4)"
+        start += "; os.execvp(command[0], command)"
+        descriptors = [str(ours[0]), str(theirs[1])]
+        profile.mkdir()
+        self._profile = profile
+        with (profile / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", start, *descriptors, program, *options],
+                pass_fds=(ours[0], theirs[1]),
+                stderr=log,
+            )
+        os.close(ours[0])
+        os.close(theirs[1])
+        self._write, self._read = os.fdopen(ours[1], "wb"), os.fdopen(theirs[0], "rb")
+        self._buffer, self._numbers, self.events = b"", itertools.count(1), []
+        target = self("Target.createTarget", url="about:blank")["targetId"]
+        self._session = None
+        self._session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self(f"{domain}.enable")
+
+    _session: str | None = None
+
+    def __call__(self, method: str, **parameters: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": parameters}
+        message |= {"sessionId": self._session} if self._session else {}
+        self._write.write(json.dumps(message).encode() + b"\0")
+        self._write.flush()
+        while True:
+            while b"\0" not in self._buffer:
+                more = os.read(self._read.fileno(), 1 << 16)
+                assert more, f"the browser is gone: {(self._profile / 'log').read_text()[-2000:]}"
+                self._buffer += more
+            text, _, self._buffer = self._buffer.partition(b"\0")
+            answer = json.loads(text)
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def ask(self, script: str) -> Any:
+        found = self("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait(self, script: str, seconds: float = 60) -> Any:
+        end = time.monotonic() + seconds
+        while not (found := self.ask(script)):
+            assert time.monotonic() < end, (script, self.ask("document.body.innerText")[:2000])
+            time.sleep(0.1)
+        return found
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._write.close()
+        self._read.close()
+
+
+@pytest.fixture
+def browser(chromium: str, tmp_path: Path) -> Iterator[Browser]:
+    opened = Browser(chromium, tmp_path / "profile")
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@pytest.fixture
+def address(ran: Path) -> Iterator[str]:
+    """The page of the run, served by the command line in a process of its own."""
+    pytest.importorskip("gradio", reason="no Gradio here: pip install gradio")
+    command = [sys.executable, "-m", "hies_export", "ui", str(ran), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().split()[0]
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) in (0, 130)
+
+
+SLIDE = """(() => { const n = document.querySelectorAll('input[type=number]')[%d];
+ Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, 'value').set.call(n, '%s');
+ n.dispatchEvent(new Event('input', {bubbles: true})); n.dispatchEvent(new Event('change', {bubbles: true}));
+ n.dispatchEvent(new Event('blur', {bubbles: true})); })()"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_sliders_redraw_and_save(width: int, browser: Browser, address: str, ran: Path, tmp_path: Path) -> None:
+    browser("Emulation.setDeviceMetricsOverride", width=width, height=1400, deviceScaleFactor=1, mobile=width < 500)
+    browser("Page.navigate", url=address)
+    browser.wait("document.querySelectorAll('.hies rect').length == 18")
+    assert browser.ask("document.querySelectorAll('.hies .map path').length") == 7  # as the run made it
+    browser.ask(SLIDE % (1, "0.5"))
+    browser.wait("document.querySelectorAll('.hies .map path').length == 9")
+    assert "9 of 18" in browser.ask("document.querySelector('.hies').innerText")
+    before = browser.ask("document.querySelector('.hies .map').outerHTML")
+    browser.ask(SLIDE % (0, "0.05"))
+    browser.wait(f"document.querySelector('.hies .map').outerHTML != {json.dumps(before)}")
+    assert browser.ask("document.documentElement.scrollWidth <= innerWidth")
+    plan = ran / "plan-alpha0.05-global-0.5.json"
+    plan.unlink(missing_ok=True)
+    browser.ask("[...document.querySelectorAll('button')].find(b => b.innerText == 'Save this plan').click()")
+    browser.wait("document.body.innerText.includes('hies-export apply')")
+    assert PruningPlan.from_file(plan).kept == read_exploration(ran).plan_at(0.05, 0.5, "global").kept
+    (tmp_path / "page.png").write_bytes(base64.b64decode(browser("Page.captureScreenshot")["data"]))
+    asked = [e["params"]["request"]["url"] for e in browser.events if e.get("method") == "Network.requestWillBeSent"]
+    assert [url for url in asked if not url.startswith((address, "data:", "blob:", "about:"))] == []
+    errors = [e for e in browser.events if e.get("method") in ("Runtime.exceptionThrown",)]
+    assert not errors, errors
