@@ -234,7 +234,8 @@ class PruneSection(_Section):
     @field_validator("criterion")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        from .score.criteria import JUDGED_ONLY, criterion_names
+        from .baselines.names import JUDGED_ONLY
+        from .score.criteria import criterion_names
 
         if value in JUDGED_ONLY:
             raise ValueError(

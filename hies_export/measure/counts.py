@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..model.copies import share_weights
 from ..model.tokens import forward_inputs
-from ..values import AttentionSite
+from ..values import PrunableModule
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -54,7 +54,7 @@ def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
 
 
 def flops_per_layer(
-    model: PreTrainedModel, batch: Mapping[str, Any], sites: Sequence[AttentionSite]
+    model: PreTrainedModel, batch: Mapping[str, Any], sites: Sequence[PrunableModule]
 ) -> list[dict[str, Any]]:
     """Where the FLOPs of one forward pass are; the parts add up to `count_flops`.
 
@@ -77,7 +77,7 @@ def flops_per_layer(
         row = rows.setdefault(layer, {"layer": layer, "projections": 0, "products": 0, "other": 0})
         children = [f"{site.name}.{name}" for name, _ in model.get_submodule(site.name).named_children()]
         row["products"] += found.get(site.name, 0) - sum(found.get(name, 0) for name in children)
-        row["projections"] += sum(found.get(name, 0) for name in {*(p.name for p in site.projections), site.output})
+        row["projections"] += sum(found.get(name, 0) for name in {*site.producers, site.consumer})
     for layer, row in rows.items():
         row["other"] = found.get(layer, 0) - row["projections"] - row["products"]
     outside = found[""] - sum(found.get(layer, 0) for layer in rows)

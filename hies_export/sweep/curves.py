@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..baselines.names import OWN_SAMPLES
 from ..errors import RequestError
 from ..report.style import COLOURS, MARKERS, head_grid, head_map, new_figure, require_matplotlib, write_figures
-from ..score.criteria import OWN_SAMPLES
 
 Row = Mapping[str, Any]
 

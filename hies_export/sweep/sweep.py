@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..baselines.channels import check_channels, masked_channels, select_channels
+from ..baselines.names import CHANNELS, JUDGED_ONLY, OWN_SAMPLES, SLICED, SLICED_TUNED
 from ..baselines.slicing import Bases, collect_bases, fine_tuned, sliced
 from ..calibrate.collect import collect_statistics
 from ..calibrate.effects import Effects, collect_effects
@@ -36,17 +37,7 @@ from ..pipeline.search import ALPHAS, Judgement, choose_alpha
 from ..progress import Progress, Silent
 from ..recipe import PruningRecipe
 from ..score.compensated import score_compensated
-from ..score.criteria import (
-    CHANNELS,
-    COMPENSATED,
-    JUDGED_ONLY,
-    OWN_SAMPLES,
-    SIGNAL_CRITERIA,
-    SLICED,
-    SLICED_TUNED,
-    score_heads,
-    uses_alpha,
-)
+from ..score.criteria import COMPENSATED, SIGNAL_CRITERIA, score_heads, uses_alpha
 from ..select.constraints import check_budget
 from ..select.select import select_heads
 from ..slim.cut import prune_heads

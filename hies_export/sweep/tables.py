@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
+from ..baselines.names import DIFFERENCES
 from ..evaluate.metrics import METRICS
 from ..report.report import plain_table
-from ..score.criteria import DIFFERENCES
 from ..values import dump_json
 
 Row = Mapping[str, Any]

@@ -20,7 +20,7 @@ from hies_export.errors import DataError, RecipeError, UnsupportedModelError
 from hies_export.evaluate.predict import predict
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
-from hies_export.score.criteria import CHANNELS, JUDGED_ONLY
+from hies_export.baselines.names import CHANNELS, JUDGED_ONLY
 from hies_export.select.select import select_heads
 from hies_export.values import HeadScores
 

@@ -32,7 +32,7 @@ from hies_export.pipeline.quality import evaluate
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
-from hies_export.score.criteria import JUDGED_ONLY
+from hies_export.baselines.names import JUDGED_ONLY
 from hies_export.select.select import select_heads
 from hies_export.slim.cut import prune_heads
 from hies_export.slim.refit import compensate_heads, refit_heads
