@@ -321,7 +321,7 @@ def upgrade_command(options: argparse.Namespace, out: Console, progress: Progres
 
 def _answer_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     from ..checkpoint.folders import replace_file
-    from ..generate.questions import VqaAccuracy, answer_questions, read_questions
+    from ..generate.questions import answer_questions, mean_vqa_accuracy, read_questions
     from ..values import dump_json
 
     if options.output is None or len(options.images) != 1:
@@ -339,8 +339,8 @@ def _answer_command(options: argparse.Namespace, out: Console, progress: Progres
     result: dict[str, Any] = {"folder": str(options.folder), "answers": len(answers)}
     out.print(f"written to {options.output}: {len(answers)} answers", markup=False)
     if all(question.answers for question in questions):
-        references = [list(question.answers) for question in questions]
-        result |= VqaAccuracy().compute(predictions=[answers[q.id] for q in questions], references=references)
+        given = [question.answers for question in questions]
+        result["vqa_accuracy"] = mean_vqa_accuracy([answers[question.id] for question in questions], given)
         out.print(f"VQA accuracy {result['vqa_accuracy']:.4f}")
     _print_json(options, result)
 

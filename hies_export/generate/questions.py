@@ -9,12 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
-import evaluate
-
 from ..data.prompts import template_fields
 from ..errors import DataError
-from ..evaluate.metrics import OfflineMetric
 from .text import encode_prompts, load_generator, load_prompt_processor
 
 # LLaVA-1.5's own turn; an image is put in front of prompts that do not place it.
@@ -67,19 +63,15 @@ def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
     return sum(min((equal - (other == tidy(answer))) / 3, 1.0) for other in wanted) / len(wanted)
 
 
-class VqaAccuracy(OfflineMetric):
-    """The mean of `vqa_accuracy`: predictions are answers, references the list of answers people gave to each."""
+def mean_vqa_accuracy(answers: Sequence[str], given: Sequence[Sequence[str]]) -> float:
+    """Return the mean of `vqa_accuracy` over questions, in [0, 1].
 
-    of = "texts"
-
-    def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        features = datasets.Features({"predictions": text, "references": datasets.Sequence(text)})
-        return evaluate.MetricInfo(description=str(type(self).__doc__), citation="", features=features)
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
-        values = [vqa_accuracy(p, r) for p, r in zip(predictions, references, strict=True)]
-        return {"vqa_accuracy": sum(values) / len(values)}
+    Args:
+        answers: To judge, one per question.
+        given: What people answered to each question.
+    """
+    values = [vqa_accuracy(answer, people) for answer, people in zip(answers, given, strict=True)]
+    return sum(values) / len(values)
 
 
 @dataclass(frozen=True)

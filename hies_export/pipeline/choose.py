@@ -19,8 +19,8 @@ from ..cost.flops import flops_table
 from ..cost.latency import latency_table
 from ..data.targets import size_of
 from ..errors import PlanError
+from ..evaluate.judge import Judge, Judgement
 from ..evaluate.metrics import METRICS
-from ..evaluate.predict import predict
 from ..model.copies import share_weights
 from ..progress import Progress
 from ..prunable.attention import find_attention
@@ -37,8 +37,8 @@ from ..slim.refit import compensate_heads, refit_heads
 from ..values import HeadScores, HeadStatistics, PruningPlan, dump_json
 from .gains import export
 from .prepare import Prepared, budget_options, few
-from .quality import Refit, held_out_metric, judgement, predict_pruned
-from .search import ALPHAS, Judgement, choose_alpha, choose_by_drop
+from .quality import Refit, predict_pruned
+from .search import ALPHAS, choose_alpha, choose_by_drop
 
 logger = logging.getLogger(__name__)
 
@@ -185,11 +185,17 @@ def _choose_once(
         return Choice(statistics, candidates[0], plan, (), _budget_details(recipe, prepared, table, plan))
     progress.stage("choose alpha")
     model, held_out = prepared.model, prepared.held_out
-    dense_logits, refit = predict(dense or model, held_out), _refit(prepared, recipe, progress=progress)
+    judge = Judge.on(
+        dense or model,
+        held_out,
+        metrics=prepared.metrics,
+        regression=prepared.regression,
+        tolerance=recipe.evaluation.stability_tolerance,
+    )
+    refit = _refit(prepared, recipe, progress=progress)
 
     def judged(plan: PruningPlan) -> Judgement:
-        logits = predict_pruned(model, plan, prepared.sites, held_out, refit=refit)
-        return judgement(prepared, held_out, dense_logits, logits, recipe)
+        return judge.judgement(predict_pruned(model, plan, prepared.sites, held_out, refit=refit))
 
     scores_of = dict(zip(ALPHAS, candidates, strict=True))
     chosen = choose_alpha(
@@ -326,8 +332,8 @@ def _choose_by_drop(
     progress.stage("choose sparsity")
     drop, options = recipe.prune.budget.max_drop, budget_options(recipe)
     assert drop is not None
-    dense_logits = predict(prepared.model, prepared.held_out)
-    dense = held_out_metric(prepared, recipe, dense_logits, dense_logits)
+    judge = Judge.on(prepared.model, prepared.held_out, metrics=(drop.metric,), regression=prepared.regression)
+    dense = judge.of(judge.dense).metrics[drop.metric]
     shares = []
     for share in uniform_shares(prepared.scored, allocation=recipe.prune.allocation, unit=recipe.prune.unit):
         with contextlib.suppress(PlanError):  # beyond what the constraints leave
@@ -339,8 +345,8 @@ def _choose_by_drop(
     refit = _refit(prepared, recipe, progress=progress)
 
     def judged(plan: PruningPlan) -> float:
-        logits = predict_pruned(prepared.model, plan, prepared.sites, prepared.held_out, refit=refit)
-        return held_out_metric(prepared, recipe, dense_logits, logits)
+        predictions = predict_pruned(prepared.model, plan, prepared.sites, prepared.held_out, refit=refit)
+        return judge.of(predictions).metrics[drop.metric]
 
     chosen = choose_by_drop(
         progress.track(candidates, "choose sparsity"),

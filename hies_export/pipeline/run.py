@@ -18,6 +18,8 @@ from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.save import save_slim
 from ..data.targets import size_of
 from ..errors import DropError
+from ..evaluate.judge import Judge
+from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.predict import predict
 from ..measure.environment import environment
 from ..progress import Progress, Silent
@@ -35,7 +37,7 @@ from ..values import PruningPlan
 from .choose import choose, head_numbers, write_choice
 from .gains import export, measure_gains, measured_budget
 from .prepare import Prepared, few, prepare
-from .quality import Refit, evaluate, held_out_metric
+from .quality import Evaluation, Refit, evaluate
 from .search import metric_drop
 
 
@@ -73,7 +75,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
             )
             choice = replace(choice, refit=None)  # its moments may be gigabytes
             budget = confirm_drop(prepared, slim, recipe, choice.budget, progress=progress)
-        quality = evaluate(prepared, slim, plan, recipe, progress=progress)
+        evaluation = evaluate_run(prepared, slim, plan, recipe, progress=progress)
         with seconds("export"):
             progress.stage("export")
             onnx = export(prepared, slim, recipe, folder / "onnx")
@@ -94,8 +96,8 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
             bytes=gains["bytes"],
             flops=gains["flops"],
             cache_bytes_per_token=gains["cache_bytes_per_token"],
-            quality={"metric": prepared.metrics[0], **quality["metrics"][prepared.metrics[0]]},
-            stability=quality["stability"],
+            quality={"metric": prepared.metrics[0], **asdict(evaluation.metrics[prepared.metrics[0]])},
+            stability=evaluation.stability,
             cut_max_abs=cut_max_abs,
             reload_max_abs=reload_max_abs,
             onnx_max_abs=onnx.max_abs,
@@ -107,9 +109,9 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "head_map": head_map(plan),
                 "heads": head_numbers(choice),
                 "budget": measured_budget(budget, gains),
-                "metrics": quality["metrics"],
-                "benchmarks": quality["benchmarks"],
-                "uncompensated": quality["uncompensated"],
+                "metrics": asdict(evaluation)["metrics"],
+                "benchmarks": asdict(evaluation)["benchmarks"],
+                "uncompensated": asdict(evaluation)["uncompensated"],
                 "compensation": [asdict(fit) for fit in fits],
                 "alpha_curve": choice.alpha_curve,
                 "stability_of": _predicted(recipe),
@@ -138,6 +140,35 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
     return report
 
 
+def evaluate_run(
+    prepared: Prepared, slim: PreTrainedModel, plan: PruningPlan, recipe: PruningRecipe, *, progress: Progress
+) -> Evaluation:
+    """Evaluate the slim model as a recipe asks: on the evaluation batches and on benchmarks."""
+    progress.stage("evaluate")
+    asked = recipe.evaluation
+    judge = Judge.on(
+        prepared.model,
+        prepared.evaluation,
+        metrics=prepared.metrics,
+        regression=prepared.regression,
+        tolerance=asked.stability_tolerance,
+        progress=lambda batches: progress.track(batches, "evaluate"),
+    )
+
+    def benchmark(model: PreTrainedModel) -> dict[str, float]:
+        size = asked.batch_size
+        return run_benchmarks(model, prepared.processor, asked.lm_eval, samples=asked.samples, batch_size=size)
+
+    return evaluate(
+        judge,
+        prepared.model,
+        slim,
+        uncompensated=plan if recipe.prune.compensation else None,
+        benchmark=benchmark if asked.lm_eval else None,
+        progress=progress,
+    )
+
+
 def confirm_drop(
     prepared: Prepared, slim: PreTrainedModel, recipe: PruningRecipe, budget: Mapping[str, Any], *, progress: Progress
 ) -> dict[str, Any]:
@@ -153,8 +184,8 @@ def confirm_drop(
     if drop is None:
         return dict(budget)
     progress.stage("confirm")
-    dense_logits = predict(prepared.model, prepared.held_out)
-    value = held_out_metric(prepared, recipe, dense_logits, predict(slim, prepared.held_out))
+    judge = Judge.on(prepared.model, prepared.held_out, metrics=(drop.metric,), regression=prepared.regression)
+    value = judge.of(predict(slim, prepared.held_out)).metrics[drop.metric]
     lost = metric_drop(drop.metric, budget["dense"], value)
     if lost > drop.by:
         raise DropError(

@@ -7,25 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import PlanError
+from ..evaluate.judge import Judgement
 from ..evaluate.metrics import METRICS
 from ..values import HeadScores, PruningPlan
 
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """How a plan does on data that heads were not scored on.
-
-    Attributes:
-        quality: The task metric; None where there are no labels.
-        standard_error: Of that metric over so few samples.
-        stability: Share of predictions equal to the dense model's.
-    """
-
-    quality: float | None
-    standard_error: float
-    stability: float
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,14 @@ from ..calibrate.signals import collect_signals
 from ..data.lengths import by_length
 from ..data.targets import size_of
 from ..errors import RecipeError
+from ..evaluate.judge import Judge, Judgement
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictions, predict
 from ..measure.counts import count_flops
 from ..model.copies import share_weights
 from ..pipeline.prepare import Prepared, budget_options, prepare
-from ..pipeline.quality import Refit, judge, judgement, predict_pruned
-from ..pipeline.search import ALPHAS, Judgement, choose_alpha
+from ..pipeline.quality import Refit, predict_pruned
+from ..pipeline.search import ALPHAS, choose_alpha
 from ..progress import Progress, Silent
 from ..recipe import PruningRecipe
 from ..score.compensated import score_compensated
@@ -155,7 +156,8 @@ class _Runner:
         if CHANNELS in grid.criteria:
             check_channels(self._base.scored)
         with self._timed("evaluate"):
-            self._dense = predict(self._base.model, self._base.evaluation)
+            self._evaluation = self._judge_on(self._base.evaluation)
+            self._dense = self._evaluation.of(self._evaluation.dense)
         # Plans that are equal give equal results: what the journal knows of them is not computed again.
         self._judged = {row["judged"]: row["result"] for row in journal.rows.values()}
 
@@ -243,14 +245,14 @@ class _Runner:
             with self._timed("evaluate"):
                 logits = predict_pruned(self._base.model, plan, self._base.sites, self._base.evaluation, refit=refit)
         self.evaluations += 1
-        metrics, share = judge(self._base, self._base.evaluation, self._dense, logits, self._recipe)
+        quality = self._evaluation.of(logits)
         name = self._base.metrics[0]
         heads = None if cell.criterion in JUDGED_ONLY else plan
         return {
             "metric": name,
-            "quality": metrics[name],
-            "quality_dense": self._dense_quality(),
-            "stability": share,
+            "quality": quality.metrics[name],
+            "quality_dense": self._dense.metrics[name],
+            "stability": quality.stability,
             "flops_ratio": heads and self._flops_ratio(heads),
             "heads_removed": heads and heads.removed,
         }
@@ -328,17 +330,14 @@ class _Runner:
         if key not in self._journal.alphas:
             calibrated = self._calibrated(cell.seed, cell.samples)
             held_out, refit = calibrated.prepared.held_out, self._refit(cell)
-            dense = self._of_seed(
-                cell.seed, f"dense on held-out {cell.samples}", lambda _: predict(self._base.model, held_out)
-            )
+            judge = self._of_seed(cell.seed, f"judge of held-out {cell.samples}", lambda _: self._judge_on(held_out))
 
             def plan_at(alpha: float) -> tuple[HeadScores, PruningPlan]:
                 scores = self._scores(at, alpha)
                 return scores, self._plan(scores, at)
 
             def judged(plan: PruningPlan) -> Judgement:
-                logits = predict_pruned(self._base.model, plan, self._base.sites, held_out, refit=refit)
-                return judgement(self._base, held_out, dense, logits, self._recipe)
+                return judge.judgement(predict_pruned(self._base.model, plan, self._base.sites, held_out, refit=refit))
 
             with self._timed("choose alpha"):
                 higher = METRICS[self._base.metrics[0]].higher_is_better
@@ -408,11 +407,14 @@ class _Runner:
             self._kept[seed][what] = make(seed)
         return self._kept[seed][what]
 
-    def _dense_quality(self) -> float:
-        if "dense quality" not in self._once:
-            metrics, _ = judge(self._base, self._base.evaluation, self._dense, self._dense, self._recipe)
-            self._once["dense quality"] = metrics[self._base.metrics[0]]
-        return float(self._once["dense quality"])
+    def _judge_on(self, batches: list[dict[str, Tensor]]) -> Judge:
+        return Judge.on(
+            self._base.model,
+            batches,
+            metrics=self._base.metrics,
+            regression=self._base.regression,
+            tolerance=self._recipe.evaluation.stability_tolerance,
+        )
 
     def _flops_ratio(self, plan: PruningPlan) -> float:
         """FLOPs of the slim model relative to the dense one, at the recipe's first shape; nothing is cut for it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint.folders import replace_file
 from ..errors import PlanError, require_package
-from ..evaluate.metrics import METRICS
+from ..evaluate.metrics import higher_is_better
 from ..report.html import map_svg
 from ..report.page import table
 from ..report.report import head_map
@@ -150,7 +150,7 @@ def save(exploration: Exploration, folder: Path, alpha: float, sparsity: float, 
 def _predicted(exploration: Exploration, measured: Measured, lost: float) -> str:
     """What one kind of measurement predicts: numbers, and the curve they are read off."""
     kinds = (
-        (exploration.metric, measured.quality, METRICS[exploration.metric].higher_is_better, ".4f"),
+        (exploration.metric, measured.quality, higher_is_better(exploration.metric), ".4f"),
         ("same predictions", measured.stability, True, ".1%"),
     )
     rows, curves = [], []

@@ -28,7 +28,7 @@ from hies_export.evaluate.predict import predict, references
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
-from hies_export.pipeline.quality import evaluate
+from hies_export.pipeline.run import evaluate_run
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
@@ -97,9 +97,9 @@ def test_rows_are_what_a_single_run_of_each_finds(recipe_file: Path, tmp_path: P
         if row["compensation"] != "none":
             batches = by_length(prepared.compensation, config=prepared.model.config)
             compensate_heads(prepared.model, slim, plan, prepared.sites, batches)
-        found = evaluate(prepared, slim, plan, alone, progress=Silent())
-        assert row["quality"] == found["metrics"]["accuracy"]["slim"]
-        assert row["stability"] == found["stability"]
+        found = evaluate_run(prepared, slim, plan, alone, progress=Silent())
+        assert row["quality"] == found.metrics["accuracy"].slim
+        assert row["stability"] == found.stability
         batch = next(iter(prepared.measured.values()))
         assert row["flops_ratio"] == count_flops(slim, batch) / count_flops(prepared.model, batch)
 
