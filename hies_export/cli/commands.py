@@ -85,7 +85,7 @@ def prune_command(options: argparse.Namespace, out: Console, progress: Progress)
     from ..pipeline.choose import choose
     from ..pipeline.prepare import prepare
     from ..pipeline.run import prune
-    from ..slim.check import check_plan, check_weights, weight_norms
+    from ..slim.check import check_selection, check_weights, weight_norms
     from ..values import PruningPlan
 
     recipe = _recipe(options)
@@ -94,7 +94,7 @@ def prune_command(options: argparse.Namespace, out: Console, progress: Progress)
     progress.stage("load")
     prepared = prepare(recipe)
     if given is not None:
-        check_plan(given, prepared.sites)
+        check_selection(given, prepared.sites)
         check_weights(given, weight_norms(prepared.model, prepared.sites))
         plan, refit = given, None
     else:

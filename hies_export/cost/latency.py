@@ -27,10 +27,10 @@ from ..measure.compare import compare_loads
 from ..measure.environment import environment
 from ..model.copies import share_weights
 from ..runtimes.base import RUNTIMES
-from ..select.constraints import bundle_count
-from ..select.knapsack import CostTable
-from ..slim.cut import prune_heads
-from ..values import AttentionSite
+from ..select.budget import CostTable
+from ..select.bundles import bundle_count
+from ..slim.cut import prune_units
+from ..values import PrunableModule
 from .flops import flops_table, plan_of_counts
 
 # Shares of its bundles that every module keeps in the cuts that are timed; 0 stands for a single one.
@@ -43,7 +43,7 @@ TABLE_FORMAT = 2
 
 def latency_table(
     model: PreTrainedModel,
-    sites: Sequence[AttentionSite],
+    sites: Sequence[PrunableModule],
     *,
     runtime: str,
     batch: Mapping[str, Tensor],
@@ -109,7 +109,7 @@ def latency_table(
 
 def _time_cuts(
     model: PreTrainedModel,
-    sites: Sequence[AttentionSite],
+    sites: Sequence[PrunableModule],
     *,
     runtime: str,
     batch: Mapping[str, Tensor],
@@ -131,7 +131,7 @@ def _time_cuts(
         def source(name: str, counts: Sequence[int] | None) -> PreTrainedModel | Path:
             cut = model
             if counts is not None:
-                cut = prune_heads(share_weights(model), plan_of_counts(sites, counts, unit), tuple(sites), inplace=True)
+                cut = prune_units(share_weights(model), plan_of_counts(sites, counts, unit), tuple(sites), inplace=True)
             if RUNTIMES[runtime].reads_models:
                 return cut
             export(cut, Path(temporary) / name)
@@ -161,7 +161,7 @@ def _is_sharp(point: Mapping[str, float]) -> bool:
 
 
 def _key(
-    model: PreTrainedModel, sites: Sequence[AttentionSite], *, runtime: str, batch: Mapping[str, Tensor], unit: str
+    model: PreTrainedModel, sites: Sequence[PrunableModule], *, runtime: str, batch: Mapping[str, Tensor], unit: str
 ) -> dict[str, Any]:
     """Everything that decides what was timed."""
     shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]

@@ -26,9 +26,9 @@ from ..prunable.attention import find_attention, tower_of
 from ..recipe import PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_runtime
 from ..score.criteria import COMPENSATED, uses_alpha
-from ..select.constraints import check_budget, check_constraints
+from ..select.constraints import Constraints, check_budget, check_constraints
 from ..tasks import AUTO_CLASSES, GENERATIVE
-from ..values import AttentionSite
+from ..values import PrunableModule
 from .bench import check_dtypes, model_shapes
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ class Prepared:
 
     model: PreTrainedModel
     processor: Any
-    sites: tuple[AttentionSite, ...]
-    scored: tuple[AttentionSite, ...]
+    sites: tuple[PrunableModule, ...]
+    scored: tuple[PrunableModule, ...]
     calibration: list[dict[str, Tensor]]
     held_out: list[dict[str, Tensor]]
     compensation: list[dict[str, Tensor]]
@@ -162,11 +162,11 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
     _warn_of_one_class(calibration_batches, regression=regression)
     sites = find_attention(model, few(calibration_batches[0]))
     scored = _in_towers(model, sites, recipe.prune.towers)
-    options = budget_options(recipe)
+    constraints = constraints_of(recipe)
     if recipe.prune.budget.heads is None:
-        check_constraints(scored, **options)
+        check_constraints(scored, constraints)
     else:
-        check_budget(scored, **options)
+        check_budget(scored, heads=recipe.prune.budget.heads, constraints=constraints)
     if recipe.task == "image-text-to-text":
         wanted = recipe.measure.shapes or ((1,), (8,))
         measured = _repeated(calibration_batches[0], wanted if timed is None else (*wanted, timed.shape))
@@ -227,8 +227,8 @@ def _runtimes(recipe: PruningRecipe) -> tuple[str, ...]:
 
 
 def _in_towers(
-    model: PreTrainedModel, sites: tuple[AttentionSite, ...], towers: tuple[str, ...]
-) -> tuple[AttentionSite, ...]:
+    model: PreTrainedModel, sites: tuple[PrunableModule, ...], towers: tuple[str, ...]
+) -> tuple[PrunableModule, ...]:
     """The attention modules in some towers of a composite model; by default those of the language model."""
     of = {site.name: tower_of(model, site) for site in sites}
     known = list(dict.fromkeys(of.values()))
@@ -255,17 +255,16 @@ def _repeated(
     }
 
 
-def budget_options(recipe: PruningRecipe) -> dict[str, Any]:
-    """What `select_heads` needs to know of a recipe; without `heads` where the budget is of another kind."""
+def constraints_of(recipe: PruningRecipe) -> Constraints:
+    """Return what a recipe's selections are subject to."""
     prune = recipe.prune
-    return {
-        **({} if prune.budget.heads is None else {"heads": prune.budget.heads}),
-        "allocation": prune.allocation,
-        "unit": prune.unit,
-        "min_heads": prune.min_heads,
-        "keep_layers": prune.keep_layers,
-        "multiple_of": prune.multiple_of,
-    }
+    return Constraints(
+        allocation=prune.allocation,
+        unit=prune.unit,
+        min_heads=prune.min_heads,
+        keep_layers=prune.keep_layers,
+        multiple_of=prune.multiple_of,
+    )
 
 
 def few(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,48 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..evaluate.judge import Judge, Quality
-from ..evaluate.predict import Predictions, predict
+from ..evaluate.predict import Batch, Predictions, predict
 from ..model.copies import share_weights
 from ..progress import Progress
-from ..slim.cut import prune_heads
-from ..slim.mask import masked_heads
+from ..slim.cut import prune_units
+from ..slim.mask import masked_units
 from ..slim.refit import LayerFit
-from ..values import AttentionSite, PruningPlan
+from ..values import PrunableModule, Selection
 
-# Refits, in place, a model that was cut by a plan.
-Refit = Callable[[PreTrainedModel, PruningPlan], list[LayerFit]]
+# Refits, in place, a model that was cut by a selection.
+Refit = Callable[[PreTrainedModel, Selection], list[LayerFit]]
 # Runs benchmarks on a model: name -> value.
 Benchmark = Callable[[PreTrainedModel], Mapping[str, float]]
 
 
 def predict_pruned(
     model: PreTrainedModel,
-    plan: PruningPlan,
-    sites: tuple[AttentionSite, ...],
-    batches: Sequence[dict[str, Tensor]],
+    selection: Selection,
+    modules: Sequence[PrunableModule],
+    batches: Sequence[Batch],
     *,
     refit: Refit | None = None,
 ) -> Predictions:
-    """Return what the model predicts without the heads that a plan removes.
+    """Return what the model predicts without the units that a selection removes.
 
     Args:
         model: The dense model; not changed.
-        plan: The heads that stay.
-        sites: All of its attention modules.
+        selection: The units that stay.
+        modules: All of its prunable modules.
         batches: What to predict.
-        refit: What compensates the cut model. Without it heads are masked instead of cut, which gives the same
+        refit: What compensates the cut model. Without it units are masked instead of cut, which gives the same
             predictions at less cost.
     """
     if refit is None:
-        with masked_heads(model, plan):
+        with masked_units(model, selection, modules):
             return predict(model, batches)
     # What is cut is new, the rest is shared with the dense model.
-    slim = prune_heads(share_weights(model), plan, sites, inplace=True)
-    refit(slim, plan)
+    slim = prune_units(share_weights(model), selection, modules, inplace=True)
+    refit(slim, selection)
     return predict(slim, batches)
 
 
@@ -80,7 +79,8 @@ def evaluate(
     model: PreTrainedModel,
     slim: PreTrainedModel,
     *,
-    uncompensated: PruningPlan | None = None,
+    modules: Sequence[PrunableModule] = (),
+    uncompensated: Selection | None = None,
     benchmark: Benchmark | None = None,
     progress: Progress,
 ) -> Evaluation:
@@ -90,7 +90,8 @@ def evaluate(
         judge: Of the evaluation batches.
         model: The dense model.
         slim: The slim model.
-        uncompensated: The plan of a compensated model, to evaluate the cut alone too.
+        modules: The prunable modules of the dense model, where `uncompensated` is given.
+        uncompensated: The selection of a compensated model, to evaluate the cut alone too.
         benchmark: Runs the benchmarks that were asked for.
         progress: Told about stages and loops.
     """
@@ -100,8 +101,8 @@ def evaluate(
 
     dense, pruned, masked = judge.of(judge.dense), quality_of(slim), None
     if uncompensated is not None:
-        # The masked model is the cut one without compensation, as `check_cut` has shown.
-        with masked_heads(model, uncompensated):
+        # The masked model is the cut one without compensation, as `compare_cut` has shown.
+        with masked_units(model, uncompensated, modules):
             masked = quality_of(model)
     benchmarks: Mapping[str, DenseSlim] = {}
     if benchmark is not None:

@@ -21,6 +21,7 @@ from ..errors import DropError
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.predict import predict
+from ..legacy import check_cut, compensate_heads
 from ..measure.environment import environment
 from ..progress import Progress, Silent
 from ..recipe import PruningRecipe
@@ -28,10 +29,9 @@ from ..report.card import read_card, render_card
 from ..report.html import render_html
 from ..report.report import Report, head_map, render_markdown
 from ..runtimes.ort import require_onnxruntime
-from ..slim.check import check_cut
 from ..slim.config import is_slim
-from ..slim.cut import prune_heads
-from ..slim.refit import LayerFit, compensate_heads
+from ..slim.cut import prune_units
+from ..slim.refit import LayerFit
 from ..tasks import AUTO_CLASSES
 from ..values import PruningPlan
 from .choose import choose, head_numbers, write_choice
@@ -227,7 +227,7 @@ def prune(
     """
     progress.stage("cut")
     batch = few(prepared.calibration[0])
-    slim = prune_heads(prepared.model, plan, prepared.sites)
+    slim = prune_units(prepared.model, plan, prepared.sites)
     cut_max_abs = check_cut(prepared.model, slim, plan, batch)
     fits, compensation = [], recipe.prune.compensation
     if compensation is not None:

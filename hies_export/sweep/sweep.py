@@ -30,6 +30,7 @@ from ..errors import RecipeError
 from ..evaluate.judge import Judge, Judgement
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictions, predict
+from ..legacy import HeadStatistics, select_heads
 from ..measure.counts import count_flops
 from ..model.copies import share_weights
 from ..pipeline.prepare import Prepared, budget_options, prepare
@@ -38,12 +39,11 @@ from ..pipeline.search import ALPHAS, choose_alpha
 from ..progress import Progress, Silent
 from ..recipe import PruningRecipe
 from ..score.compensated import score_compensated
-from ..score.criteria import COMPENSATED, SIGNAL_CRITERIA, score_heads, uses_alpha
+from ..score.criteria import COMPENSATED, SIGNAL_CRITERIA, score_units, uses_alpha
 from ..select.constraints import check_budget
-from ..select.select import select_heads
-from ..slim.cut import prune_heads
-from ..slim.refit import LayerFit, refit_heads
-from ..values import HeadScores, HeadStatistics, PruningPlan, library_versions
+from ..slim.cut import prune_units
+from ..slim.refit import LayerFit
+from ..values import PruningPlan, Scores, library_versions
 from .grid import AUTOMATIC, Cell, SweepGrid
 from .journal import Journal
 from .tables import write_results
@@ -265,7 +265,7 @@ class _Runner:
 
         def refit(slim: PreTrainedModel, plan: PruningPlan) -> list[LayerFit]:
             with self._timed("refit"):
-                return refit_heads(slim, plan, self._base.sites, moments, method=cell.compensation, ridge=ridge)
+                return refit(slim, plan, self._base.sites, moments, method=cell.compensation, ridge=ridge)
 
         return refit
 
@@ -284,25 +284,25 @@ class _Runner:
             with self._timed("evaluate"):
                 return predict(dense, self._base.evaluation)
 
-    def _plan(self, scores: HeadScores, cell: Cell) -> PruningPlan:
+    def _plan(self, scores: Scores, cell: Cell) -> PruningPlan:
         options = budget_options(self._recipe) | {"heads": cell.sparsity}
         if cell.criterion == CHANNELS:
             shared = {name: options[name] for name in ("heads", "allocation", "min_heads", "keep_layers")}
             return select_channels(scores, self._base.scored, **shared, seed=cell.seed)
         return select_heads(scores, self._base.sites, **options, seed=cell.seed)
 
-    def _scores(self, cell: Cell, alpha: float | None) -> HeadScores:
+    def _scores(self, cell: Cell, alpha: float | None) -> Scores:
         if cell.criterion == COMPENSATED:
             return self._of_seed(cell.seed, "compensated scores", self._compensated_scores)
         statistics = self._calibrated(cell.seed, cell.samples).statistics
         if cell.criterion in (*SIGNAL_CRITERIA, CHANNELS):
             signals = self._of_seed(cell.seed, f"signals of {cell.samples}", lambda _: self._signals(cell))
             if cell.criterion == CHANNELS:
-                return HeadScores(CHANNELS, {}, signals["channel_taylor"])
+                return Scores(CHANNELS, {}, signals["channel_taylor"])
             statistics = replace(statistics, signals=signals)
         normalize = self._recipe.prune.normalize
         given = {} if alpha is None else {"alpha": alpha}
-        return score_heads(statistics, criterion=cell.criterion, normalize=normalize, seed=cell.seed, **given)
+        return score_units(statistics, criterion=cell.criterion, normalize=normalize, seed=cell.seed, **given)
 
     def _signals(self, cell: Cell) -> dict[str, dict[str, Tensor]]:
         batches = self._calibrated(cell.seed, cell.samples).prepared.calibration
@@ -332,7 +332,7 @@ class _Runner:
             held_out, refit = calibrated.prepared.held_out, self._refit(cell)
             judge = self._of_seed(cell.seed, f"judge of held-out {cell.samples}", lambda _: self._judge_on(held_out))
 
-            def plan_at(alpha: float) -> tuple[HeadScores, PruningPlan]:
+            def plan_at(alpha: float) -> tuple[Scores, PruningPlan]:
                 scores = self._scores(at, alpha)
                 return scores, self._plan(scores, at)
 
@@ -394,7 +394,7 @@ class _Runner:
 
         return self._of_seed(seed, "effects", collect)
 
-    def _compensated_scores(self, seed: int) -> HeadScores:
+    def _compensated_scores(self, seed: int) -> Scores:
         effects = self._effects(seed)
         with self._timed("effects"):
             return score_compensated(effects, self._base.scored)
@@ -427,7 +427,7 @@ class _Runner:
                 # A model that looks for its images among the tokens cannot be run on shapes alone.
                 looks = self._recipe.task == "image-text-to-text"
                 shapes = share_weights(self._base.model, device=None if looks else "meta")
-                self._once[counts] = count_flops(prune_heads(shapes, plan, self._base.sites, inplace=True), batch)
+                self._once[counts] = count_flops(prune_units(shapes, plan, self._base.sites, inplace=True), batch)
         return float(self._once[counts] / self._once["dense"])
 
     def _variant(self, seed: int, samples: int) -> PruningRecipe:

@@ -18,21 +18,23 @@ from hies_export.cli.main import main
 from hies_export.cost.flops import flops_table
 from hies_export.cost.latency import WIDEST_INTERVAL, latency_table
 from hies_export.errors import PlanError, RecipeError
+from hies_export.legacy import AttentionSite
 from hies_export.measure.counts import count_flops
 from hies_export.measure.latency import is_noisy
 from hies_export.pipeline.search import metric_drop, most_within
 from hies_export.recipe import BudgetSection, PruningRecipe
-from hies_export.select.knapsack import CostTable, check_reachable, counts_within, least_loss, uniform_shares
+from hies_export.select.budget import CostTable, check_reachable, counts_within
+from hies_export.select.knapsack import least_loss, uniform_shares
 from hies_export.slim import refit as compensate
-from hies_export.values import AttentionSite, HeadScores
+from hies_export.values import Scores
 
 
 def sites_of(*counts: int, group_size: int = 1) -> tuple[AttentionSite, ...]:
     return tuple(AttentionSite(f"l{i}", n * group_size, n, 8, 8, (), f"l{i}.o") for i, n in enumerate(counts))
 
 
-def scores_of(values: torch.Tensor) -> HeadScores:
-    return HeadScores("hies", {}, {f"l{i}": row for i, row in enumerate(values.double())})
+def scores_of(values: torch.Tensor) -> Scores:
+    return Scores("hies", {}, {f"l{i}": row for i, row in enumerate(values.double())})
 
 
 def bumpy_table(seed: int, layers: int, bundles: int) -> CostTable:
@@ -88,7 +90,7 @@ def test_flops_are_what_the_counter_says_of_the_cut() -> None:
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)
     table = flops_table(model, sites, batch=batch)
-    scores = HeadScores("hies", {}, {site.name: torch.rand(6, dtype=torch.float64) for site in sites})
+    scores = Scores("hies", {}, {site.name: torch.rand(6, dtype=torch.float64) for site in sites})
     plan = select_heads(scores, sites, counts=[1, 3, 5])
     measured = count_flops(prune_heads(model, plan, sites), batch) / count_flops(model, batch)
     assert table.ratio(dict(zip(table.saved, [1, 3, 5], strict=True))) == pytest.approx(measured, abs=1e-12)

@@ -16,10 +16,9 @@ from hies_export.data.batches import Columns, check_rows, draw_samples, load_pro
 from hies_export.data.rows import load_rows
 from hies_export.evaluate.judge import compute_metrics, stability
 from hies_export.evaluate.predict import predict, references
+from hies_export.legacy import masked_heads, select_heads
 from hies_export.prunable.attention import find_attention
-from hies_export.score.criteria import score_heads
-from hies_export.select.select import select_heads
-from hies_export.slim.mask import masked_heads
+from hies_export.score.criteria import score_units
 
 
 def judged(
@@ -53,7 +52,7 @@ def test_stories_lose_a_quarter_of_their_groups(shared: Path) -> None:
     statistics = collect_statistics(model, calibration, sites)
     found = {}
     for criterion in ("hies", "ad"):
-        plan = select_heads(score_heads(statistics, criterion=criterion, alpha=0.5), sites, heads=0.25)
+        plan = select_heads(score_units(statistics, criterion=criterion, alpha=0.5), sites, heads=0.25)
         assert plan.removed == 10
         values, share = judged(model, evaluation, plan, dense, ["perplexity", "token_accuracy"])
         print(f"{criterion}: {perplexity:.2f} -> {values['perplexity']:.2f}, {share:.1%} of predictions kept")
@@ -76,7 +75,7 @@ def test_questions_about_pictures(shared: Path) -> None:
     statistics = collect_statistics(model, batches, sites)
     assert statistics.samples == 12
     dense = predict(model, batches)
-    plan = select_heads(score_heads(statistics, criterion="hies", alpha=0.5), sites, heads=0.25)
+    plan = select_heads(score_units(statistics, criterion="hies", alpha=0.5), sites, heads=0.25)
     values, share = judged(model, batches, plan, dense, ["exact_match", "perplexity"])
     assert 0 <= values["exact_match"] <= 1 < values["perplexity"]
     assert 0 <= share <= 1
