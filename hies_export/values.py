@@ -317,7 +317,7 @@ class Scores:
     scores: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Provenance:
     """Where a selection comes from.
 
@@ -339,12 +339,13 @@ class Provenance:
     model: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PruningPlan(Provenance):
+@dataclass(frozen=True)
+class PruningPlan:
     """A selection with its provenance. The same plan applied to the same model gives the same bytes.
 
     Attributes:
         kept: The units that stay, by module.
+        criterion, alpha, seed, calibration, versions, model: See `Provenance`.
 
     Examples:
         >>> PruningPlan.from_json(plan.to_json()) == plan
@@ -352,11 +353,17 @@ class PruningPlan(Provenance):
     """
 
     kept: Selection
+    criterion: str
+    alpha: float | None = None
+    seed: int = 0
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    model: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, kept: Selection, provenance: Provenance) -> PruningPlan:
         """Return a selection with its provenance."""
-        return cls(kept=kept, **{f.name: getattr(provenance, f.name) for f in fields(Provenance)})
+        return cls(kept, **{part.name: getattr(provenance, part.name) for part in fields(Provenance)})
 
     @property
     def heads(self) -> int:
@@ -370,7 +377,7 @@ class PruningPlan(Provenance):
 
     def to_json(self) -> str:
         """Return the plan as JSON text, always the same bytes for the same plan."""
-        return dump_json({"format": PLAN_FORMAT, "kept": None} | asdict(self))
+        return dump_json({"format": PLAN_FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> PruningPlan:
