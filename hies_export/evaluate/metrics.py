@@ -18,6 +18,7 @@ import scipy.stats
 import sklearn.metrics
 
 from ..errors import RecipeError, did_you_mean
+from ..tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ def default_metrics(
     """
     kind = what_of(task, regression=regression)
     if kind == "tokens":
-        return ("exact_match", "perplexity") if answers or task == "image-text-to-text" else ("perplexity",)
+        return ("exact_match", "perplexity") if answers or TASKS[task].images else ("perplexity",)
     return ("pearson", "spearman") if kind == "numbers" else ("accuracy",)
 
 
@@ -256,9 +257,7 @@ def check_metrics(names: Sequence[str], *, regression: bool = False, task: str =
 
 def what_of(task: str, *, regression: bool) -> str:
     """What a task's metrics judge: "classes", "numbers" or "tokens"."""
-    if task in ("text-generation", "image-text-to-text"):
-        return "tokens"
-    return "numbers" if regression else "classes"
+    return TASKS[task].prediction(regression=regression)
 
 
 def _unknown(name: str) -> str:

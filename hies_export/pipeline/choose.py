@@ -22,6 +22,7 @@ from ..errors import PlanError
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import predict
 from ..model.copies import share_weights
+from ..model.tokens import first_samples
 from ..progress import Progress
 from ..prunable.attention import find_attention
 from ..recipe import PruningRecipe
@@ -36,7 +37,7 @@ from ..slim.cut import prune_heads
 from ..slim.refit import compensate_heads, refit_heads
 from ..values import HeadScores, HeadStatistics, PruningPlan, dump_json
 from .gains import export
-from .prepare import Prepared, budget_options, few
+from .prepare import Prepared, budget_options
 from .quality import Refit, held_out_metric, judgement, predict_pruned
 from .search import ALPHAS, Judgement, choose_alpha, choose_by_drop
 
@@ -108,7 +109,7 @@ def _left_by(plan: PruningPlan, prepared: Prepared, recipe: PruningRecipe) -> Pr
             prepared.compensation,
             **recipe.prune.compensation.model_dump(exclude={"samples"}),
         )
-    sites = find_attention(slim, few(prepared.calibration[0]))
+    sites = find_attention(slim, first_samples(prepared.calibration[0]))
     names = {site.name for site in prepared.scored}
     return replace(prepared, model=slim, sites=sites, scored=tuple(site for site in sites if site.name in names))
 

@@ -20,6 +20,7 @@ from ..data.targets import size_of
 from ..errors import DropError
 from ..evaluate.predict import predict
 from ..measure.environment import environment
+from ..model.tokens import first_samples
 from ..progress import Progress, Silent
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
@@ -30,11 +31,11 @@ from ..slim.check import check_cut
 from ..slim.config import is_slim
 from ..slim.cut import prune_heads
 from ..slim.refit import LayerFit, compensate_heads
-from ..tasks import AUTO_CLASSES
+from ..tasks import TASKS
 from ..values import PruningPlan
 from .choose import choose, head_numbers, write_choice
 from .gains import export, measure_gains, measured_budget
-from .prepare import Prepared, few, prepare
+from .prepare import Prepared, prepare
 from .quality import Refit, evaluate, held_out_metric
 from .search import metric_drop
 
@@ -116,7 +117,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
                 "custom_code": is_slim(slim),
                 "flops_per_layer": gains["flops_per_layer"],
-                "auto_class": AUTO_CLASSES[recipe.task],
+                "auto_class": TASKS[recipe.task].auto_class,
                 "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
                 "data": {
                     "labels": plan.calibration["labels"],
@@ -195,7 +196,7 @@ def prune(
         The slim model, what compensation did, and the largest output differences of the cut and of the reload.
     """
     progress.stage("cut")
-    batch = few(prepared.calibration[0])
+    batch = first_samples(prepared.calibration[0])
     slim = prune_heads(prepared.model, plan, prepared.sites)
     cut_max_abs = check_cut(prepared.model, slim, plan, batch)
     fits, compensation = [], recipe.prune.compensation
