@@ -143,3 +143,10 @@ def listed(names: Iterable[Any]) -> str:
     """Name at most twenty, for an error message."""
     shown = [str(name) for name in names]
     return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
+
+
+def root_cause(error: BaseException) -> str:
+    """Quote on one line the error of another library that all the others were raised from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return ": ".join([type(error).__name__, *filter(None, [" ".join(str(error).split())])])

@@ -16,7 +16,7 @@ import sklearn.metrics
 
 from ..errors import DataError, RecipeError, did_you_mean
 from ..progress import quiet
-from ..tasks import GENERATIVE
+from ..tasks import TASKS
 
 Compute = Callable[..., float]
 
@@ -217,7 +217,7 @@ def default_metrics(
     """
     kind = _kind_of(task, regression=regression)
     if kind == "tokens":
-        return ("exact_match", "perplexity") if answers or task == "image-text-to-text" else ("perplexity",)
+        return ("exact_match", "perplexity") if answers or TASKS[task].images else ("perplexity",)
     return ("pearson", "spearman") if kind == "numbers" else ("accuracy",)
 
 
@@ -250,6 +250,4 @@ def check_metrics(names: Sequence[str], *, regression: bool = False, task: str =
 
 def _kind_of(task: str, *, regression: bool) -> str:
     """Return what the metrics of a task compare: "classes", "numbers" or "tokens"."""
-    if task in GENERATIVE:
-        return "tokens"
-    return "numbers" if regression else "classes"
+    return TASKS[task].prediction(regression=regression)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..data.processors import load_processor
 from ..data.prompts import template_fields
 from ..errors import DataError
-from .text import encode_prompts, load_generator, load_prompt_processor
+from .text import encode_prompts, load_generator
 
 # LLaVA-1.5's own turn; an image is put in front of prompts that do not place it.
 PROMPT = "USER: <image>\n{question} ASSISTANT:"
@@ -158,7 +159,7 @@ def answer_questions(
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise DataError(f"every question must have its image, but {len(missing)} are missing, e.g. {missing[0]}")
-    processor = load_prompt_processor(folder, images=True)
+    processor = load_processor(folder, task="image-text-to-text", for_prompts=True)
     generate = load_generator(folder)
     found: dict[str, str] = {}
     starts = list(range(0, len(questions), batch_size))

@@ -15,7 +15,7 @@ from ..checkpoint.classes import find_model_class, load_config
 from ..checkpoint.loading import load
 from ..errors import RequestError
 from ..measure.compare import count_both_flops, time_on
-from ..model.tokens import sequence_length, synthetic_batch
+from ..model.tokens import longest_sequence, sequence_length, synthetic_batch
 from ..onnx.export import export_onnx
 from ..onnx.multimodal import is_vision_language
 from ..runtimes.base import RUNTIMES
@@ -142,8 +142,8 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
         synthetic_batch(model, batch=1, sequence=shape[1])
     if shapes:
         return [(shape[0], shape[1]) for shape in shapes]
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 128
-    return [(1, min(128, positions)), (8, min(128, positions))]
+    sequence = min(128, longest_sequence(model.config) or 128)
+    return [(1, sequence), (8, sequence)]
 
 
 def _skeleton(folder: Path) -> PreTrainedModel:

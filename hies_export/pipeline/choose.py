@@ -20,6 +20,7 @@ from ..data.targets import size_of
 from ..errors import PlanError
 from ..evaluate.judge import Judge
 from ..model.copies import share_weights
+from ..model.tokens import first_samples
 from ..progress import Progress
 from ..prunable.attention import find_attention
 from ..recipe import CompensationSection, PruningRecipe
@@ -44,7 +45,7 @@ from ..values import (
 )
 from .budgets import BudgetOutcome, CostOutcome, HeadsOutcome, MaxDropOutcome
 from .gains import export
-from .prepare import Prepared, constraints_of, few
+from .prepare import Prepared, constraints_of
 from .quality import Refit
 from .search import ALPHAS, HeldOut, choose_alpha, choose_by_max_drop
 
@@ -118,7 +119,7 @@ def _left_by(plan: PruningPlan, prepared: Prepared, recipe: PruningRecipe) -> Pr
     if recipe.prune.compensation is not None:
         how = compensation_of(recipe.prune.compensation)
         compensate(prepared.model, slim, plan, prepared.sites, prepared.compensation, how)
-    modules = find_attention(slim, few(prepared.calibration[0]))
+    modules = find_attention(slim, first_samples(prepared.calibration[0]))
     names = {module.name for module in prepared.scored}
     return replace(prepared, model=slim, sites=modules, scored=tuple(m for m in modules if m.name in names))
 

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from ..measure import counts
 from ..measure.compare import count_both_flops, time_on
 from ..model.copies import convert, parameter_bytes
+from ..model.tokens import first_samples
 from ..onnx.export import OnnxExport, export_onnx
 from ..progress import Progress
 from ..recipe import PruningRecipe
 from ..runtimes.registry import RUNTIMES
-from .prepare import Prepared, few
+from .prepare import Prepared
 
 
 def export(
@@ -27,7 +28,7 @@ def export(
     return export_onnx(
         model,
         folder,
-        batch=few(prepared.calibration[0]),
+        batch=first_samples(prepared.calibration[0]),
         processor=prepared.processor,
         provider=recipe.export.provider,
         dtype=dtype or recipe.export.dtype,

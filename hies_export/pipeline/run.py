@@ -23,6 +23,7 @@ from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.predict import predict
 from ..legacy import check_cut, compensate_heads
 from ..measure.environment import environment
+from ..model.tokens import first_samples
 from ..progress import Progress, Silent
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
@@ -32,11 +33,11 @@ from ..runtimes.ort import require_onnxruntime
 from ..slim.config import is_slim
 from ..slim.cut import prune_units
 from ..slim.refit import LayerFit
-from ..tasks import AUTO_CLASSES
+from ..tasks import TASKS
 from ..values import PruningPlan
 from .choose import choose, head_numbers, write_choice
 from .gains import export, measure_gains, measured_budget
-from .prepare import Prepared, few, prepare
+from .prepare import Prepared, prepare
 from .quality import Evaluation, Refit, evaluate
 from .search import metric_drop
 
@@ -118,7 +119,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
                 "custom_code": is_slim(slim),
                 "flops_per_layer": gains["flops_per_layer"],
-                "auto_class": AUTO_CLASSES[recipe.task],
+                "auto_class": TASKS[recipe.task].auto_class,
                 "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
                 "data": {
                     "labels": plan.calibration["labels"],
@@ -226,7 +227,7 @@ def prune(
         The slim model, what compensation did, and the largest output differences of the cut and of the reload.
     """
     progress.stage("cut")
-    batch = few(prepared.calibration[0])
+    batch = first_samples(prepared.calibration[0])
     slim = prune_units(prepared.model, plan, prepared.sites)
     cut_max_abs = check_cut(prepared.model, slim, plan, batch)
     fits, compensation = [], recipe.prune.compensation
