@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..measure import counts
 from ..model.copies import share_weights
 from ..select.constraints import bundle_count
 from ..select.knapsack import CostTable
-from ..select.select import select_heads
 from ..slim.cut import prune_heads
-from ..values import AttentionSite, HeadScores, PruningPlan
+from ..values import AttentionSite, KeptHeads, PruningPlan
 
 
 def flops_table(
@@ -30,19 +28,47 @@ def flops_table(
     """
     dense = counts.count_flops(model, batch)
     saved = {}
-    for index, site in enumerate(sites):
+    for site in sites:
         count = bundle_count(site, unit)
         one = 0.0
         if count > 1:
-            plan = plan_of_counts(sites, [int(i == index) for i in range(len(sites))], unit)
-            without = prune_heads(share_weights(model), plan, tuple(sites), inplace=True)
+            without = cut_bundles(model, sites, {site.name: 1}, unit=unit)
             one = (dense - counts.count_flops(without, batch)) / dense
         # A module's last bundle stays.
         saved[site.name] = tuple(one * k for k in range(count))
     return CostTable("FLOPs", saved)
 
 
-def plan_of_counts(sites: Sequence[AttentionSite], counts: Sequence[int], unit: str) -> PruningPlan:
-    """A plan of the right size; which heads go does not matter to cost."""
-    zeros = HeadScores("none", {}, {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites})
-    return select_heads(zeros, sites, counts=counts, unit=unit)
+def cut_bundles(
+    model: PreTrainedModel, sites: Sequence[AttentionSite], removed: Mapping[str, int], *, unit: str
+) -> PreTrainedModel:
+    """Cut a copy of the model that shares its weights; which heads go does not matter to cost.
+
+    Args:
+        model: The dense model; it is not changed.
+        sites: The modules that may lose heads.
+        removed: By the name of a module, how many bundles it loses; the others lose none.
+        unit: As in `select_heads`.
+    """
+    kept = {site.name: keep_first(site, bundle_count(site, unit) - removed.get(site.name, 0), unit) for site in sites}
+    plan = PruningPlan(kept=kept, criterion="cost", alpha=None, seed=0)
+    return prune_heads(share_weights(model), plan, tuple(sites), inplace=True)
+
+
+def keep_first(site: AttentionSite, bundles: int, unit: str) -> KeptHeads:
+    """Keep the first bundles of a module.
+
+    Args:
+        site: The module.
+        bundles: How many stay: key/value groups, or under `unit: query` query heads of every group.
+        unit: As in `select_heads`.
+    """
+    whole_groups = unit == "group" or site.group_size == 1
+    groups = range(bundles if whole_groups else site.key_value_heads)
+    per_group = range(site.group_size if whole_groups else bundles)
+    return KeptHeads(
+        query=tuple(group * site.group_size + head for group in groups for head in per_group),
+        key_value=tuple(groups),
+        heads=site.heads,
+        key_value_heads=site.key_value_heads,
+    )

@@ -16,11 +16,12 @@ from ..calibrate.effects import collect_effects
 from ..calibrate.moments import collect_moments, moment_bytes
 from ..calibrate.signals import collect_signals
 from ..cost.flops import flops_table
-from ..cost.latency import latency_table
+from ..cost.latency import TimedOn, latency_table
 from ..data.targets import size_of
 from ..errors import PlanError
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import predict
+from ..measure.timing import Timing
 from ..model.copies import share_weights
 from ..progress import Progress
 from ..prunable.attention import find_attention
@@ -35,7 +36,7 @@ from ..slim.check import weight_norms
 from ..slim.cut import prune_heads
 from ..slim.refit import compensate_heads, refit_heads
 from ..values import HeadScores, HeadStatistics, PruningPlan, dump_json
-from .gains import export
+from .measure import export
 from .prepare import Prepared, budget_options, few
 from .quality import Refit, held_out_metric, judgement, predict_pruned
 from .search import ALPHAS, Judgement, choose_alpha, choose_by_drop
@@ -267,17 +268,13 @@ def _cost_table(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress
     common: dict[str, Any] = {"unit": recipe.prune.unit}
     if budget.latency is not None:
         progress.stage("time cuts")
-        table = latency_table(
-            prepared.model,
-            prepared.scored,
+        where = TimedOn(
             runtime=budget.latency.runtime,
             batch=prepared.measured[_budget_shape(recipe, prepared)],
+            timing=Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds),
             export=lambda model, folder: export(prepared, model, recipe, folder),
-            repeats=recipe.measure.repeats,
-            min_seconds=recipe.measure.min_seconds,
-            track=progress.track,
-            **common,
         )
+        table = latency_table(prepared.model, prepared.scored, where, track=progress.track, **common)
     elif budget.flops is not None:
         table = flops_table(prepared.model, prepared.scored, batch=next(iter(prepared.measured.values())), **common)
     else:

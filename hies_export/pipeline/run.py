@@ -1,6 +1,6 @@
 """The whole line: recipe -> calibrate -> score -> select -> cut -> save -> export -> measure -> report.
 
-`prepare`, `choice`, `quality`, `gains` and this file are the only places where a recipe is unpacked; every stage is a
+`prepare`, `choose`, `quality`, `measure` and this file are the only places where a recipe is unpacked; every stage is a
 function that can be called without one.
 """
 
@@ -33,7 +33,7 @@ from ..slim.refit import LayerFit, compensate_heads
 from ..tasks import AUTO_CLASSES
 from ..values import PruningPlan
 from .choose import choose, head_numbers, write_choice
-from .gains import export, measure_gains, measured_budget
+from .measure import export, measure_both, measured_budget
 from .prepare import Prepared, few, prepare
 from .quality import Refit, evaluate, held_out_metric
 from .search import metric_drop
@@ -78,7 +78,8 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
             progress.stage("export")
             onnx = export(prepared, slim, recipe, folder / "onnx")
         with seconds("measure"):
-            gains = measure_gains(prepared, slim, onnx, recipe, progress=progress)
+            measured = measure_both(prepared, slim, onnx, recipe, progress=progress)
+            numbers = asdict(measured)
         report = Report(
             model=recipe.model,
             task=recipe.task,
@@ -90,23 +91,23 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "removed": plan.removed,
                 "kept_per_layer": [len(kept.query) for kept in plan.kept.values()],
             },
-            parameters=gains["parameters"],
-            bytes=gains["bytes"],
-            flops=gains["flops"],
-            cache_bytes_per_token=gains["cache_bytes_per_token"],
+            parameters=numbers["parameters"],
+            bytes=numbers["bytes"],
+            flops=numbers["flops"],
+            cache_bytes_per_token=numbers["cache_bytes_per_token"],
             quality={"metric": prepared.metrics[0], **quality["metrics"][prepared.metrics[0]]},
             stability=quality["stability"],
             cut_max_abs=cut_max_abs,
             reload_max_abs=reload_max_abs,
             onnx_max_abs=onnx.max_abs,
             seconds=seconds.spent,
-            latency=gains["latency"],
+            latency=numbers["latency"],
             environment=environment(),
             details={
                 "base_model": None if Path(recipe.model).exists() else recipe.model,
                 "head_map": head_map(plan),
                 "heads": head_numbers(choice),
-                "budget": measured_budget(budget, gains),
+                "budget": measured_budget(budget, measured),
                 "metrics": quality["metrics"],
                 "benchmarks": quality["benchmarks"],
                 "uncompensated": quality["uncompensated"],
@@ -115,7 +116,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
                 "stability_of": _predicted(recipe),
                 "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
                 "custom_code": is_slim(slim),
-                "flops_per_layer": gains["flops_per_layer"],
+                "flops_per_layer": numbers["flops_per_layer"],
                 "auto_class": AUTO_CLASSES[recipe.task],
                 "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
                 "data": {
