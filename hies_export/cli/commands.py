@@ -210,7 +210,8 @@ def bench_command(options: argparse.Namespace, out: Console, progress: Progress)
         min_seconds=options.min_seconds,
         track=progress.track,
     )
-    result = {"a": str(options.first), "b": str(second), "latency": rows, "environment": environment()}
+    latency = [asdict(row) for row in rows]
+    result = {"a": str(options.first), "b": str(second), "latency": latency, "environment": environment()}
     print_bench(Bench.from_values(result), out)
     _print_json(options, result)
 
@@ -377,7 +378,8 @@ def inspect_command(options: argparse.Namespace, out: Console, progress: Progres
     out.print(plain_table(("attention module", "heads", "key/value", "head width"), lines))
     out.print(f"{sum(s.heads for s in sites)} heads; all of them can be scored and cut")
     size, sequence = model_shapes(model, ())[0]
-    layers = flops_per_layer(model, synthetic_batch(model, batch=size, sequence=sequence), sites)
+    batch = synthetic_batch(model, batch=size, sequence=sequence)
+    layers = [asdict(layer) for layer in flops_per_layer(model, batch, sites)]
     out.print(f"\nfloating-point operations at {size} x {sequence}")
     out.print(plain_table(*layer_table(layers)))
     modules = [{"name": s.name, "heads": s.heads, "key_value_heads": s.key_value_heads} for s in sites]

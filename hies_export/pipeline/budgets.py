@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..measure.counts import FlopCount
+from ..measure.rows import LatencyRow
+
 
 @dataclass(frozen=True)
 class BudgetOutcome:
@@ -55,19 +58,14 @@ class CostOutcome(BudgetOutcome):
     measured: float | None = None
     noisy: bool | None = None
 
-    def with_measured(self, flops: Mapping[str, int], latency: Iterable[Mapping[str, Any]]) -> CostOutcome:
-        """Return the outcome with what was counted or timed.
-
-        Args:
-            flops: Of the `dense` and the `slim` model.
-            latency: Rows as in report.json.
-        """
+    def with_measured(self, flops: FlopCount, latency: Iterable[LatencyRow]) -> CostOutcome:
+        """Return the outcome with what was counted or timed of the slim model."""
         if self.kind == "flops":
-            return replace(self, measured=flops["slim"] / flops["dense"])
-        same = ("runtime", "batch", "sequence")
-        rows = (row for row in latency if row["phase"] != "decode")
-        row = next(row for row in rows if all(row[key] == getattr(self, key) for key in same))
-        return replace(self, measured=row["ratio"], noisy=row["noisy"])
+            return replace(self, measured=flops.ratio)
+        wanted = (self.runtime, self.batch, self.sequence)
+        rows = (row for row in latency if row.phase != "decode")
+        row = next(row for row in rows if (row.runtime, row.batch, row.sequence) == wanted)
+        return replace(self, measured=row.ratio, noisy=row.noisy)
 
 
 @dataclass(frozen=True)

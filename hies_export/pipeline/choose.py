@@ -15,10 +15,11 @@ from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ..calibrate.effects import collect_effects
 from ..calibrate.moments import collect_moments, moment_bytes
 from ..cost.flops import flops_table
-from ..cost.latency import latency_table
+from ..cost.latency import TimedOn, latency_table
 from ..data.targets import size_of
 from ..errors import PlanError
 from ..evaluate.judge import Judge
+from ..measure.timing import Timing
 from ..model.copies import share_weights
 from ..model.tokens import first_samples
 from ..progress import Progress
@@ -44,7 +45,7 @@ from ..values import (
     library_versions,
 )
 from .budgets import BudgetOutcome, CostOutcome, HeadsOutcome, MaxDropOutcome
-from .gains import export
+from .measure import export
 from .prepare import Prepared, constraints_of
 from .quality import Refit
 from .search import ALPHAS, HeldOut, choose_alpha, choose_by_max_drop
@@ -277,17 +278,14 @@ class _Chooser:
         prepared, recipe, budget = self._prepared, self._recipe, self._recipe.prune.budget
         if budget.latency is not None:
             self._progress.stage("time cuts")
-            table = latency_table(
-                prepared.model,
-                prepared.scored,
+            where = TimedOn(
                 runtime=budget.latency.runtime,
                 batch=prepared.measured[self._budget_shape()],
+                timing=Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds),
                 export=lambda model, folder: export(prepared, model, recipe, folder),
-                unit=recipe.prune.unit,
-                repeats=recipe.measure.repeats,
-                min_seconds=recipe.measure.min_seconds,
-                track=self._progress.track,
             )
+            unit, track = recipe.prune.unit, self._progress.track
+            table = latency_table(prepared.model, prepared.scored, where, unit=unit, track=track)
         elif budget.flops is not None:
             batch = next(iter(prepared.measured.values()))
             table = flops_table(prepared.model, prepared.scored, batch=batch, unit=recipe.prune.unit)

@@ -151,10 +151,10 @@ def test_a_decoder_prefills_alike_in_both_runtimes(decoder: tuple[PreTrainedMode
     real = batch["attention_mask"].bool().numpy()
     assert abs(want["logits"] - got["logits"])[real].max() < 1e-4
     rows = bench(folder, folder, shapes=[(2, 8)], repeats=6)
-    assert [(row["runtime"], row["phase"]) for row in rows] == [
+    assert [(row.runtime, row.phase) for row in rows] == [
         *(("onnxruntime-cpu", "prefill"), ("onnxruntime-cpu", "decode")),
     ]
-    assert rows[1]["dense_ms"] > 0
+    assert rows[1].dense_ms > 0
 
 
 def test_the_command_continues_prompts_as_the_checkpoint_does(
