@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def run_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """The whole line of a recipe."""
     from ..pipeline.run import run
-    from ..report.report import print_report
+    from ..report.terminal import print_report
 
     recipe = _recipe(options)
     report = run(recipe, overwrite=options.overwrite, progress=progress)
@@ -41,7 +41,7 @@ def quickstart_command(options: argparse.Namespace, out: Console, progress: Prog
     from ..pipeline.quickstart import prepare_quickstart
     from ..pipeline.run import run
     from ..recipe import PruningRecipe
-    from ..report.report import print_report
+    from ..report.terminal import print_report
 
     with new_folder(options.output, overwrite=options.overwrite) as folder:
         recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=progress))
@@ -358,8 +358,8 @@ def inspect_command(options: argparse.Namespace, out: Console, progress: Progres
     from ..model.tokens import synthetic_batch
     from ..pipeline.bench import model_shapes
     from ..prunable.attention import find_attention
-    from ..report.layers import layer_table
-    from ..report.report import plain_table
+    from ..report.rows import layer_table
+    from ..report.terminal import plain_table
     from ..slim.config import is_slim
 
     model = load(options.model, dtype=torch.float32)
@@ -392,7 +392,7 @@ def _inspect_theory(options: argparse.Namespace, out: Console, progress: Progres
 
     from ..pipeline.prepare import prepare
     from ..recipe import PruningRecipe
-    from ..report.report import plain_table
+    from ..report.terminal import plain_table
     from ..studies.theory import theory
     from ..values import dump_json
 
@@ -442,7 +442,7 @@ def architectures_command(options: argparse.Namespace, out: Console, progress: P
     from ..prunable.architectures import STEPS, counts, read_table, why_not
 
     table = read_table(options.model_types)
-    # Not report.plain_table: this command answers at once, without torch.
+    # Not terminal.plain_table: this command answers at once, without torch.
     lines = Table("model type", "class", *STEPS, box=None, pad_edge=False, header_style="bold")
     for name, entry in table["types"].items():
         without = "not run" if entry["kind"] == "tried" else entry["kind"]
@@ -480,7 +480,8 @@ def report_command(options: argparse.Namespace, out: Console, progress: Progress
     from ..report.bench import Bench, print_bench, read_report, render_bench
     from ..report.html import render_html
     from ..report.plots import draw_report
-    from ..report.report import Report, print_report
+    from ..report.report import Report
+    from ..report.terminal import print_report
 
     found = read_report(options.folder)
     if isinstance(found, Bench):
@@ -543,7 +544,8 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _print_plan(plan: Any, out: Console) -> None:
-    from ..report.report import head_map, head_map_text
+    from ..report.rows import head_map
+    from ..report.terminal import head_map_text
 
     out.print(head_map_text(head_map(plan)))
 

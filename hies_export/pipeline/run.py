@@ -24,7 +24,9 @@ from ..progress import Progress, Silent
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
 from ..report.html import render_html
-from ..report.report import Report, head_map, render_markdown
+from ..report.markdown import render_markdown
+from ..report.report import Quality, Report, UnitCounts
+from ..report.rows import head_map
 from ..runtimes.ort import require_onnxruntime
 from ..slim.check import check_cut
 from ..slim.config import is_slim
@@ -85,16 +87,12 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
             criterion=plan.criterion,
             alpha=plan.alpha,
             seed=plan.seed,
-            heads={
-                "total": plan.heads,
-                "removed": plan.removed,
-                "kept_per_layer": [len(kept.query) for kept in plan.kept.values()],
-            },
+            heads=UnitCounts(plan.heads, plan.removed, [len(kept.query) for kept in plan.kept.values()]),
             parameters=gains["parameters"],
             bytes=gains["bytes"],
             flops=gains["flops"],
             cache_bytes_per_token=gains["cache_bytes_per_token"],
-            quality={"metric": prepared.metrics[0], **quality["metrics"][prepared.metrics[0]]},
+            quality=Quality(metric=prepared.metrics[0], **quality["metrics"][prepared.metrics[0]]),
             stability=quality["stability"],
             cut_max_abs=cut_max_abs,
             reload_max_abs=reload_max_abs,

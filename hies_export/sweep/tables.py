@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from ..evaluate.metrics import METRICS
-from ..report.report import plain_table
+from ..report.terminal import plain_table
 from ..score.criteria import DIFFERENCES
 from ..values import dump_json
 
