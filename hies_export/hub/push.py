@@ -27,8 +27,10 @@ from ..errors import OutputExistsError, PushError, RequestError
 from ..progress import Progress, Silent
 from ..report.card import LICENSE_KEYS, read_card, render_card
 from ..report.html import render_html
+from ..report.markdown import render_markdown
 from ..report.plots import CAPTIONS, draw_report
-from ..report.report import Report, model_name, render_markdown, title
+from ..report.report import Report
+from ..report.text import model_name, title
 
 # What an earlier push wrote and this one may not: these files of a repository of ours go with it.
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")

@@ -1,1 +1,12 @@
-"""The report of a run, and everything readable that is rendered from it."""
+"""Show what a run did: one `Report`, written as report.json, and everything readable that is rendered from it.
+
+In comes a `Report` (or the `Bench` of a comparison); out come text, pages and figures. In the order of reading:
+
+- `report.py`: the typed parts of report.json, written and read.
+- `text.py`, `rows.py`: the sentences and tables that every rendering shows, and the maps of which heads were cut.
+- `terminal.py`, `markdown.py`, `html.py`, `card.py`: one rendering each; `bench.py`: the same for a comparison.
+- `jinja.py`, `templates/`: the pages as templates, and what escapes the names in them.
+- `drawing.py`: where cells, bars and dots of the pages' figures go; `plots.py`, `style.py`: figures as files.
+
+A further kind of unit gets a map in every rendering through `rows.unit_maps`.
+"""

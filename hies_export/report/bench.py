@@ -1,18 +1,28 @@
-"""What `bench` found, read from its JSON: tables of comparisons, for the terminal and as a page."""
+"""The comparisons that `hies-export bench` or bench/gpu.py wrote: read from JSON, shown on a terminal or as a page."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic.dataclasses import dataclass
 from rich.console import Console
 
-from .latency import latency_figure, latency_note, latency_table
-from .page import folded, page, table
-from .report import Report, environment_text, plain_table
+from .drawing import latency_bars
+from .jinja import render
+from .report import LatencyRow, Report
+from .rows import environment_table, latency_table
+from .terminal import plain_table
+from .text import environment_text, latency_text
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BenchRow(LatencyRow):
+    """A row of latency, with the name of the model in a table of several."""
+
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -21,23 +31,23 @@ class BenchTable:
 
     Attributes:
         title: What is compared.
-        names: What the two are called.
-        rows: As in report.json's `latency`; with `model` where there are several.
+        names: Names of the two that are compared.
+        rows: The comparisons.
     """
 
     title: str
     names: tuple[str, str]
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[BenchRow]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Comparisons, what was not measured and why, and where.
+    """Comparisons, what was not measured and why, and the environment.
 
     Attributes:
         title: What was measured.
         tables: The comparisons.
-        missing: A sentence for each thing that was to be measured and was not.
+        missing: A sentence for each comparison that was asked for and not measured.
         environment: Hardware and library versions.
     """
 
@@ -48,16 +58,18 @@ class Bench:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Bench:
-        """From what `hies-export bench --json` prints, or what bench/gpu.py writes."""
+        """Read what `hies-export bench --json` prints, or what bench/gpu.py writes."""
         if "tables" in values:
-            tables = [BenchTable(t["title"], tuple(t["names"]), t["rows"]) for t in values["tables"]]
-            return cls(values["title"], tables, values["missing"], values["environment"])
-        title = f"A {values['a']}, B {values['b']}"
-        return cls(title, [BenchTable("Latency", ("A", "B"), values["latency"])], (), values["environment"])
+            title, parts, missing = values["title"], values["tables"], values["missing"]
+        else:
+            title, missing = f"A {values['a']}, B {values['b']}", ()
+            parts = [{"title": "Latency", "names": ("A", "B"), "rows": values["latency"]}]
+        tables = [BenchTable(p["title"], tuple(p["names"]), [BenchRow(**row) for row in p["rows"]]) for p in parts]
+        return cls(title, tables, missing, values["environment"])
 
 
 def read_report(path: str | Path) -> Report | Bench:
-    """A run's report, or what a bench wrote.
+    """Read a run's report, or what a bench wrote.
 
     Args:
         path: A run's folder, its report.json, or the JSON of `hies-export bench --json`.
@@ -79,25 +91,29 @@ def print_bench(bench: Bench, console: Console) -> None:
         if part.rows:
             console.print(f"\n{part.title}", markup=False)
             console.print(plain_table(*latency_table(part.rows, part.names)))
-            console.print(latency_note(part.rows, part.names), style="dim")
+            console.print(latency_text(part.rows, part.names), markup=False, style="dim")
     for sentence in bench.missing:
         console.print(f"not measured: {sentence}", markup=False, soft_wrap=True)
-    console.print(environment_text(bench.environment), style="dim")
+    console.print(environment_text(bench.environment), markup=False, style="dim")
 
 
 def render_bench(bench: Bench) -> str:
-    """The same as one self-contained HTML page."""
-    sections = [
-        (
-            part.title,
-            f"{latency_figure(part.rows, part.names)}<p class=muted>{latency_note(part.rows, part.names)}</p>"
-            + folded("All numbers", table(*latency_table(part.rows, part.names))),
-        )
-        for part in bench.tables
-        if part.rows
-    ]
-    if bench.missing:
-        sections.append(("Not measured", table(["", ""], [[sentence] for sentence in bench.missing])))
-    environment = [[name, str(value)] for name, value in bench.environment.items() if value is not None]
-    sections.append(("Where", folded("Environment", table(["", ""], environment), wrap=True)))
-    return page(bench.title, environment_text(bench.environment), sections)
+    """Return the same as one self-contained HTML page."""
+    return render(
+        "bench.html.j2",
+        title=bench.title,
+        subtitle=environment_text(bench.environment),
+        parts=[
+            {
+                "title": part.title,
+                "names": part.names,
+                "bars": latency_bars(part.rows, part.names),
+                "note": latency_text(part.rows, part.names),
+                "numbers": latency_table(part.rows, part.names),
+            }
+            for part in bench.tables
+            if part.rows
+        ],
+        missing=bench.missing,
+        environment=environment_table(bench.environment),
+    )

@@ -1,47 +1,166 @@
-"""The report: one JSON that the terminal table, the Markdown page, the HTML page and the card are rendered from."""
+"""The report of a run: typed parts that are written as report.json, which every rendering is made from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, field, fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from pydantic.dataclasses import dataclass
 
 from ..errors import RequestError
-from ..values import PruningPlan, dump_json
-from .latency import latency_note, latency_table
-from .layers import layer_table
+from ..values import dump_json
 
-KEPT, CUT = "■", "·"
+
+class Part(Mapping[str, Any]):
+    """A part of the report, typed, which also answers to the keys of report.json: `report.quality["slim"]`."""
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+    def __len__(self) -> int:
+        return len(vars(self))
+
+
+# Without `eq`, which would refuse to compare a part with a mapping.
+@dataclass(frozen=True, eq=False)
+class UnitCounts(Part):
+    """How many units of a kind, such as heads, the dense model has and how many were removed.
+
+    Attributes:
+        total: Units of the dense model.
+        removed: Those that the slim model lacks.
+        kept_per_layer: Units that each module keeps; of attention, query heads.
+    """
+
+    total: int
+    removed: int
+    kept_per_layer: Sequence[int]
+
+    @property
+    def kept(self) -> int:
+        """Units of the slim model."""
+        return self.total - self.removed
+
+
+@dataclass(frozen=True, eq=False)
+class DenseSlim(Part):
+    """A number of the dense model and the same number of the slim one."""
+
+    dense: int | float
+    slim: int | float
+
+    @property
+    def ratio(self) -> float:
+        """The slim model's number as a share of the dense one's."""
+        return self.slim / self.dense
+
+
+@dataclass(frozen=True, eq=False)
+class WeightBytes(DenseSlim):
+    """Bytes of both checkpoints' weights, and of the slim model's ONNX graph and weights."""
+
+    onnx: int
+
+
+@dataclass(frozen=True, eq=False)
+class Flops(DenseSlim):
+    """Floating-point operations of one forward pass at `shape`, (batch, sequence)."""
+
+    shape: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Quality(Part):
+    """The first metric of the recipe, by name, and its value for both models."""
+
+    metric: str
+    dense: float
+    slim: float
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LatencyRow(Part):
+    """Both models timed on one runtime at one shape. Reports of older versions lack what has a default.
+
+    Attributes:
+        runtime, provider, dtype: What ran the models, on which device or provider, and in which precision.
+        phase: "forward"; of models that generate, "prefill" or "decode".
+        batch, sequence: The shape.
+        dense_ms, slim_ms: Median times in milliseconds; `_p90_ms` and `_p99_ms` are percentiles.
+        ratio, ratio_low, ratio_high: Median of the paired ratios slim / dense, and its 95 % interval.
+        realised: Share of the saved FLOPs that was saved in time; None where FLOPs do not decide.
+        flops_ratio: FLOPs of the slim model as a share of the dense one's.
+        tokens_per_second: Of the phase "decode".
+        control_ratio, control_low, control_high: As `ratio`, of the dense model against itself.
+        noisy: Whether the control shows that the ratio means nothing.
+        repeats, loads, threads, cuda_graph: How often and how it was timed.
+        peak_bytes: Device memory at the peak of a run.
+        gpu_clock_mhz: The GPU's clock after the last run.
+    """
+
+    runtime: str
+    provider: str = ""
+    dtype: str = "float32"
+    phase: str = "forward"
+    batch: int
+    sequence: int
+    dense_ms: float
+    slim_ms: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    realised: float | None = None
+    flops_ratio: float | None = None
+    tokens_per_second: DenseSlim | None = None
+    dense_p90_ms: float | None = None
+    dense_p99_ms: float | None = None
+    slim_p90_ms: float | None = None
+    slim_p99_ms: float | None = None
+    control_ratio: float
+    control_low: float
+    control_high: float
+    noisy: bool = False
+    repeats: int | None = None
+    loads: int = 1
+    threads: int | None = None
+    cuda_graph: bool = False
+    peak_bytes: DenseSlim | None = None
+    gpu_clock_mhz: float | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did, cost and gained. The fields but `details` are the summary that outside programs read.
+    """What a run removed, and the quality, size and time of both models.
+
+    A part may be given as the mapping that report.json holds. All fields but `details` are the summary that other
+    programs read.
 
     Attributes:
         model: Path or Hub id of the dense model.
         task: Task of the recipe.
-        criterion, alpha, seed: What the heads were chosen by; alpha is None where the criterion has none.
-        heads: total, removed, kept_per_layer (query heads).
-        parameters: Number of parameters: dense, slim.
-        bytes: Size of the weights in bytes: dense and slim checkpoint, and the ONNX folder's graph and weights.
-        flops: Floating-point operations of one forward pass: dense, slim, and the shape [batch, sequence].
-        quality: metric, and its value for the dense and the slim model.
+        criterion: What the heads were chosen by.
+        alpha: Weight of the importance in that criterion; None where it has none.
+        seed: Seed of the run.
+        heads: Query heads.
+        parameters: Number of parameters.
+        bytes: Size of the weights.
+        flops: Floating-point operations of one forward pass.
+        quality: First metric.
         stability: Share of evaluated samples whose prediction equals the dense model's.
-        cut_max_abs: Largest difference between the cut and the masked model's output.
-        reload_max_abs: Largest difference between the saved and the reloaded model's output.
-        onnx_max_abs: Largest difference between the ONNX and the torch model's output.
-        seconds: Time spent in score, cut, export, measure.
-        latency: One row per runtime and shape.
-        environment: Hardware and library versions the numbers were measured with.
-        cache_bytes_per_token: What a token adds to the key/value cache, in bytes: dense, slim; None without a cache.
-        details: What the renderings show beyond the summary: plan, statistics, all metrics, data.
+        cut_max_abs: Largest difference between the outputs of the cut and the masked model.
+        reload_max_abs: Largest difference between the outputs of the saved and the reloaded model.
+        onnx_max_abs: Largest difference between the outputs of the ONNX and the torch model.
+        seconds: Time spent by stage: score, cut, export, measure.
+        latency: One row per runtime, precision, phase and shape.
+        environment: Hardware and library versions that the numbers were measured with.
+        cache_bytes_per_token: Bytes that a token adds to the key/value cache; None for a model without a cache.
+        details: What the renderings show beyond the summary: marks and numbers of every head, all metrics, data.
     """
 
     model: str
@@ -49,35 +168,35 @@ class Report:
     criterion: str
     alpha: float | None
     seed: int
-    heads: Mapping[str, Any]
-    parameters: Mapping[str, int]
-    bytes: Mapping[str, int]
-    flops: Mapping[str, Any]
-    quality: Mapping[str, Any]
+    heads: UnitCounts
+    parameters: DenseSlim
+    bytes: WeightBytes
+    flops: Flops
+    quality: Quality
     stability: float
     cut_max_abs: float
     reload_max_abs: float
     onnx_max_abs: float
     seconds: Mapping[str, float]
-    latency: Sequence[Mapping[str, Any]]
+    latency: Sequence[LatencyRow]
     environment: Mapping[str, Any]
-    cache_bytes_per_token: Mapping[str, int] | None = None
+    cache_bytes_per_token: DenseSlim | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """Everything but `details`, as plain values."""
-        return {k: v for k, v in asdict(self).items() if k != "details"}
+        """Return everything but `details`, as plain values."""
+        return {name: value for name, value in asdict(self).items() if name != "details"}
 
     def to_json(self) -> str:
-        """The whole report as JSON text."""
+        """Return the whole report as JSON text."""
         return dump_json(asdict(self))
 
     @classmethod
     def from_file(cls, path: str | Path) -> Report:
-        """Read a report.json, or the one of a run's folder.
+        """Read a report.json, given itself or by the folder of its run.
 
         Raises:
-            RequestError: There is none.
+            RequestError: There is none, or it is not a report.
         """
         path = Path(path)
         file = path / "report.json" if path.is_dir() else path
@@ -90,227 +209,3 @@ class Report:
                 f"a report must be a report.json or a run's folder, but {path} is not ({error!r}); "
                 "give the folder a run wrote"
             ) from error
-
-
-def head_map(plan: PruningPlan) -> dict[str, str]:
-    """Per attention module one mark per head: ■ kept, · cut."""
-    return {
-        name: "".join(KEPT if head in kept.query else CUT for head in range(kept.heads))
-        for name, kept in plan.kept.items()
-    }
-
-
-def head_map_text(lines: Mapping[str, str]) -> Text:
-    """A head map for the terminal: layers by heads."""
-    text = Text()
-    text.append("heads  ", style="bold")
-    text.append(f"{KEPT} kept  ", style="green")
-    text.append(f"{CUT} cut", style="red")
-    for index, (name, line) in enumerate(lines.items()):
-        text.append(f"\n  {index:>3}  ", style="dim")
-        for mark in line:
-            text.append(mark + " ", style="green" if mark == KEPT else "red")
-        text.append(f" {line.count(KEPT):>2} of {len(line)}  {name}", style="dim")
-    return text
-
-
-def comparison_rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """(what, dense, slim, change) of everything that has a dense and a slim value."""
-    metric, dense, slim = (report.quality[key] for key in ("metric", "dense", "slim"))
-    batch, sequence = report.flops["shape"]
-    total, removed = report.heads["total"], report.heads["removed"]
-    before = report.details.get("uncompensated")
-    return [
-        ("attention heads", f"{total}", f"{total - removed}", _change(total, total - removed)),
-        _row("parameters", report.parameters, ""),
-        _row("checkpoint weights", report.bytes, "B"),
-        _row(f"FLOPs at {batch} x {sequence}", report.flops, ""),
-        *([_row("cache per token", report.cache_bytes_per_token, "B")] if report.cache_bytes_per_token else []),
-        (metric, f"{dense:.4f}", f"{slim:.4f}", f"{slim - dense:+.4f}"),
-        (agreement(report), "", f"{report.stability:.1%}", ""),
-        *(
-            (name, f"{v['dense']:.4f}", f"{v['slim']:.4f}", f"{v['slim'] - v['dense']:+.4f}")
-            for name, v in report.details.get("benchmarks", {}).items()
-        ),
-        *(
-            [
-                (f"{metric} before compensation", "", f"{before['metrics'][metric]:.4f}", ""),
-                (f"{agreement(report)} before compensation", "", f"{before['stability']:.1%}", ""),
-            ]
-            if before
-            else []
-        ),
-    ]
-
-
-def budget_text(report: Report) -> str:
-    """What the budget asked for and what came of it, in a sentence; empty for a share of the heads."""
-    budget = report.details.get("budget", {})
-    kind = budget.get("kind")
-    if kind == "max_drop":
-        metric, judged = budget["metric"], "refitted" if "refitted" in budget else "masked"
-        return (
-            f"Budget: {metric} may get worse by {budget['by']:g} on {budget['samples']} held-out samples. Dense "
-            f"{budget['dense']:.4f}, {judged} {budget[judged]:.4f}, slim {budget['slim']:.4f}; {len(budget['judged'])} "
-            "plans were tried."
-        )
-    if kind not in ("flops", "latency"):
-        return ""
-    what = "the FLOPs" if kind == "flops" else "the time"
-    where = f" on {budget['runtime']} at {budget['batch']} x {budget['sequence']}" if kind == "latency" else ""
-    off = abs(budget["measured"] - budget["predicted"])
-    measured = "too noisy to measure" if budget.get("noisy") else f"measured {budget['measured']:.3f}"
-    apart = "" if budget.get("noisy") or kind == "flops" else f", {100 * off:.1f} points apart"
-    return (
-        f"Budget: at most {budget['target']:g} of {what} of the dense model{where}. "
-        f"Predicted {budget['predicted']:.3f}, {measured}{apart}."
-    )
-
-
-def print_report(report: Report, console: Console) -> None:
-    """Print the head map and the tables on a terminal."""
-    console.print()
-    console.print(head_map_text(report.details["head_map"]))
-    console.print()
-    console.print(plain_table(("", "dense", "slim", "change"), comparison_rows(report)))
-    if budget_text(report):
-        console.print(f"\n{budget_text(report)}", markup=False)
-    if report.latency:
-        console.print()
-        console.print(plain_table(*latency_table(report.latency)))
-        console.print(latency_note(report.latency), style="dim")
-
-
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table for the terminal: no frame, the first column left, numbers right."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, name in enumerate(header):
-        table.add_column(name, justify="right" if index else "left", no_wrap=bool(index))
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def render_markdown(report: Report) -> str:
-    """The report as a Markdown page."""
-    parts = [
-        f"# {title(report)}",
-        f"`{report.model}` · {report.task} · {criterion_text(report)} · seed {report.seed}",
-        "## What changed",
-        markdown_table(("", "dense", "slim", "change"), comparison_rows(report)),
-        *([budget_text(report)] if budget_text(report) else []),
-        "## Heads",
-        markdown_head_map(report),
-    ]
-    if report.latency:
-        parts += [
-            "## Latency",
-            markdown_table(*latency_table(report.latency)),
-            latency_note(report.latency),
-        ]
-    layers = layer_lines(report)
-    if layers:
-        batch, sequence = report.details["flops_per_layer"]["shape"]
-        parts += [f"## FLOPs of every layer, at {batch} x {sequence}", markdown_table(*layers)]
-    parts += [
-        "## Checks",
-        markdown_table(
-            ("largest difference of any output", ""),
-            [
-                ("cut model against masked model", f"{report.cut_max_abs:.2g}"),
-                ("reloaded checkpoint against saved model", f"{report.reload_max_abs:.2g}"),
-                ("ONNX Runtime against torch", f"{report.onnx_max_abs:.2g}"),
-            ],
-        ),
-        "## How it was measured",
-        how_measured(report),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def agreement(report: Report) -> str:
-    """What stability counts."""
-    tolerance = report.details.get("stability_tolerance")
-    what = report.details.get("stability_of", "prediction")
-    return f"same {what}" if tolerance is None else f"same within {tolerance:g}"
-
-
-def model_name(report: Report) -> str:
-    """The Hub id, or the folder's name: what a card says must not depend on where a machine keeps its models."""
-    path = Path(report.model)
-    return path.name if path.is_absolute() or path.exists() else report.model
-
-
-def title(report: Report) -> str:
-    """The report's headline."""
-    return f"{model_name(report)}, {report.heads['removed'] / report.heads['total']:.0%} of its attention heads removed"
-
-
-def criterion_text(report: Report) -> str:
-    """What heads were chosen by."""
-    refitted = ", output projections refitted in closed form" if report.details.get("compensation") else ""
-    return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}") + refitted
-
-
-def how_measured(report: Report) -> str:
-    """Data and environment, in sentences."""
-    data = report.details.get("data", {})
-    lines = []
-    if data:
-        own = {"answer": "their answers", "next token": "their next tokens"}
-        known = own.get(report.details.get("stability_of", ""), "their labels")
-        labels = known if data["labels"] == "data" else "the model's own predictions as labels"
-        asked, used = data.get("calibration_batch_asked", 0), data.get("calibration_batch", 0)
-        halved = f" ({used} at once: {asked} did not fit into memory)" if used < asked else ""
-        lines.append(
-            f"Heads were scored on {data['calibration_samples']} samples{halved} with {labels}; quality is over "
-            f"{data['evaluation_samples']} samples of {data['evaluation_split']}."
-        )
-    lines.append(environment_text(report.environment))
-    return " ".join(lines)
-
-
-def environment_text(environment: Mapping[str, Any]) -> str:
-    """Hardware and the libraries that matter, in a sentence."""
-    names = {
-        **{name: name for name in ("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime")},
-        **{"onnxruntime_gpu": "onnxruntime-gpu", "gpu_driver": "driver"},
-    }
-    return ", ".join(f"{shown} {environment[name]}" for name, shown in names.items() if environment.get(name)) + "."
-
-
-def layer_lines(report: Report) -> tuple[list[str], list[list[str]]] | None:
-    """Header and lines of the FLOPs of every layer; None for the report of an older run."""
-    layers = report.details.get("flops_per_layer")
-    return layer_table(layers["dense"], layers["slim"]) if layers else None
-
-
-def markdown_head_map(report: Report) -> str:
-    """The head map as a block of text."""
-    lines = [
-        f"{index:>3}  {' '.join(line)}  {line.count(KEPT)}/{len(line)}"
-        for index, line in enumerate(report.details["head_map"].values())
-    ]
-    return "\n".join(["```text", f"{KEPT} kept  {CUT} cut", *lines, "```"])
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def _row(name: str, values: Mapping[str, Any], unit: str) -> tuple[str, str, str, str]:
-    dense, slim = values["dense"], values["slim"]
-    return (name, f"{si(dense)}{unit}", f"{si(slim)}{unit}", _change(dense, slim))
-
-
-def si(number: float) -> str:
-    """Three significant digits and an SI prefix."""
-    power = min(max(0, (len(str(int(number))) - 1) // 3), 4)
-    scaled = number / 1000**power
-    return f"{scaled:.{max(0, 3 - len(str(int(scaled))))}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
-
-
-def _change(dense: float, slim: float) -> str:
-    return f"{(slim - dense) / dense:+.1%}"

@@ -1,4 +1,4 @@
-"""What all figures share: palette, style, and files as PNG and SVG. Needs matplotlib, the extra `plots`."""
+"""Give all figures one palette and style, and write them as PNG and SVG. Needs matplotlib, the extra `plots`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches."""
+    """Return an empty figure; sizes are in inches."""
     # Not pyplot: it would keep every figure, and choose a window system.
     from matplotlib.figure import Figure
 
@@ -43,19 +43,19 @@ def new_figure(width: float, height: float) -> Any:
 def head_map(
     axis: Any,
     values: Mapping[str, Sequence[float]],
-    gone: Mapping[str, Sequence[int]],
+    cut: Mapping[str, Sequence[int]],
     *,
     title: str,
     colours: str = "cividis",
     limits: tuple[float, float] = (0.0, 1.0),
 ) -> Any:
-    """Draw a number per head, layers up and heads across, with crosses on those that go.
+    """Draw a number per head, layers up and heads across, with crosses on the heads that are cut.
 
     Args:
         axis: Where to draw.
         values: Per attention module, a number for each head.
-        gone: Per attention module, the heads that go.
-        title: Over the map.
+        cut: Per attention module, the heads that are cut.
+        title: Text over the map.
         colours: A colour map of matplotlib.
         limits: The numbers at its two ends.
 
@@ -65,7 +65,7 @@ def head_map(
     grid = head_grid(values)
     low, high = limits
     image = axis.imshow(grid, cmap=colours, aspect="auto", vmin=low, vmax=high, origin="lower")
-    crosses = [(head, layer) for layer, heads in enumerate(gone.values()) for head in heads]
+    crosses = [(head, layer) for layer, heads in enumerate(cut.values()) for head in heads]
     # White on a dark rim shows on every colour.
     for colour, width in (("black", 2.8), ("white", 1.4)):
         marks = {"marker": "x", "color": colour, "s": 22, "linewidths": width}
@@ -78,7 +78,7 @@ def head_map(
 
 
 def head_grid(values: Mapping[str, Sequence[float]]) -> list[list[float]]:
-    """(layers, heads); NaN where a layer has fewer heads."""
+    """Return the numbers as (layers, heads), with NaN where a layer has fewer heads."""
     heads = max(len(line) for line in values.values())
     return [[*line, *[math.nan] * (heads - len(line))] for line in values.values()]
 
@@ -87,8 +87,8 @@ def write_figures(drawings: Mapping[str, Callable[[], Any]], folder: Path) -> li
     """Draw figures and write each as PNG and SVG, always the same bytes.
 
     Args:
-        drawings: By file name, what makes the figure, or None where there is nothing to draw.
-        folder: Where to; made if need be.
+        drawings: File name -> function that returns the figure, or None where there is nothing to draw.
+        folder: Where to write; made if need be.
 
     Returns:
         The files that were written.

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..baselines.names import DIFFERENCES
 from ..evaluate.metrics import higher_is_better
-from ..report.report import plain_table
+from ..report.terminal import plain_table
 from ..values import dump_json
 
 Row = Mapping[str, Any]

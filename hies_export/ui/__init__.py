@@ -1,1 +1,8 @@
-"""TODO ui."""
+"""Explore a finished run or sweep in the browser: other plans, what they keep and cost, and their predicted quality.
+
+In comes the folder that `hies-export run` or `sweep` wrote; out comes a page served on this machine, and the plans that
+a reader saves from it. What the page shows is computed in `studies/explore.py`.
+
+- `page.py`: the controls (Gradio), and what is drawn when they move.
+- `templates/`: what is drawn; tables and figures are those of the report's templates.
+"""

@@ -1,36 +1,20 @@
-"""A page in the browser over `explore`: sliders redraw head map, predicted quality and FLOPs. Needs Gradio."""
+"""Serve a page on which sliders redraw a plan's heads, predicted quality and FLOPs. Needs Gradio, the extra `ui`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folders import replace_file
 from ..errors import PlanError, require_package
 from ..evaluate.metrics import higher_is_better
-from ..report.html import map_svg
-from ..report.page import table
-from ..report.report import head_map
+from ..report.drawing import Curve, Dot, MapFigure, curve_places, shaded
+from ..report.jinja import environment
+from ..report.rows import Table, head_map
 from ..studies.explore import Exploration, Measured, fit, lost_share, predict, read_exploration
-
-CSS = """
-.hies{font-variant-numeric:tabular-nums;--accent:#2468c8;--muted:#85847e;--line:#b9b8b2;--dot:#d55e00}
-.hies .columns{display:grid;gap:8px 40px;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}
-.hies svg{display:block;width:100%;height:auto}.hies svg text{fill:var(--muted);font-size:11px}
-.hies .map rect{fill:var(--accent);stroke:var(--line)}
-.hies .map path{stroke:currentColor;stroke-width:1.6;stroke-linecap:round}.hies .map path.dark{stroke:#fff}
-.hies .plot{max-width:600px}.hies polyline{fill:none;stroke:var(--accent);stroke-width:2}
-.hies circle{fill:var(--muted)}.hies circle.here{fill:var(--dot)}
-.hies .scroll{overflow-x:auto}.hies table{border-collapse:collapse;width:100%}
-.hies table,.hies tr,.hies tbody,.hies thead{border:0!important}
-.hies td,.hies th{text-align:right;padding:4px 8px;border:0!important;border-bottom:1px solid var(--line)!important}
-.hies td:first-child,.hies th:first-child{text-align:left;padding-left:0}
-.hies .muted{color:var(--muted);font-size:.875rem}.hies p{margin:8px 0}.hies h4{margin:12px 0 4px}
-@media(max-width:480px){.hies .plot text{font-size:18px}}
-"""
 
 
 def require_gradio() -> None:
@@ -51,15 +35,15 @@ def show(folder: str | Path, *, port: int | None = None, open_browser: bool = Fa
         open_browser: Open the page at once.
 
     Returns:
-        The Gradio page; it is served by a thread of its own until the process ends.
+        The Gradio page, which a thread of its own serves until the process ends.
 
     Raises:
-        RequestError: The folder is neither.
+        RequestError: The folder is neither a run's nor a sweep's.
         MissingRuntimeError: Gradio is not installed.
     """
     exploration = read_exploration(folder)
     require_gradio()
-    # Nothing is told to anybody: no telemetry, no fonts from elsewhere.
+    # No telemetry, and no fonts from elsewhere.
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     import gradio
 
@@ -73,7 +57,7 @@ def show(folder: str | Path, *, port: int | None = None, open_browser: bool = Fa
         ssr_mode=False,
         quiet=True,
         footer_links=[],
-        css=CSS,
+        css=_render("page.css"),
         theme=gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
     )
     return page
@@ -107,86 +91,89 @@ def _page(exploration: Exploration, folder: Path) -> Any:
 
 
 def draw(exploration: Exploration, alpha: float, sparsity: float, allocation: str) -> str:
-    """What the page says of a plan, as HTML: its cost, predicted quality, and heads; or why there is none."""
+    """Return as HTML the heads that a plan keeps, its cost and predicted quality; or why there is no such plan."""
     try:
         plan = exploration.plan_at(alpha, sparsity, allocation)
     except PlanError as error:
-        return f"<div class=hies><p>{escape(str(error))}</p></div>"
-    lost = lost_share(exploration.statistics.his, plan)
+        return _render("message.html.j2", text=str(error))
+    lost = lost_share(exploration.statistics["his"], plan)
     at = f" at {exploration.shape}" if exploration.shape else ""
     rows = [
-        ["heads kept", f"{plan.heads - plan.removed} of {plan.heads}"],
-        [f"FLOPs{at}, of dense", f"{exploration.flops_ratio(plan):.3f}"],
-        ["importance (HIS) that goes", f"{lost:.1%}"],
+        ("heads kept", f"{plan.heads - plan.removed} of {plan.heads}"),
+        (f"FLOPs{at}, of dense", f"{exploration.flops_ratio(plan):.3f}"),
+        ("importance (HIS) removed", f"{lost:.1%}"),
     ]
-    lines = {name: line for name, line in head_map(plan).items() if name in exploration.statistics.his}
+    marks = {name: line for name, line in head_map(plan).items() if name in exploration.statistics["his"]}
     scores = exploration.scores(alpha).scores
-    heads = map_svg(lines, [scores[name].tolist() for name in lines], "score")
-    widest = 24 + 30 * max(map(len, lines.values()))
-    predicted = "".join(_predicted(exploration, measured, lost) for measured in exploration.measured)
-    return (
-        f"<div class=hies><div class=columns><div>{table(['', ''], rows)}"
-        f"<div style='max-width:{widest}px;margin:16px 0'>{heads}</div><p class=muted>Layers run down, heads across; "
-        "the fuller a cell, the higher its HIES; crossed heads go. FLOPs follow from what the heads of the measured "
-        "plan cost, as if all cost the same.</p></div>"
-        f"<div>{predicted or '<p>No quality is predicted: this folder measured no plan by HIES or HIS.</p>'}</div>"
-        "</div></div>"
-    )
+    figure = MapFigure("score", "Score", "", shaded(marks, [scores[name].tolist() for name in marks]))
+    predictions = [_predicted(exploration, measured, lost) for measured in exploration.measured]
+    return _render("plan.html.j2", cost=Table((), rows), figure=figure, predictions=predictions)
 
 
 def save(exploration: Exploration, folder: Path, alpha: float, sparsity: float, allocation: str) -> str:
-    """Write a plan into the folder, and say, as HTML, where it is and what to do with it."""
+    """Write a plan into the folder; return as HTML where it is and the commands that cut by it."""
     try:
         plan = exploration.plan_at(alpha, sparsity, allocation)
     except PlanError as error:
-        return f"<div class=hies><p>{escape(str(error))}</p></div>"
+        return _render("message.html.j2", text=str(error))
     file = folder / f"plan-alpha{alpha:g}-{allocation}-{sparsity:g}.json"
     replace_file(file, plan.to_json())
     model = exploration.model or "MODEL"
     commands = f"hies-export apply {file} {model} -o SLIM\nhies-export prune RECIPE.yaml --plan {file} -o SLIM"
-    return f"<div class=hies><p>Saved. To cut by it:</p><pre>{escape(commands)}</pre></div>"
+    return _render("message.html.j2", text="Saved. To cut by it:", commands=commands)
 
 
-def _predicted(exploration: Exploration, measured: Measured, lost: float) -> str:
-    """What one kind of measurement predicts: numbers, and the curve they are read off."""
+@dataclass(frozen=True)
+class _Prediction:
+    """What one kind of measurement predicts of a plan.
+
+    Attributes:
+        models: Number of models that were measured.
+        how: How they were measured.
+        table: The predictions.
+        curves: Name of a number -> what was measured of it, and the line that the prediction lies on.
+    """
+
+    models: int
+    how: str
+    table: Table
+    curves: Mapping[str, Curve]
+
+
+def _predicted(exploration: Exploration, measured: Measured, lost: float) -> _Prediction:
+    """Return what one kind of measurement predicts for a plan that removes the share `lost` of the importance."""
     kinds = (
         (exploration.metric, measured.quality, higher_is_better(exploration.metric), ".4f"),
         ("same predictions", measured.stability, True, ".1%"),
     )
-    rows, curves = [], []
-    for name, values, better, form in kinds:
+    rows, curves = [], {}
+    for name, values, higher_is_better, form in kinds:
         if not values:
             continue
-        found = predict(measured.lost, values, lost, higher_is_better=better)
+        found = predict(measured.lost, values, lost, higher_is_better=higher_is_better)
         error = "" if found.error is None else f"± {found.error:{form}}"
         rows.append([name, f"{found.bound} {found.value:{form}}".strip(), error])
-        curves.append(f"<p class=muted>{escape(name)}</p>{_curve(name, measured.lost, values, lost, better)}")
-    return (
-        f"<h4>Predicted from {len(measured.lost)} models: {escape(measured.how)}</h4>"
-        + table(["", "predicted", "mean error" if any(row[2] for row in rows) else ""], rows)
-        + "".join(curves)
-    )
+        curves[name] = _curve(name, measured.lost, values, lost, higher_is_better)
+    header = ("", "predicted", "mean error" if any(row[2] for row in rows) else "")
+    return _Prediction(len(measured.lost), measured.how, Table(header, rows), curves)
 
 
-def _curve(name: str, lost: Sequence[float], values: Sequence[float], at: float, higher_is_better: bool) -> str:
-    """What was measured against the importance that went, the line that predictions are read off, and this plan."""
+def _curve(name: str, lost: Sequence[float], values: Sequence[float], at: float, higher_is_better: bool) -> Curve:
+    """Return what was measured by the share of importance removed, the fitted line, and on it the plan, at `at`."""
     line = fit(lost, values, higher_is_better=higher_is_better)
-    low, high, most = min(values), max(values), max(*lost, at) or 1.0
+    left, height, most = 60, 84, max(*lost, at) or 1.0
+    place, ends = curve_places(values, left=left, height=height, scale=most)
+    dots = [Dot(*place(*pair), chosen=False) for pair in zip(lost, values, strict=True)]
+    return Curve(
+        label=f"{name} by importance removed",
+        left=left,
+        line=[place(share, line(share)) for share in sorted(lost)],
+        dots=[*dots, Dot(*place(at, line(at)), chosen=True)],
+        ends=ends,
+        axis=("no importance removed", f"{most:.0%} removed"),
+        bottom=128,
+    )
 
-    def place(share: float, value: float) -> tuple[float, float]:
-        return 60 + 520 * share / most, 16 + 84 * (high - value) / (high - low or 1)
 
-    points = " ".join("{:.1f},{:.1f}".format(*place(share, line(share))) for share in sorted(lost))
-    dots = "".join(
-        '<circle cx="{:.1f}" cy="{:.1f}" r="4"/>'.format(*place(*pair)) for pair in zip(lost, values, strict=True)
-    )
-    here = '<circle class="here" cx="{:.1f}" cy="{:.1f}" r="7"/>'.format(*place(at, line(at)))
-    marks = {high: 20, low: 104} if high > low else {high: 20}
-    ends = "".join(f'<text x="54" y="{y}" text-anchor="end">{v:.3g}</text>' for v, y in marks.items())
-    axis = (
-        f'<text x="60" y="124">no importance lost</text><text x="580" y="124" text-anchor="end">{most:.0%} lost</text>'
-    )
-    return (
-        f'<svg class=plot viewBox="0 0 600 132" role=img aria-label="{escape(name)} by importance lost">'
-        f'<polyline points="{points}"/>{dots}{here}{ends}{axis}</svg>'
-    )
+def _render(template: str, **values: Any) -> str:
+    return environment("hies_export.ui").get_template(template).render(values)

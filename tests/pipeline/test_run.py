@@ -26,7 +26,8 @@ from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.prepare import prepare
 from hies_export.recipe import PruningRecipe
-from hies_export.report.report import CUT, KEPT, Report
+from hies_export.report.report import Report
+from hies_export.report.rows import CUT, KEPT
 
 SUMMARY = {
     *("model", "task", "criterion", "alpha", "seed", "heads", "parameters", "bytes", "flops", "quality", "stability"),

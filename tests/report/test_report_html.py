@@ -18,11 +18,13 @@ from support.reports import latency_row, make_report
 from hies_export.errors import RequestError
 from hies_export.report.bench import Bench, print_bench, read_report, render_bench
 from hies_export.report.html import render_html
-from hies_export.report.report import KEPT, Report, render_markdown
+from hies_export.report.markdown import render_markdown
+from hies_export.report.report import Report
+from hies_export.report.rows import KEPT
 
 
 class Page(HTMLParser):
-    """Tags, attributes and text of a page."""
+    """Tags, attributes and text of a page, without the line breaks between elements."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -36,7 +38,8 @@ class Page(HTMLParser):
         self.open.append(tag)
 
     def handle_data(self, data: str) -> None:
-        self.words.append(data)
+        if data.strip():
+            self.words.append(data)
 
 
 def test_every_head_is_there_with_its_numbers() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hies_export.report.report import CUT, KEPT, Report
+from hies_export.report.report import Report
+from hies_export.report.rows import CUT, KEPT
 
 
 def latency_row(runtime: str, ratio: float, **other: Any) -> dict[str, Any]:

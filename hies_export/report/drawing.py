@@ -1,0 +1,191 @@
+"""Place the figures of the pages: which cell, bar or dot goes where. The templates draw them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .report import LatencyRow
+from .rows import CUT, UnitMap, pair_text, ratio_text, row_name
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A unit in a map: how full its cell is, from 0 to 1, and whether it was cut."""
+
+    shade: float
+    cut: bool
+
+
+@dataclass(frozen=True)
+class MapFigure:
+    """A map of all units, layers down and units across.
+
+    Attributes:
+        kind: CSS class: "plan", or the name of the numbers that are shown.
+        title, note: What is shown, and how to read it.
+        rows: The cells of every layer.
+        ends: The numbers of an empty and of a full cell; empty for the plan.
+    """
+
+    kind: str
+    title: str
+    note: str
+    rows: Sequence[Sequence[Cell]]
+    ends: tuple[str, ...] = ()
+
+    @property
+    def widest(self) -> int:
+        """Units of the layer that has most."""
+        return max(len(row) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Span:
+    """From where to where a bar goes, in percent of the track."""
+
+    left: float
+    width: float
+
+
+@dataclass(frozen=True)
+class LatencyBar:
+    """A row of latency: the paired ratio with its interval, over the control's interval around 1.
+
+    Attributes:
+        runtime, where: Name of the row in two parts; the second is shown muted.
+        value: The ratio as text.
+        note: Ratio and control with their intervals, as text.
+        times: Median times of both models, as text.
+        noisy: Whether the ratio means nothing.
+        one, dot: Place of a ratio of 1, and of the row's, in percent of the track.
+        interval, control: The two intervals.
+    """
+
+    runtime: str
+    where: str
+    value: str
+    note: str
+    times: str
+    noisy: bool
+    one: float
+    dot: float
+    interval: Span
+    control: Span
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A measured point of a curve; the one that was chosen is drawn larger."""
+
+    x: float
+    y: float
+    chosen: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve in an SVG 600 units wide.
+
+    Attributes:
+        label: What it shows.
+        left: Where the axis begins.
+        line: Points of the line that is drawn.
+        dots: Points with a mark.
+        ends: The largest and the smallest value: height, and the number as text.
+        axis: Text at both ends of the axis.
+        bottom: Height of that text.
+    """
+
+    label: str
+    left: int
+    line: Sequence[tuple[float, float]]
+    dots: Sequence[Dot]
+    ends: Sequence[tuple[float, str]]
+    axis: tuple[str, str]
+    bottom: int
+
+
+def plan_figure(units: UnitMap) -> MapFigure:
+    """Return the map of which units stay."""
+    rows = [[Cell(float(mark != CUT), mark == CUT) for mark in line] for line in units.marks.values()]
+    return MapFigure("plan", "Plan", "filled: kept; crossed: cut", rows)
+
+
+def number_figure(units: UnitMap, kind: str, *, title: str, note: str) -> MapFigure | None:
+    """Return the map of one of the numbers of every unit, between its smallest and largest; None without numbers."""
+    values = [list(units.numbers.get(module, {}).get(kind, ())) for module in units.marks]
+    if not any(values):
+        return None
+    low, high = min(v for row in values for v in row), max(v for row in values for v in row)
+    shades = [[(value - low) / (high - low or 1) for value in row] for row in values]
+    return MapFigure(kind, title, note, shaded(units.marks, shades), (f"{low:.2g}", f"{high:.2g}"))
+
+
+def shaded(marks: Mapping[str, str], shades: Sequence[Sequence[float]]) -> list[list[Cell]]:
+    """Return the cells of a map; a module without numbers has empty ones.
+
+    Args:
+        marks: As in `UnitMap`.
+        shades: Per module one number in [0, 1] for each unit.
+    """
+    return [
+        [Cell(row[unit] if unit < len(row) else 0.0, mark == CUT) for unit, mark in enumerate(line)]
+        for line, row in zip(marks.values(), shades, strict=True)
+    ]
+
+
+def latency_bars(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> list[LatencyBar]:
+    """Return a bar for every row, all on one scale."""
+    first = names[0]
+    ends = [end for row in rows for end in (row.ratio_low, row.control_low, row.ratio_high, row.control_high)]
+    # One noisy row must not squeeze all the others.
+    low, high = max(min((0.95, *ends)), 0.3) - 0.02, min(max((1.05, *ends)), 1.5) + 0.02
+
+    def place(ratio: float) -> float:
+        return 100 * (min(max(ratio, low), high) - low) / (high - low)
+
+    def span(start: float, end: float) -> Span:
+        return Span(place(start), max(0.4, place(end) - place(start)))
+
+    def bar(row: LatencyRow) -> LatencyBar:
+        name = row_name(row).replace(" x ", " × ")
+        runtime, where = (row["model"], name) if row.get("model") else name.split(" ", 1)
+        control = f"{row.control_ratio:.3f} [{row.control_low:.3f}, {row.control_high:.3f}]"
+        against = f"{first} / {first} {control}"
+        speed = f", {pair_text(row.tokens_per_second)} tokens/s" if row.tokens_per_second else ""
+        return LatencyBar(
+            runtime=runtime,
+            where=where,
+            value="noisy" if row.noisy else f"{row.ratio:.3f}",
+            note=f"{against}: too noisy to compare" if row.noisy else f"{ratio_text(row)}; {against}",
+            times=f"{row.dense_ms:.1f} → {row.slim_ms:.1f} ms{speed}",
+            noisy=row.noisy,
+            one=place(1),
+            dot=place(row.ratio),
+            interval=span(row.ratio_low, row.ratio_high),
+            control=span(row.control_low, row.control_high),
+        )
+
+    return [bar(row) for row in rows]
+
+
+def curve_places(
+    values: Sequence[float], *, left: int, height: int, scale: float = 1.0
+) -> tuple[Callable[[float, float], tuple[float, float]], list[tuple[float, str]]]:
+    """Return where a point (share, value) of a `Curve` goes, and its `ends`.
+
+    Args:
+        values: What the vertical axis has to span.
+        left: Where the axis begins.
+        height: Of the span.
+        scale: The share at the end of the axis.
+    """
+    low, high, top = min(values), max(values), 20
+
+    def place(share: float, value: float) -> tuple[float, float]:
+        return left + (580 - left) * share / scale, top + height * (high - value) / (high - low or 1)
+
+    ends = {top + 4: high, top + height + 4: low} if high > low else {top + 4: high}
+    return place, [(y, f"{value:.3g}") for y, value in ends.items()]

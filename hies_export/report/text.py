@@ -1,0 +1,111 @@
+"""Sentences about a report that more than one rendering shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .report import LatencyRow, Report
+
+
+def model_name(report: Report) -> str:
+    """Return the dense model's Hub id, or the name of its folder without the path, which is this machine's affair."""
+    path = Path(report.model)
+    return path.name if path.is_absolute() or path.exists() else report.model
+
+
+def title(report: Report) -> str:
+    """Return the report's headline."""
+    return f"{model_name(report)}, {report.heads.removed / report.heads.total:.0%} of its attention heads removed"
+
+
+def criterion_text(report: Report) -> str:
+    """Return the criterion, its alpha, and whether the output projections were refitted."""
+    refitted = ", output projections refitted in closed form" if report.details.get("compensation") else ""
+    return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}") + refitted
+
+
+def agreement(report: Report) -> str:
+    """Return the name of the stability: when two predictions count as the same."""
+    tolerance = report.details.get("stability_tolerance")
+    what = report.details.get("stability_of", "prediction")
+    return f"same {what}" if tolerance is None else f"same within {tolerance:g}"
+
+
+def budget_text(report: Report) -> str:
+    """Return what the budget allowed and what was measured, in a sentence; empty for a share of the heads."""
+    budget = report.details.get("budget", {})
+    kind = budget.get("kind")
+    if kind == "max_drop":
+        metric, judged = budget["metric"], "refitted" if "refitted" in budget else "masked"
+        return (
+            f"Budget: {metric} may get worse by {budget['by']:g} on {budget['samples']} held-out samples. Dense "
+            f"{budget['dense']:.4f}, {judged} {budget[judged]:.4f}, slim {budget['slim']:.4f}; {len(budget['judged'])} "
+            "plans were tried."
+        )
+    if kind not in ("flops", "latency"):
+        return ""
+    what = "the FLOPs" if kind == "flops" else "the time"
+    where = f" on {budget['runtime']} at {budget['batch']} x {budget['sequence']}" if kind == "latency" else ""
+    off = abs(budget["measured"] - budget["predicted"])
+    measured = "too noisy to measure" if budget.get("noisy") else f"measured {budget['measured']:.3f}"
+    apart = "" if budget.get("noisy") or kind == "flops" else f", {100 * off:.1f} points apart"
+    return (
+        f"Budget: at most {budget['target']:g} of {what} of the dense model{where}. "
+        f"Predicted {budget['predicted']:.3f}, {measured}{apart}."
+    )
+
+
+def method_text(report: Report) -> str:
+    """Return which data the heads were scored on, which data quality was measured on, and the environment."""
+    data = report.details.get("data", {})
+    lines = []
+    if data:
+        own = {"answer": "their answers", "next token": "their next tokens"}
+        known = own.get(report.details.get("stability_of", ""), "their labels")
+        labels = known if data["labels"] == "data" else "the model's own predictions as labels"
+        asked, used = data.get("calibration_batch_asked", 0), data.get("calibration_batch", 0)
+        halved = f" ({used} at once: {asked} did not fit into memory)" if used < asked else ""
+        lines.append(
+            f"Heads were scored on {data['calibration_samples']} samples{halved} with {labels}; quality is over "
+            f"{data['evaluation_samples']} samples of {data['evaluation_split']}."
+        )
+    lines.append(environment_text(report.environment))
+    return " ".join(lines)
+
+
+def environment_text(environment: Mapping[str, Any]) -> str:
+    """Return the hardware and the libraries that decide about time, in a sentence."""
+    names = {
+        **{name: name for name in ("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime")},
+        **{"onnxruntime_gpu": "onnxruntime-gpu", "gpu_driver": "driver"},
+    }
+    return ", ".join(f"{shown} {environment[name]}" for name, shown in names.items() if environment.get(name)) + "."
+
+
+def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> str:
+    """Return how the rows were timed, the range of the controls, and how to read what the rows show."""
+    first = names[0]
+    controls = [row.control_ratio for row in rows]
+    # Loads of one model differ in time, and the interval is over these differences too.
+    loads = dict.fromkeys(f"{row.loads} times on {row.runtime}" for row in rows if row.loads > 1)
+    loaded = f"The models were loaded anew {' and '.join(loads)}. " if loads else ""
+    sentences = [
+        f"Timed interleaved in one process with two copies of {first}; the ratio is the median of paired ratios to "
+        f"their mean, and its 95 % interval is that of a bootstrap over loads, copies and runs. {loaded}"
+        f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."
+    ]
+    if any(row.noisy for row in rows):
+        sentences.append(
+            "A row is noisy where the control's interval misses 1 by more than 2 % or is wider than 10 %: its ratio "
+            "means nothing; measure again on an idle machine."
+        )
+    if any(row.phase == "decode" for row in rows):
+        sentences.append("Decode: the step that computes a row's last token, with the tokens before it in the cache.")
+    if any(row.realised is not None for row in rows):
+        sentences.append("Realised: the share of the saved FLOPs that was saved in time.")
+    graphs = sorted({row.runtime for row in rows if row.cuda_graph})
+    if graphs:
+        sentences.append(f"CUDA graphs were replayed by {', '.join(graphs)}.")
+    return " ".join(sentences)
