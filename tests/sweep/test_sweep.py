@@ -210,7 +210,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_problem_of_a_grid_is_said_at_once() -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match="problems") as caught:
         SweepGrid(
             criteria=("hiss",),
             alphas=(1.0, "best"),
