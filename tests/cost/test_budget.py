@@ -231,7 +231,7 @@ def test_budgets_that_cannot_be_are_refused(budget: dict[str, Any], message: str
     data = {"files": {"train": "a.jsonl"}, "text": "sentence"}
     with pytest.raises(RecipeError, match=message):
         PruningRecipe(model="m", task="text-classification", data=data, prune={"budget": budget})
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=message):
         BudgetSection(**budget)
 
 
@@ -253,6 +253,7 @@ def run(project: Path, budget: dict[str, Any], *settings: str) -> int:
     return main(["run", str(project / "recipe.yaml"), "--set", f"prune.budget={json.dumps(budget)}", *extra])
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_run_by_flops_with_alpha_chosen(project: Path) -> None:
     assert run(project, {"flops": 0.9}, "prune.alpha=auto") == 0
     report = json.loads((project / "out" / "report.json").read_text())
@@ -262,6 +263,7 @@ def test_a_run_by_flops_with_alpha_chosen(project: Path) -> None:
     assert 0.86 < budget["measured"] <= 0.9
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Tiny models take their time elsewhere; a table as it might be timed stands in the cache's place.
     points = [{"kept": k, "ratio": r, "control_low": 1.0, "control_high": 1.0} for k, r in ((0.5, 0.8), (1 / 6, 0.7))]
@@ -277,6 +279,7 @@ def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: p
     assert not (project / "other").exists()
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}) == 0
     report = json.loads((project / "out" / "report.json").read_text())

@@ -6,6 +6,7 @@ A step takes a `Subject` and returns nothing; it raises `Broken`, or an error of
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import check_reload, save_slim
-from hies_export.errors import ReloadMismatchError
+from hies_export.errors import ReloadMismatchError, UnsupportedModelError
 from hies_export.onnx.export import export_onnx
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import check_cut, first_output, max_abs
@@ -61,6 +62,14 @@ class Subject:
     def slim(self) -> dict[bool, PreTrainedModel]:
         """The uneven (False) and the uniform (True) cut."""
         return {u: prune_heads(self.model, self.plan(u), self.sites) for u in (False, True)}
+
+    def refusal(self) -> str | None:
+        """Return the reason for which the package refuses the model, or None where it does not."""
+        try:
+            self.sites  # noqa: B018
+        except UnsupportedModelError as error:
+            return short_reason(error)
+        return None
 
     def config_alone(self) -> bool:
         """Whether the config can say a uniform cut, so that it needs no code of ours."""
@@ -197,6 +206,22 @@ def _loss(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     except NotApplicable:
         loss = model(**batch)[0].square().mean()
     return loss
+
+
+def short_reason(error: BaseException) -> str:
+    """Return an error's message in one line, as the table of model types has it.
+
+    Left out are what every message ends in, paths of this machine, and what is beyond 300 characters.
+    """
+    text = " ".join(str(error).split())
+    for boilerplate in (
+        r"; supported are models whose.*",
+        r"; nothing was (saved|kept).*",
+        r"StrictDataclassClassValidationError: Class validation error for validator '\w+': ",
+        r"; this model cannot be scored yet",
+    ):
+        text = re.sub(boilerplate, "", text)
+    return re.sub(r"(/[\w.-]+){3,}", "...", text)[:300]
 
 
 def parameters(model: PreTrainedModel) -> int:
