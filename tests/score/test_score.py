@@ -76,8 +76,8 @@ def test_alpha_is_known_to_be_used() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    with pytest.raises(RecipeError) as error:
-        score_units(STATISTICS, criterion="hise", alpha=1.0, normalize="both")
+    with pytest.raises(RecipeError, match="3 problems") as error:
+        score_heads(STATISTICS, criterion="hise", alpha=1.0, normalize="both")
     assert len(error.value.problems) == 3
     assert "criterion must be one of hies, his, ad, l2, random, " in str(error.value)
     assert ", got 'hise'" in str(error.value)
