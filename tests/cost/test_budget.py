@@ -24,11 +24,12 @@ from hies_export.legacy import AttentionSite
 from hies_export.measure.counts import count_flops
 from hies_export.measure.ratios import is_noisy
 from hies_export.measure.timing import Timing
-from hies_export.pipeline.search import metric_drop, most_within
+from hies_export.pipeline.search import most_within, quality_loss
 from hies_export.recipe import BudgetSection, PruningRecipe
 from hies_export.select.budget import CostTable, check_reachable, counts_within
 from hies_export.select.bundles import bundle_count
-from hies_export.select.knapsack import least_loss, uniform_shares
+from hies_export.select.constraints import Constraints
+from hies_export.select.knapsack import least_loss
 from hies_export.values import Scores
 
 
@@ -74,7 +75,7 @@ def test_the_knapsack_finds_what_brute_force_finds(seed: int, constraints: dict[
             (lost(c) for c in every if table.ratio(dict(zip(table.saved, c, strict=True))) <= limit), default=9e9
         )
 
-    found = tuple(counts_within(scores_of(scores), sites, table, ratio=ratio, **constraints))
+    found = tuple(counts_within(scores_of(scores), sites, table, ratio=ratio, constraints=Constraints(**constraints)))
     assert allowed(found)
     assert table.ratio(dict(zip(table.saved, found, strict=True))) <= ratio
     # Exact but for the rounding of three costs to 1e-5.
@@ -134,17 +135,17 @@ def test_a_cut_by_counts_has_the_shapes_of_a_chosen_one(unit: str) -> None:
 
 def test_uniform_budgets_take_the_same_from_every_layer() -> None:
     table = CostTable("FLOPs", {f"l{i}": tuple(0.05 * k for k in range(4)) for i in range(3)})
-    scores = scores_of(torch.rand(3, 4))
-    assert counts_within(scores, sites_of(4, 4, 4), table, ratio=0.75, allocation="uniform") == [2, 2, 2]
+    scores, uniform = scores_of(torch.rand(3, 4)), Constraints(allocation="uniform")
+    assert counts_within(scores, sites_of(4, 4, 4), table, ratio=0.75, constraints=uniform) == [2, 2, 2]
     with pytest.raises(PlanError, match=r"FLOPs at most 0.5 of dense, but .* gives 0.550, the best there is"):
-        counts_within(scores, sites_of(4, 4, 4), table, ratio=0.5, allocation="uniform")
+        counts_within(scores, sites_of(4, 4, 4), table, ratio=0.5, constraints=uniform)
 
 
 def test_an_unreachable_target_says_the_best_there_is() -> None:
     table = CostTable("latency on torch", {f"l{i}": tuple(0.05 * k for k in range(4)) for i in range(3)})
     check_reachable(sites_of(4, 4, 4), table, ratio=0.551)
     with pytest.raises(PlanError, match=r"at most 0.6 of dense, but .* \(min_heads 2\) gives 0.700, the best there is"):
-        check_reachable(sites_of(4, 4, 4), table, ratio=0.6, min_heads=2)
+        check_reachable(sites_of(4, 4, 4), table, ratio=0.6, constraints=Constraints(min_heads=2))
 
 
 def test_groups_are_whole_in_a_budget_of_cost() -> None:
@@ -187,13 +188,13 @@ def test_bisection_finds_the_last_that_passes(right: int, known: int) -> None:
 
 
 def test_a_drop_is_what_got_worse() -> None:
-    assert metric_drop("accuracy", 0.88, 0.87) == 0.01
-    assert metric_drop("accuracy", 0.88, 0.89) == -0.01
-    assert metric_drop("perplexity", 6.5, 7.0) == 0.5
+    assert quality_loss("accuracy", 0.88, 0.87) == 0.01
+    assert quality_loss("accuracy", 0.88, 0.89) == -0.01
+    assert quality_loss("perplexity", 6.5, 7.0) == 0.5
 
 
 def test_shares_step_through_every_number_of_heads() -> None:
-    shares = uniform_shares(sites_of(4, 4))
+    shares = shares_to_try(sites_of(4, 4), Constraints())
     scores = scores_of(torch.rand(2, 4))
     assert [select_heads(scores, sites_of(4, 4), heads=s).removed for s in shares[:6]] == [1, 2, 3, 4, 5, 6]
 
@@ -320,8 +321,9 @@ def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypa
     assert budget["dense"] - budget["slim"] <= 0.05 + 1e-9
     assert budget["slim"] == pytest.approx(budget["masked"])
     # Where heads are compensated, that is what was judged: the cut model keeps to it again, by the same moments.
-    passes, collect = [], moments._collect
-    monkeypatch.setattr(moments, "_collect", lambda *args: passes.append(args) or collect(*args))
+    passes, collect = [], moments.collect_moments
+    for user in ("pipeline.choose", "slim.refit"):
+        monkeypatch.setattr(f"hies_export.{user}.collect_moments", lambda *a, **k: passes.append(a) or collect(*a, **k))
     compensated = ("prune.compensation={samples: 60}", f"output={project / 'compensated'}")
     assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}, *compensated) == 0
     assert len(passes) == 1

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hies_export.calibrate.signals import collect_signals
 from support.models import bert, causal_lm, llama, save_project, text_batch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from hies_export.baselines.channels import masked_channels, select_channels
 from hies_export.baselines.names import JUDGED_ONLY
 from hies_export.baselines.slicing import collect_bases, fine_tuned, sliced
+from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.moments import collect_moments
 from hies_export.cli.main import main
 from hies_export.data.lengths import by_length
@@ -30,8 +30,9 @@ from hies_export.pipeline.run import evaluate_run
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
+from hies_export.select.constraints import Constraints
 from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import refit
+from hies_export.slim.refit import Compensation, refit
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.journal import Journal
 from hies_export.sweep.sweep import sweep, weighted_area
@@ -117,12 +118,12 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
     prepared = prepare(PruningRecipe(**fields))
     model, sites = prepared.model, prepared.sites
     dense = predict(model, prepared.evaluation)
-    signals = collect_signals(model, prepared.calibration, sites)
-    plan = select_channels(Scores("", {}, signals["channel_taylor"]), sites, heads=0.5)
+    taylor = collect_statistics(model, prepared.calibration, sites, needs=["channel_taylor"])["channel_taylor"]
+    stay = select_channels(taylor, sites, heads=0.5, constraints=Constraints())
     unlabelled = by_length(prepared.compensation, config=model.config)
     bases, targets = collect_bases(model, unlabelled, sites), predict(model, unlabelled)
     found = {}
-    with masked_channels(model, sites, plan):
+    with masked_channels(model, sites, stay):
         found["llm-pruner-channel"] = predict(model, prepared.evaluation)
     with sliced(model, sites, bases, share=0.5):
         found["slicegpt"] = predict(model, prepared.evaluation)
@@ -249,7 +250,7 @@ def test_refitting_from_moments_of_all_inputs_equals_a_pass_of_its_own(make: Any
         plan = select_heads(scores, sites, heads=share)
         one, other = (prune_units(model, plan, sites) for _ in range(2))
         expected = compensate_heads(model, one, plan, sites, batches, method=method)
-        found = refit(other, plan, sites, moments, method=method)
+        found = refit(other, plan, sites, moments, Compensation(method=method))
         assert [f.ridge for f in found] == [f.ridge for f in expected]
         for name, parameter in other.named_parameters():
             torch.testing.assert_close(parameter, one.get_parameter(name), rtol=1e-5, atol=1e-6)
