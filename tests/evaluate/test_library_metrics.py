@@ -132,6 +132,7 @@ def test_a_metric_that_fails_on_the_predictions_says_so(tmp_path: Path) -> None:
 def test_a_script_is_relative_to_the_recipe(tmp_path: Path) -> None:
     save_project(tmp_path, train=4, validation=4, prune={"budget": {"heads": 0.5}})
     path = script(tmp_path, "own", '{"own": 1.0}')
+    (tmp_path / "accuracy").mkdir()  # no path, so still the name of a metric
     fields = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
     fields["evaluation"] = {"metrics": ["./own", "accuracy", "owner/name"]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
