@@ -139,6 +139,7 @@ def test_a_script_is_relative_to_the_recipe(tmp_path: Path) -> None:
     assert PruningRecipe.from_yaml(tmp_path / "recipe.yaml").evaluation.metrics == (path, "accuracy", "owner/name")
 
 
+@pytest.mark.slow
 def test_alpha_is_chosen_by_an_error_rate_as_by_the_accuracy(tmp_path: Path) -> None:
     save_project(tmp_path, train=100, validation=8, calibration={"samples": 8}, prune={"budget": {"heads": 0.5}})
     errors = script(
