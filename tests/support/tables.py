@@ -10,7 +10,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
@@ -45,18 +45,19 @@ def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type
     yield path, model
     for name, field in model.model_fields.items():
         for kind in _alternatives(field.annotation):
-            if inspect.isclass(kind) and issubclass(kind, BaseModel):
+            if _is_section(kind):
                 yield from sections(kind, f"{path}.{name}".strip("."))
 
 
 def meaning(model: type[BaseModel], name: str) -> str:
-    """Return what a field means: its description, its line under `Attributes:`, or what its section is for."""
+    """Return what a field means: its description or its line under `Attributes:`, and of a section what it is for."""
     field = model.model_fields[name]
     described = field.description or _attributes(inspect.getdoc(model) or "").get(name, "")
-    if described and not re.fullmatch(r"See `\w+`\.", described):
-        return described
-    inner = [kind for kind in _alternatives(field.annotation) if inspect.isclass(kind) and issubclass(kind, BaseModel)]
-    return (inspect.getdoc(inner[0]) or "").partition("\n")[0] if inner else ""
+    inner = [kind for kind in _alternatives(field.annotation) if _is_section(kind)]
+    purpose = (inspect.getdoc(inner[0]) or "").partition("\n")[0] if inner else ""
+    if reference := re.match(r"See `\w+`[.;] ?", described):
+        return f"{purpose} {described[reference.end() :]}".strip()
+    return described or purpose
 
 
 def criteria_table() -> str:
@@ -92,10 +93,17 @@ def _attributes(docstring: str) -> dict[str, str]:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """The members of a union without None."""
+    """Return the members of a union without None and without what only validates them."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return [member for member in get_args(annotation) if member is not type(None)]
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        return [kind for member in members for kind in _alternatives(member)]
     return [annotation]
+
+
+def _is_section(kind: Any) -> bool:
+    return inspect.isclass(kind) and issubclass(kind, BaseModel)
 
 
 def _type(field: FieldInfo, path: str) -> str:
@@ -112,14 +120,10 @@ def _words(kind: Any, path: str) -> str:
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is tuple:
-        return (
-            f"list of ({_words(arguments[0], path)})"
-            if get_origin(arguments[0])
-            else f"list of {SCALARS[arguments[0]]}"
-        )
+        return f"list of {SCALARS.get(arguments[0]) or f'({_words(arguments[0], path)})'}"
     if origin is dict:
         return f"mapping of {SCALARS[arguments[0]]} to {SCALARS[arguments[1]]}"
-    return SCALARS[kind] if kind in SCALARS else f"[section](#{path.replace('.', '')})"
+    return f"[section](#{path.replace('.', '')})" if _is_section(kind) else SCALARS[kind]
 
 
 def _default(field: FieldInfo) -> str:
