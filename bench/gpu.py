@@ -2,9 +2,9 @@
 
 bench/gpu.sh [--out FILE] [--minutes 8] [--dry]
 
-Random weights; 0, 30 and 50 % of the heads of every layer removed (0 % is the dense model against itself). The file also
-names what was not measured: not installed, too large for the memory, or out of time. `hies-export report FILE` shows
-the file again.
+Random weights; 0, 30 and 50 % of the heads of every layer removed (0 % is the dense model against itself). The file
+also names what was not measured: not installed, too large for the memory, or out of time. `hies-export report FILE`
+shows the file again.
 """
 
 from __future__ import annotations
