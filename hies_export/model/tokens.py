@@ -15,7 +15,7 @@ from .copies import share_weights
 
 # These models number positions from pad_token_id + 1: that many of their position embeddings go unused.
 _POSITIONS_START_AFTER_PAD = {
-    *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet"),
+    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet"),
     *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 
