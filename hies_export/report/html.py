@@ -27,7 +27,7 @@ from .text import agreement, budget_text, criterion_text, latency_text, method_t
 
 # Numbers of a head that have a map: title, and how to read it.
 MAPS = {
-    "score": ("Score", "the heads with the smallest scores were cut"),
+    "score": ("Score", "the lowest are cut first"),
     "his": ("Importance (HIS)", "how strongly the loss changes with the head"),
     "entropy": ("Attention entropy", "0: attends to one token, 1: to all alike"),
 }
