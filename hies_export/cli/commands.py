@@ -272,16 +272,15 @@ def generate_command(options: argparse.Namespace, out: Console, progress: Progre
 
 def push_command(options: argparse.Namespace, out: Console, progress: Progress) -> None:
     """Push a run to the Hub."""
-    from ..hub.push import push_to_hub
+    from ..hub.push import Commit, push_to_hub
 
     pushed = push_to_hub(
         options.folder,
         options.repository,
         private=options.private,
-        revision=options.revision,
-        message=options.message,
         license=options.license,
         base_model=options.base_model,
+        commit=Commit(options.revision, options.message),
         overwrite=options.overwrite,
         progress=progress,
     )
