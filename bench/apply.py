@@ -41,7 +41,7 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
 
     from hies_export import find_attention, score_heads, select_heads
     from hies_export.model.tokens import synthetic_batch
-    from hies_export.values import HeadStatistics
+    from hies_export.legacy import HeadStatistics
 
     layer_bytes, embedding_bytes = 2 * (3072 * (2 * 3072 + 2 * 1024) + 3 * 3072 * 8192), 2 * 2 * 64000 * 3072
     config = LlamaConfig(

@@ -26,7 +26,7 @@ from hies_export import AttentionSite, find_attention, prune_heads, score_heads,
 from hies_export.model.copies import share_weights
 from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import tower_of
-from hies_export.values import HeadStatistics
+from hies_export.legacy import HeadStatistics
 
 BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}

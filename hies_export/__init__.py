@@ -39,6 +39,18 @@ if TYPE_CHECKING:
     )
     from .generate.text import generate_text
     from .hub.push import push_to_hub
+    from .legacy import (
+        AttentionSite,
+        HeadScores,
+        HeadStatistics,
+        KeptHeads,
+        check_cut,
+        compensate_heads,
+        masked_heads,
+        prune_heads,
+        score_heads,
+        select_heads,
+    )
     from .measure.counts import count_flops, count_parameters
     from .measure.latency import compare_latency
     from .onnx.export import export_onnx
@@ -50,36 +62,42 @@ if TYPE_CHECKING:
     from .report.report import Report
     from .runtimes.registry import load_runtime
     from .score.compensated import score_compensated
-    from .score.criteria import CRITERIA, criterion, score_heads
-    from .select.select import select_heads
-    from .slim.check import check_cut
-    from .slim.cut import prune_heads
-    from .slim.mask import masked_heads
-    from .slim.refit import compensate_heads
+    from .score.criteria import CRITERIA, criterion, score_units
+    from .select.constraints import Constraints
+    from .select.select import select_units
+    from .slim.check import compare_cut
+    from .slim.cut import prune_units
+    from .slim.mask import masked_units
+    from .slim.refit import Compensation, compensate
     from .stream.apply import apply_plan
-    from .values import AttentionSite, HeadScores, HeadStatistics, KeptHeads, PruningPlan
+    from .values import Kept, Provenance, PrunableModule, PruningPlan, Scores, Selection, Statistics
 
 __version__ = "0.1.0"
 
 # Where each public name lives. Names are resolved on first use: importing this package imports no torch.
 _HOMES = {
-    "AttentionSite": "values",
+    "AttentionSite": "legacy",
     "CRITERIA": "score.criteria",
+    "Compensation": "slim.refit",
+    "Constraints": "select.constraints",
     "CutMismatchError": "errors",
     "DataError": "errors",
     "DropError": "errors",
     "ExportError": "errors",
     "HIESModel": "checkpoint.loading",
-    "HeadScores": "values",
-    "HeadStatistics": "values",
+    "HeadScores": "legacy",
+    "HeadStatistics": "legacy",
     "HiesError": "errors",
-    "KeptHeads": "values",
+    "Kept": "values",
+    "KeptHeads": "legacy",
     "MissingRuntimeError": "errors",
     "NonFiniteError": "errors",
     "OnnxGenerator": "onnx.generator",
     "OutputExistsError": "errors",
     "ParityError": "errors",
     "PlanError": "errors",
+    "Provenance": "values",
+    "PrunableModule": "values",
     "PruningPlan": "values",
     "PruningRecipe": "recipe",
     "PushError": "errors",
@@ -87,15 +105,20 @@ _HOMES = {
     "ReloadMismatchError": "errors",
     "Report": "report.report",
     "RequestError": "errors",
+    "Scores": "values",
+    "Selection": "values",
+    "Statistics": "values",
     "StepError": "errors",
     "UnsupportedModelError": "errors",
     "apply_plan": "stream.apply",
     "bench": "pipeline.bench",
-    "check_cut": "slim.check",
+    "check_cut": "legacy",
     "collect_effects": "calibrate.effects",
     "collect_statistics": "calibrate.collect",
+    "compare_cut": "slim.check",
     "compare_latency": "measure.latency",
-    "compensate_heads": "slim.refit",
+    "compensate": "slim.refit",
+    "compensate_heads": "legacy",
     "count_flops": "measure.counts",
     "count_parameters": "measure.counts",
     "criterion": "score.criteria",
@@ -104,14 +127,18 @@ _HOMES = {
     "generate_text": "generate.text",
     "load": "checkpoint.loading",
     "load_runtime": "runtimes.registry",
-    "masked_heads": "slim.mask",
-    "prune_heads": "slim.cut",
+    "masked_heads": "legacy",
+    "masked_units": "slim.mask",
+    "prune_heads": "legacy",
+    "prune_units": "slim.cut",
     "push_to_hub": "hub.push",
     "run": "pipeline.run",
     "save_slim": "checkpoint.save",
     "score_compensated": "score.compensated",
-    "score_heads": "score.criteria",
-    "select_heads": "select.select",
+    "score_heads": "legacy",
+    "score_units": "score.criteria",
+    "select_heads": "legacy",
+    "select_units": "select.select",
 }
 
 __all__ = sorted(_HOMES)

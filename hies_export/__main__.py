@@ -1,4 +1,4 @@
-"""`python -m hies_export` is the command line."""
+"""`python -m hies_export` is `hies-export`."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""Every error this package raises on purpose, and whose fault each one is.
+"""Every error this package raises on purpose, and whose fault it is.
 
     HiesError
-    ├── RequestError                the request was wrong (exit code 2); nothing was started
-    │   ├── RecipeError             a recipe has unknown, missing or impossible fields
-    │   ├── DataError               a file, split, column or label is not what the recipe says
-    │   ├── UnsupportedModelError   the attention of this model cannot be cut
-    │   ├── PlanError               a pruning plan does not fit the model, or the budget cannot be met
-    │   ├── OutputExistsError       the output folder, or something else in its place, is already there
-    │   └── MissingRuntimeError     a runtime was asked for that is not installed
-    └── StepError                   a step failed (exit code 1); nothing half-written is left behind
-        ├── NonFiniteError          NaN or infinity in a loss, a gradient or a score
-        ├── CutMismatchError        the cut model differs from the masked model
-        ├── ReloadMismatchError     the saved checkpoint does not come back as it was saved
-        ├── ExportError             the exporter failed
-        ├── ParityError             the exported graph differs from torch
-        ├── PushError               the upload to the Hub did not finish
-        └── DropError               the refitted model lost more quality than its budget allows
+    ├── RequestError                exit code 2: the request is wrong, and nothing was done
+    │   ├── RecipeError             the recipe has unknown, missing or impossible fields
+    │   ├── DataError               the data has no such file, split, column or label
+    │   ├── UnsupportedModelError   the model computes its attention in a way that cannot be cut
+    │   ├── PlanError               the plan does not fit the model, or no plan meets the budget
+    │   ├── OutputExistsError       the output's place is taken
+    │   └── MissingRuntimeError     the installation lacks a package
+    └── StepError                   exit code 1: a step failed, and nothing half-written was left behind
+        ├── NonFiniteError          the model's numbers: NaN or infinity in a loss, a gradient or a score
+        ├── CutMismatchError        our cut: the slim model differs from the dense one with the same heads masked
+        ├── ReloadMismatchError     our files, or the disk: the saved checkpoint comes back different
+        ├── ExportError             the ONNX exporter
+        ├── ParityError             the exported graph: it differs from torch
+        ├── PushError               the Hub, or the network: the upload did not finish
+        └── DropError               the refit: it lost more quality than the recipe allows
 
 A message says what must hold, what was given, and what to do.
 """
@@ -29,22 +29,26 @@ from typing import Any
 
 
 class HiesError(Exception):
-    """Base class of every error raised on purpose by hies_export."""
+    """Base class of every error raised on purpose by hies_export.
+
+    Attributes:
+        exit_code: What the command line exits with.
+    """
 
     exit_code = 1
 
 
 class RequestError(HiesError):
-    """The request was wrong; nothing was started."""
+    """The caller asked for something impossible; nothing was done."""
 
     exit_code = 2
 
 
 class RecipeError(RequestError):
-    """A recipe has unknown, missing or impossible fields.
+    """The recipe has unknown, missing or impossible fields.
 
     Args:
-        problems: One sentence per problem; all of them are shown at once.
+        problems: One sentence per problem; the message has all of them.
     """
 
     def __init__(self, problems: Sequence[str]):
@@ -57,47 +61,47 @@ class RecipeError(RequestError):
 
 
 class DataError(RequestError):
-    """A file, split, column or label is not what the recipe says."""
+    """The data has no such file, split, column or label."""
 
 
 class UnsupportedModelError(RequestError):
-    """The attention of this model cannot be cut; the message says why."""
+    """The model computes its attention in a way that cannot be cut; the message says in which."""
 
 
 class PlanError(RequestError):
-    """A pruning plan does not fit the model, or the budget cannot be met."""
+    """The plan does not fit the model, or no plan meets the budget."""
 
 
 class OutputExistsError(RequestError):
-    """The output folder is already there, or the repository holds something else."""
+    """The output folder exists already, or the repository holds something else."""
 
 
 class MissingRuntimeError(RequestError):
-    """A runtime was asked for that is not installed; the message names the extra to install."""
+    """The installation lacks a package that was asked for; the message names the extra to install."""
 
 
 class StepError(HiesError):
-    """A step failed; nothing half-written is left behind."""
+    """A step failed; nothing half-written was left behind."""
 
 
 class NonFiniteError(StepError):
-    """NaN or infinity in a loss, a gradient or a score; the message names the batch, or the head."""
+    """The model gave NaN or infinity in a loss, a gradient or a score; the message names the batch or the head."""
 
 
 class CutMismatchError(StepError):
-    """The cut model's output differs from the dense model's with the same heads masked."""
+    """Our cut is wrong: the slim model's output differs from the dense model's with the same heads masked."""
 
 
 class ReloadMismatchError(StepError):
-    """The saved checkpoint does not come back as it was saved."""
+    """Our files or the disk are wrong: the saved checkpoint comes back different."""
 
 
 class ExportError(StepError):
-    """The exporter failed; the message carries its reason."""
+    """The ONNX exporter failed; the message carries its reason."""
 
 
 class DropError(StepError):
-    """The compensated model loses more on the held-out rows than `max_drop` allows, though the masked one did not."""
+    """The refitted model loses more quality on held-out rows than `max_drop` allows; the masked model did not."""
 
 
 class ParityError(StepError):
@@ -105,21 +109,21 @@ class ParityError(StepError):
 
 
 class PushError(StepError):
-    """The upload to the Hub did not finish; nothing of it is visible there."""
+    """The Hub or the network failed before the upload was complete; nothing of it is visible on the Hub."""
 
 
 def require_package(module: str, *, who: str, package: str, extra: str, otherwise: str = "") -> None:
-    """Check that a package of an optional extra is there, without importing it.
+    """Refuse to go on without a package of an optional extra; it is not imported.
 
     Args:
-        module: What would be imported.
-        who: What needs it, with the verb: "figures need".
-        package: The package, as people call it.
-        extra: The extra it comes with.
-        otherwise: What else can be done than installing it.
+        module: Name it is imported by.
+        who: Subject and verb of the message: "figures need".
+        package: Name in the message.
+        extra: Extra of hies-export that installs it.
+        otherwise: End of the message: what to do instead of installing it.
 
     Raises:
-        MissingRuntimeError: It is not installed.
+        MissingRuntimeError: The package is not installed.
     """
     if find_spec(module) is None:
         raise MissingRuntimeError(
@@ -128,18 +132,25 @@ def require_package(module: str, *, who: str, package: str, extra: str, otherwis
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """The end of a sentence that names the known word nearest to `word`; empty where none is near.
+    """Return the end of a message, "; did you mean 'known'?", or "" where no known word is close.
 
     Args:
         word: What was given.
-        known: What there is.
-        cutoff: How alike the two must be, in [0, 1], as in `difflib.get_close_matches`.
+        known: What could have been meant.
+        cutoff: Least similarity in [0, 1], as in `difflib.get_close_matches`.
     """
     nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def listed(names: Iterable[Any]) -> str:
-    """Name at most twenty, for an error message."""
+    """Return the names separated by commas; from the twenty-first on, only how many more there are."""
     shown = [str(name) for name in names]
     return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
+
+
+def root_cause(error: BaseException) -> str:
+    """Quote on one line the error of another library that all the others were raised from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return ": ".join([type(error).__name__, *filter(None, [" ".join(str(error).split())])])

@@ -11,39 +11,45 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
-# Wraps the items of a loop, e.g. in a progress bar.
+# What wraps one loop: `tqdm.tqdm`, or `partial(progress.track, name="score")`.
 Track = Callable[[Sequence[Any]], Iterable[Any]]
 
 
 class Progress(Protocol):
-    """Told about stages and loops."""
+    """What a long function reports to: the stages it comes to, and its loops.
+
+    A function takes `progress: Progress = SILENT` and writes `for batch in progress.track(batches, "score")`.
+    """
 
     def stage(self, name: str) -> None:
-        """A stage begins."""
+        """Report that a stage begins."""
 
     def track(self, items: Sequence[T], name: str) -> Iterable[T]:
-        """Wrap a loop, e.g. in a progress bar."""
+        """Return the items of a loop in order, and report each, e.g. on a bar."""
 
 
 class Silent:
-    """Progress that says nothing."""
+    """Progress that shows nothing."""
 
     def stage(self, name: str) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def track(self, items: Sequence[T], name: str) -> Iterable[T]:
-        """Iterate, and say nothing."""
+        """Return the items as they are."""
         return items
+
+
+SILENT: Progress = Silent()
 
 
 @contextlib.contextmanager
 def quiet(*, verbose: bool = False) -> Iterator[None]:
-    """Swallow warnings, log records and prints inside the block, and put every channel back afterwards.
+    """Discard warnings, log records and prints while the block runs.
 
-    Process-wide while it lasts: what other threads print or log in the meantime is swallowed too.
+    This holds for the whole process: what other threads print or log in the meantime is discarded too.
 
     Args:
-        verbose: Let everything through; the block then changes nothing.
+        verbose: Discard nothing.
     """
     if verbose:
         yield

@@ -81,7 +81,8 @@ class EvaluationSection(_Section):
     """Which rows quality is judged on: the first `samples` of `split`; all of them by default.
 
     Attributes:
-        metrics: Names in `hies_export.metrics`; the first one is the report's. By default those usual for the task.
+        metrics: Names in `hies_export.evaluate.metrics`, or what `evaluate.load` finds: its own, `owner/name` on the
+            Hub, or a local script. The first one is the report's. By default those usual for the task.
         stability_tolerance: How far a regression output may move and still count as the same prediction.
         lm_eval: Benchmarks of the extra lm-eval that language models are judged on besides, names of its tasks or YAML
             files; `samples` documents of each.
@@ -234,7 +235,8 @@ class PruneSection(_Section):
     @field_validator("criterion")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        from .score.criteria import JUDGED_ONLY, criterion_names
+        from .baselines.names import JUDGED_ONLY
+        from .score.criteria import criterion_names
 
         if value in JUDGED_ONLY:
             raise ValueError(
@@ -434,6 +436,11 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
     if isinstance(fields.get("output"), str):
         fields["output"] = folder / fields["output"]
     evaluation = fields.get("evaluation")
+    if isinstance(evaluation, dict) and isinstance(evaluation.get("metrics"), list):
+        evaluation["metrics"] = [
+            str(folder / name) if "/" in str(name) and (folder / str(name)).exists() else name
+            for name in evaluation["metrics"]
+        ]
     if isinstance(evaluation, dict) and isinstance(evaluation.get("lm_eval"), list):
         files = [folder / str(task) for task in evaluation["lm_eval"]]
         named = zip(evaluation["lm_eval"], files, strict=True)

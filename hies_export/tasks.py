@@ -1,14 +1,103 @@
-"""The tasks a recipe may name."""
+"""The tasks a recipe may name, and everything that is decided by a task's name."""
 
 from __future__ import annotations
 
-TASKS = ("text-classification", "image-classification", "text-generation", "image-text-to-text")
-# The tasks whose output is text, token by token.
-GENERATIVE = TASKS[2:]
+from dataclasses import dataclass
+from typing import Literal
 
-AUTO_CLASSES = {
-    "text-classification": "AutoModelForSequenceClassification",
-    "image-classification": "AutoModelForImageClassification",
-    "text-generation": "AutoModelForCausalLM",
-    "image-text-to-text": "AutoModelForImageTextToText",
+from .errors import RequestError
+
+TaskName = Literal["text-classification", "image-classification", "text-generation", "image-text-to-text"]
+Prediction = Literal["classes", "numbers", "tokens"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the models of a task read and predict, and which columns of the data that takes.
+
+    Attributes:
+        name: As recipes write it.
+        auto_class: Name of the Auto class of transformers that loads its models.
+        text: Whether its models read text.
+        images: Whether its models read images.
+        generative: Whether they predict text, token by token, rather than a class.
+        columns: The sets of fields of a recipe's `data` (among text, image, prompt and label) that may be given
+            together; `answer` always comes with `prompt`.
+        needs: These columns, in words.
+        text_columns: How many columns `text` may name.
+        may_regress: Whether a model with one label predicts a number rather than a class.
+    """
+
+    name: TaskName
+    auto_class: str
+    columns: tuple[frozenset[str], ...]
+    needs: str
+    text: bool = True
+    images: bool = False
+    generative: bool = False
+    text_columns: int = 1
+    may_regress: bool = False
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether its models are exported in parts, which no single graph can be timed for."""
+        return self.text and self.images
+
+    def prediction(self, *, regression: bool = False) -> Prediction:
+        """Return what a model predicts: "classes", "numbers" where it is a regression, or "tokens"."""
+        if self.generative:
+            return "tokens"
+        return "numbers" if regression else "classes"
+
+
+def _sets(*columns: str) -> tuple[frozenset[str], ...]:
+    return tuple(frozenset(names.split()) for names in columns)
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task(
+            name="text-classification",
+            auto_class="AutoModelForSequenceClassification",
+            columns=_sets("text", "text label"),
+            needs="data.text (one or two columns)",
+            text_columns=2,
+            may_regress=True,
+        ),
+        Task(
+            name="image-classification",
+            auto_class="AutoModelForImageClassification",
+            columns=_sets("image", "image label"),
+            needs="data.image (a column of images)",
+            text=False,
+            images=True,
+        ),
+        Task(
+            name="text-generation",
+            auto_class="AutoModelForCausalLM",
+            columns=_sets("text", "prompt", "prompt label"),
+            needs="data.text (one column), or data.prompt and data.answer",
+            generative=True,
+        ),
+        Task(
+            name="image-text-to-text",
+            auto_class="AutoModelForImageTextToText",
+            columns=_sets("image prompt", "image prompt label"),
+            needs="data.image, data.prompt and data.answer",
+            images=True,
+            generative=True,
+        ),
+    )
 }
+
+
+def find_task(name: str) -> Task:
+    """Return the task of a name.
+
+    Raises:
+        RequestError: There is no such task.
+    """
+    if name not in TASKS:
+        raise RequestError(f"the task must be one of {', '.join(TASKS)}, got {name!r}")
+    return TASKS[name]

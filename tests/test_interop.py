@@ -30,7 +30,7 @@ from hies_export.hub.push import push_to_hub
 from hies_export.onnx import export
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output
-from hies_export.slim.cut import prune_heads
+from hies_export.slim.cut import prune_units
 
 ROOT = Path(__file__).parents[1]
 PYTHON = Path(os.environ.get("HIES_INTEROP_PYTHON", ROOT / ".interop" / "bin" / "python"))
@@ -109,7 +109,7 @@ def test_exports_of_uneven_heads_are_served(
     dense, processor, batch, asked = make(tmp_path)
     sites = find_attention(dense, batch)
     plan = random_plan(sites, uniform=False)
-    slim = prune_heads(dense, plan, sites)
+    slim = prune_units(dense, plan, sites)
     heads = [len(kept.key_value) for kept in plan.kept.values()]
     assert len(set(heads)) > 1
     if place == "Hub":

@@ -1,4 +1,4 @@
-"""LLM-Pruner's channel-wise mode, for attention alone: single channels of heads go, wherever they matter least.
+"""Remove single channels of heads, wherever they matter least: LLM-Pruner's channel-wise mode, for attention alone.
 
 A channel of a key/value head is one of its features: that row of k and v, and for each of its query heads that row of q
 and that column of o. So as many channels as a budget of heads has features take as many weights as those heads.
@@ -6,31 +6,29 @@ and that column of o. So as many channels as a budget of heads has features take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibrate.weights import _features, has_channels
+from ..calibrate.weights import channel_rows, has_channels
 from ..errors import UnsupportedModelError
 from ..model.linear import features_of, weight_of
-from ..select.constraints import bundle_count, check_budget
-from ..select.select import select_heads
-from ..values import AttentionSite, HeadScores, PruningPlan
+from ..select.constraints import Constraints, check_budget
+from ..values import PrunableModule
 
 
-def check_channels(sites: Sequence[AttentionSite]) -> None:
+def check_channels(modules: Sequence[PrunableModule]) -> None:
     """Refuse attention whose heads have no channels that q, k, v and o share.
 
     Raises:
         UnsupportedModelError: Heads are not equally wide.
     """
-    if not has_channels(sites):
-        widths = sorted({(site.query_dim, site.value_dim) for site in sites})
+    if not has_channels(modules):
+        widths = sorted({(module.key_width, module.unit_width) for module in modules})
         raise UnsupportedModelError(
             f"llm-pruner-channel needs heads that are equally wide in q, k, v and o of all layers, but their widths in "
             f"q and v are {', '.join(f'{q} and {v}' for q, v in widths)}, or their features are shared; compare with "
@@ -39,59 +37,72 @@ def check_channels(sites: Sequence[AttentionSite]) -> None:
 
 
 def select_channels(
-    scores: HeadScores,
-    sites: Sequence[AttentionSite],
-    *,
-    heads: float,
-    allocation: str = "global",
-    min_heads: int = 1,
-    keep_layers: Sequence[int] = (),
-    seed: int = 0,
-) -> PruningPlan:
-    """Plan the removal of as many weights as a budget of whole key/value heads removes, channel by channel.
+    scores: Mapping[str, Tensor], modules: Sequence[PrunableModule], *, heads: float, constraints: Constraints
+) -> dict[str, Tensor]:
+    """Select the channels that stay when as many weights go as a budget of whole key/value heads removes.
 
     Args:
-        scores: Of every channel, (key/value heads * width,) per module.
-        sites: The modules that may lose channels.
+        scores: Of every channel, (groups * unit_width,) per module; the smallest go first.
+        modules: The modules that may lose channels.
         heads: Share of heads whose number of weights goes, in (0, 1).
-        allocation, min_heads, keep_layers, seed: As in `select_heads`.
+        constraints: What a budget of heads is subject to; `unit` and `multiple_of` are not looked at.
 
     Returns:
-        A plan whose heads are channels; for `masked_channels` only.
+        Per module which channels stay, (groups * unit_width,) bool.
+
+    Raises:
+        UnsupportedModelError: Heads have no channels that q, k, v and o share.
+        PlanError: The constraints leave less to remove than the budget asks for.
     """
-    check_channels(sites)
-    size = check_budget(sites, heads=heads, allocation=allocation, min_heads=min_heads, keep_layers=keep_layers)
-    width = sites[0].value_dim
-    channels = [
-        replace(site, heads=site.key_value_heads * width, key_value_heads=site.key_value_heads * width)
-        for site in sites
-    ]
+    check_channels(modules)
+    constraints = replace(constraints, unit="group", multiple_of=1)
+    size = check_budget(modules, heads=heads, constraints=constraints)
+    width = modules[0].unit_width
+    ranked = []  # per module its channels, worst first; ties go to the later one
+    for module in modules:
+        values = scores[module.name].tolist()
+        ranked.append(sorted(((value, -channel) for channel, value in enumerate(values))))
     if isinstance(size, int):
-        share = size / sum(bundle_count(site, "group") for site in sites)
-        groups_kept = max(-(-min_heads // site.group_size) for site in sites)
-        options: dict[str, Any] = {"heads": share, "min_heads": groups_kept * width, "keep_layers": keep_layers}
+        kept_groups = max(-(-constraints.min_heads // module.group_size) for module in modules)
+        protected = {layer % len(modules) for layer in constraints.keep_layers}
+        most = [
+            0 if i in protected else max(0, (module.groups - kept_groups) * width) for i, module in enumerate(modules)
+        ]
+        candidates = sorted(
+            (value, -i, place) for i, found in enumerate(ranked) for place, (value, _) in enumerate(found[: most[i]])
+        )
+        gone = {(-i, place) for _, i, place in candidates[: size * width]}
     else:
-        options = {"counts": [count * width for count in size]}
-    return select_heads(scores, channels, **options, seed=seed)
+        gone = {(i, place) for i, count in enumerate(size) for place in range(count * width)}
+    stay = {}
+    for i, module in enumerate(modules):
+        stay[module.name] = torch.ones(module.groups * width, dtype=torch.bool)
+        stay[module.name][[-ranked[i][place][1] for at, place in gone if at == i]] = False
+    return stay
 
 
 @contextmanager
-def masked_channels(model: PreTrainedModel, sites: Sequence[AttentionSite], plan: PruningPlan) -> Iterator[None]:
-    """Inside the block the model computes as if the rows of q, k and v of the channels that go were zero.
+def masked_channels(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], stay: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Compute, inside the block, as if the rows of q, k and v of the channels that go were zero.
 
-    Then the columns of o read zeros, so nothing is left of a channel; but the width of a head by which scores are
+    Then the columns of o read zeros, so nothing is left of a channel. The width of a head by which attention scores are
     scaled, and norms over a head's features, are still those of the dense model.
+
+    Args:
+        model: The dense model; as it was, after the block.
+        modules: The modules.
+        stay: From `select_channels`.
     """
     handles = []
     try:
-        for site in sites:
-            stay = torch.zeros(site.key_value_heads * site.value_dim, dtype=torch.bool)
-            stay[list(plan.kept[site.name].query)] = True
-            by_group = stay.view(site.key_value_heads, site.value_dim)
-            for projection in site.projections:
-                layer = model.get_submodule(projection.name)
+        for module in modules:
+            by_group = stay[module.name].view(module.groups, module.unit_width)
+            for name in module.producers:
+                layer = model.get_submodule(name)
                 mask = torch.ones(features_of(layer)[0])
-                for group, channels in _features(site, projection):
+                for group, channels in channel_rows(module, name):
                     mask[channels] = by_group[group].float()
                 handles.append(layer.register_forward_hook(_multiply_by(mask.to(weight_of(layer)))))
         yield

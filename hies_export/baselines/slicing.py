@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hies_export.progress import Track
-
 from ..data.targets import size_of
 from ..errors import DataError, UnsupportedModelError
 from ..evaluate.predict import Predictions
 from ..model.modes import evaluating, frozen, without_cache
 from ..model.tokens import real_tokens
-from ..values import AttentionSite
+from ..model.watch import watch
+from ..progress import Track
+from ..values import PrunableModule
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Bases:
 def collect_bases(
     model: PreTrainedModel,
     batches: Sequence[dict[str, Tensor]],
-    sites: Sequence[AttentionSite],
+    modules: Sequence[PrunableModule],
     *,
     progress: Track | None = None,
 ) -> Bases:
@@ -52,7 +52,7 @@ def collect_bases(
     Args:
         model: The dense model.
         batches: Inputs; labels are not used.
-        sites: The attention modules, from `find_attention`.
+        modules: The attention modules, from `find_attention`.
         progress: Wraps the batches.
 
     Raises:
@@ -61,63 +61,48 @@ def collect_bases(
     """
     if not batches:
         raise DataError("principal components need at least one sample, got none; raise calibration.samples")
-    # Per layer what it read and what it wrote; a layer that is shared is called more than once.
-    seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-
-    def record(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            for what, x in zip(seen.setdefault(name, ([], [])), (inputs[0], output), strict=True):
-                what.append(x)
-
-        return hook
-
-    names = dict.fromkeys(name for site in sites for name in (*(p.name for p in site.projections), site.output))
-    handles = [model.get_submodule(name).register_forward_hook(record(name)) for name in names]
+    layers = {name: name for module in modules for name in (*module.producers, module.consumer)}
     sums: dict[tuple[str, int], Tensor] = {}
-    try:
-        with evaluating(model), without_cache(model), torch.no_grad():
-            for batch in progress(batches) if progress else batches:
-                on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
-                seen.clear()
-                model(**on_device)
-                for site in sites:
-                    read = [seen[p.name][0] for p in site.projections]
-                    if any(x is not first for other in read for x, first in zip(other, read[0], strict=True)):
-                        raise UnsupportedModelError(
-                            f"slicegpt needs attention whose projections read the same, but those of {site.name} do "
-                            "not; leave it out of the criteria"
-                        )
-                    for what, calls in enumerate((read[0], seen[site.output][1])):
-                        for x in calls:
-                            real = x[real_tokens(model, site.name, on_device, x)].double()  # (tokens, width)
-                            sums[site.name, what] = sums.get((site.name, what), 0) + real.T @ real
-    finally:
-        for handle in handles:
-            handle.remove()
+    with evaluating(model), without_cache(model), watch(model, layers, outputs=True) as seen, torch.no_grad():
+        for batch in progress(batches) if progress else batches:
+            on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
+            seen.clear()
+            model(**on_device)
+            for module in modules:
+                read = [seen.inputs[name] for name in module.producers]
+                if any(x is not first for other in read for x, first in zip(other, read[0], strict=True)):
+                    raise UnsupportedModelError(
+                        f"slicegpt needs attention whose projections read the same, but those of {module.name} do "
+                        "not; leave it out of the criteria"
+                    )
+                for what, calls in enumerate((read[0], seen.outputs[module.consumer])):
+                    for x in calls:
+                        real = x[real_tokens(model, module.name, on_device, x)].double()  # (tokens, width)
+                        sums[module.name, what] = sums.get((module.name, what), 0) + real.T @ real
     bases = {key: torch.linalg.eigh(total).eigenvectors.flip(-1).cpu() for key, total in sums.items()}
-    return Bases(*({site.name: bases[site.name, what] for site in sites} for what in (0, 1)))
+    return Bases(*({module.name: bases[module.name, what] for module in modules} for what in (0, 1)))
 
 
 @contextmanager
-def sliced(model: PreTrainedModel, sites: Sequence[AttentionSite], bases: Bases, *, share: float) -> Iterator[None]:
+def sliced(model: PreTrainedModel, modules: Sequence[PrunableModule], bases: Bases, *, share: float) -> Iterator[None]:
     """Inside the block attention reads and writes its first principal components only.
 
     Args:
         model: The dense model.
-        sites: The attention modules.
+        modules: The attention modules.
         bases: From `collect_bases`.
         share: Share of the components that go, and so of the weights; of each basis to the nearest whole number.
     """
     handles = []
     try:
-        for site in sites:
-            output: Any = model.get_submodule(site.output)
+        for module in modules:
+            output: Any = model.get_submodule(module.consumer)
             read, written = (
                 basis[:, : max(1, round((1 - share) * len(basis)))].to(output.weight)
-                for basis in (bases.read[site.name], bases.written[site.name])
+                for basis in (bases.read[module.name], bases.written[module.name])
             )
-            for projection in site.projections:
-                layer = model.get_submodule(projection.name)
+            for name in module.producers:
+                layer = model.get_submodule(name)
                 handles.append(layer.register_forward_pre_hook(_project_input(read)))
             handles.append(output.register_forward_hook(_project_output(written)))
         yield
@@ -129,7 +114,7 @@ def sliced(model: PreTrainedModel, sites: Sequence[AttentionSite], bases: Bases,
 @contextmanager
 def fine_tuned(
     model: PreTrainedModel,
-    sites: Sequence[AttentionSite],
+    modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
     targets: Predictions,
     *,
@@ -143,13 +128,13 @@ def fine_tuned(
 
     Args:
         model: The model, already inside `sliced`.
-        sites: The attention modules.
+        modules: The attention modules.
         batches: Inputs; every epoch goes through them in an order of its own.
         targets: From `predict` of the dense model on the same batches; of a language model not read.
         epochs: How often.
         rate: Learning rate at the start; it falls to zero linearly.
     """
-    names = dict.fromkeys(name for site in sites for name in (*(p.name for p in site.projections), site.output))
+    names = dict.fromkeys(name for module in modules for name in (*module.producers, module.consumer))
     trained = [parameter for name in names for parameter in model.get_submodule(name).parameters()]
     before = [parameter.detach().clone() for parameter in trained]
     steps = epochs * len(batches)

@@ -1,36 +1,43 @@
-"""Collect, in one forward and one backward pass per batch, everything the criteria need."""
+"""Collect, in one forward and one backward pass per batch, the statistics that criteria need."""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.progress import Track
-
-from ..data.targets import batches_fingerprint, check_label_tokens, is_regression, size_of
-from ..errors import DataError, StepError
+from ..data.targets import IGNORED, batches_fingerprint, check_label_tokens, is_regression, predicted_positions, size_of
+from ..errors import DataError, NonFiniteError, StepError
 from ..model.attention import use_attention
 from ..model.modes import checkpointing, frozen, without_cache
-from ..values import AttentionSite, HeadStatistics
-from .gates import _Collector
-from .weights import _weight_l2
+from ..model.watch import intercept
+from ..progress import Track
+from ..values import Calibration, PrunableModule, Statistics
+from . import inputs, weights
+from .entropy import Entropies
+from .gates import Gates
 
 logger = logging.getLogger(__name__)
+
+# What every run records.
+DEFAULT_NEEDS = ("his", "entropy", "weight_l2")
 
 
 def collect_statistics(
     model: PreTrainedModel,
     batches: Sequence[dict[str, Tensor]],
-    sites: Sequence[AttentionSite],
+    modules: Sequence[PrunableModule],
     *,
+    needs: Collection[str] = DEFAULT_NEEDS,
     progress: Track | None = None,
-) -> HeadStatistics:
-    """Average HIS and attention entropy of every head over the calibration samples.
+) -> Statistics:
+    """Average what is needed of every unit over the calibration samples.
 
     HIS is E_x |dL(x)/dm_h| with a mask m_h = 1 on the head's output (Michel et al. 2019, "Are Sixteen Heads Really
     Better than One?", https://arxiv.org/abs/1905.10650, Eq. 3): a gate per sample and head receives each sample's own
@@ -48,24 +55,75 @@ def collect_statistics(
             sums are float64) or spread over devices.
         batches: What `model(**batch)` takes. With `labels` the loss is the model's own; without, the predicted class or
             tokens stand in for the labels.
-        sites: The attention modules, from `find_attention`. Those of an image tower must see one image per sample. A
-            head whose output is not used (as in the last layer of LLaVA's tower) has an HIS of 0.
+        modules: From `find_attention`. Those of an image tower must see one image per sample. A head whose output is
+            not used (as in the last layer of LLaVA's tower) has an HIS of 0.
+        needs: Names of statistics beside "his", "entropy" and "weight_l2", which are always collected:
+            "activation_l2", "output_norm" and "obs" (see `inputs.InputSums`), "taylor" and "channel_taylor" (see
+            `weights.WeightGradients`).
         progress: Wraps the batches, e.g. in a progress bar.
 
     Returns:
-        The statistics; tensors of shape (heads,), float64, on CPU.
+        The statistics; tensors of shape (units,), float64, on CPU.
 
     Raises:
-        DataError: There is no batch, a regression model has no labels, or a sample has no label token.
-        UnsupportedModelError: An attention module sees another number of rows than there are samples.
+        DataError: There is no batch, labels are needed and missing, or a sample has no label token.
+        UnsupportedModelError: A module sees another number of rows than there are samples.
         NonFiniteError: A loss or a gradient is NaN or infinite; the message names the batch.
         StepError: Not even one sample fits into memory.
 
     Examples:
-        >>> statistics = collect_statistics(model, batches, sites)
-        >>> statistics.samples, statistics.labels, statistics.his[sites[0].name].shape
+        >>> statistics = collect_statistics(model, batches, modules)
+        >>> statistics.calibration.samples, statistics.calibration.labels, statistics["his"][modules[0].name].shape
         (32, 'data', torch.Size([6]))
     """
+    labelled = _check_labels(model, batches, needs)
+    device = next(model.parameters()).device
+    collected = _Pass(model, modules, needs)
+    his = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
+    entropy = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
+    samples, samples_with_rows = 0, {module.name: 0 for module in modules}
+    at_once = max(size_of(batch) for batch in batches)
+    with collected.running():
+        for index, batch in enumerate(progress(batches) if progress else batches):
+            done = 0
+            while done < size_of(batch):
+                part = _part(batch, done, at_once)
+                try:
+                    found = collected.run({key: value.to(device) for key, value in part.items()}, index)
+                except RuntimeError as error:
+                    if not _out_of_memory(error):
+                        raise
+                    at_once = _halved(part, index, error)
+                    found = None
+                if found is None:
+                    # Only here, outside of the handler, are the tensors of the failed attempt free.
+                    collected.reset()
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                    continue
+                for name, gradients in found.gradients.items():
+                    his[name] += gradients.abs().sum(0)
+                for name, (entropies, counted) in found.entropies.items():
+                    entropy[name] += entropies.sum(0)
+                    samples_with_rows[name] += counted
+                done += size_of(part)
+            samples += done
+    values = {
+        "his": {name: total / samples for name, total in his.items()},
+        "entropy": {name: total / max(samples_with_rows[name], 1) for name, total in entropy.items()},
+        "weight_l2": {module.name: weights.weight_l2(model, module) for module in modules},
+    }
+    calibration = Calibration(
+        samples=samples,
+        labels="data" if labelled else "predictions",
+        fingerprint=batches_fingerprint(list(batches)),
+        batch_size=at_once,
+    )
+    return Statistics(values | collected.sums(), calibration)
+
+
+def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], needs: Collection[str]) -> bool:
+    """Return whether the batches have labels, after checking that they have what the needs require."""
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
     labelled = "labels" in batches[0]
@@ -74,50 +132,117 @@ def collect_statistics(
             "a regression model needs labels to be calibrated (against its own predictions its loss has no gradient), "
             "but the recipe names no label column; set data.label"
         )
+    if not labelled and model.can_generate() and not set(weights.GIVES).isdisjoint(needs):
+        raise DataError("this model needs labels to be scored by the gradients of its weights; set data.label")
     check_label_tokens(batches)
-    device = next(model.parameters()).device
-    his = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites}
-    entropy = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites}
-    samples, samples_with_rows = 0, {site.name: 0 for site in sites}
-    at_once = max(size_of(batch) for batch in batches)
-    collector = _Collector(model, sites)
-    with frozen(model), without_cache(model), checkpointing(model), use_attention(model, collector):
-        for index, batch in enumerate(progress(batches) if progress else batches):
-            done = 0
-            while done < size_of(batch):
-                part = _part(batch, done, at_once)
-                try:
-                    found = collector.run({key: value.to(device) for key, value in part.items()}, index)
-                except RuntimeError as error:
-                    if not _out_of_memory(error):
-                        raise
-                    at_once = _fewer(part, index, error)
-                    found = None
-                if found is None:
-                    # Only here, outside of the handler, are the tensors of the failed attempt free.
-                    collector.reset()
-                    gc.collect()
-                    torch.cuda.empty_cache()
-                    continue
-                for name, (gradients, entropies, counted) in found.items():
-                    his[name] += gradients.abs().sum(0)
-                    entropy[name] += entropies.sum(0)
-                    samples_with_rows[name] += counted
-                done += size_of(part)
-            samples += done
-    return HeadStatistics(
-        his={name: total / samples for name, total in his.items()},
-        entropy={name: total / max(samples_with_rows[name], 1) for name, total in entropy.items()},
-        weight_l2={site.name: _weight_l2(model, site) for site in sites},
-        samples=samples,
-        labels="data" if labelled else "predictions",
-        fingerprint=batches_fingerprint(list(batches)),
-        batch_size=at_once,
-    )
+    return labelled
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one batch gave.
+
+    Attributes:
+        gradients: Module -> gradients of every sample's own loss to its gates, (batch, units) float64 on CPU.
+        entropies: Module -> (batch, units) float64 on CPU, and how many samples had a row to count.
+    """
+
+    gradients: Mapping[str, Tensor]
+    entropies: Mapping[str, tuple[Tensor, int]]
+
+
+class _Pass:
+    """One forward and one backward pass per batch, in which everything that is needed is seen."""
+
+    def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str]):
+        self._model, self._modules = model, modules
+        self._entropies = Entropies(model, modules)
+        self._inputs = None if set(inputs.GIVES).isdisjoint(needs) else inputs.InputSums(model, modules)
+        self._weights = None if set(weights.GIVES).isdisjoint(needs) else weights.WeightGradients(model, modules)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last batch."""
+        self._gates = Gates(self._modules)
+        self._read: dict[str, list[Tensor]] = {}
+        self._entropies.take()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """See through the model inside the block, with its weights frozen."""
+        consumers = {module.name: module.consumer for module in self._modules}
+        with ExitStack() as stack:
+            stack.enter_context(frozen(self._model))
+            stack.enter_context(without_cache(self._model))
+            stack.enter_context(checkpointing(self._model))
+            stack.enter_context(use_attention(self._model, self._entropies))
+            stack.enter_context(intercept(self._model, consumers, self._on_read))
+            if self._weights is not None:
+                stack.enter_context(self._weights.trainable())
+            yield
+
+    def _on_read(self, name: str, x: Tensor) -> Tensor:
+        if not self._entropies.enabled:
+            return x
+        if self._inputs is not None and self._entropies.recording:
+            self._read.setdefault(name, []).append(x.detach())
+        return self._gates.apply(name, x, rows=self._entropies.rows.get(name, len(x)))
+
+    def run(self, batch: dict[str, Tensor], index: int) -> _Found:
+        """Run a batch forward and backward."""
+        self.reset()
+        if "labels" not in batch:
+            with torch.no_grad():
+                batch["labels"] = own_labels(self._model(**batch).logits, batch.get("attention_mask"))
+        labels = batch["labels"]
+        # How many losses the model averages, and how many of them are each sample's: (batch,)
+        losses = predicted_positions(labels).sum(-1) if labels.dim() == 2 else torch.ones(len(labels))
+        self._entropies.enabled = self._entropies.recording = True
+        try:
+            with torch.enable_grad():
+                loss = self._model(**batch).loss
+                if not torch.isfinite(loss):
+                    raise NonFiniteError(
+                        f"the loss of every calibration batch must be finite, but batch {index} gave {loss.item()}; "
+                        "check the rows of that batch and the model's dtype"
+                    )
+                self._entropies.recording = False
+                gates = self._gates.tensors
+                parameters = [] if self._weights is None else self._weights.parameters
+                gradients = torch.autograd.grad(
+                    loss * losses.sum().to(loss.device), [*gates.values(), *parameters], allow_unused=True
+                )
+        finally:
+            self._entropies.enabled = self._entropies.recording = False
+        found = _Found(
+            self._gates.per_sample(dict(zip(gates, gradients, strict=False)), losses, index), self._entropies.take()
+        )
+        if self._weights is not None:
+            self._weights.add(gradients[len(gates) :], size_of(batch) / losses.sum().item())
+        if self._inputs is not None:
+            self._inputs.add(batch, self._read)
+        return found
+
+    def sums(self) -> dict[str, dict[str, Tensor]]:
+        """Return the statistics beside HIS and entropy that were asked for."""
+        return {
+            **({} if self._inputs is None else self._inputs.values()),
+            **({} if self._weights is None else self._weights.values()),
+        }
+
+
+def own_labels(logits: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return a model's predictions as labels: classes (batch,), or tokens (batch, tokens), each one position later."""
+    predicted = logits.argmax(-1)
+    if predicted.dim() == 1:
+        return predicted
+    labels = torch.full_like(predicted, IGNORED)
+    labels[:, 1:] = predicted[:, :-1]
+    return labels if attention_mask is None else labels.masked_fill(attention_mask == 0, IGNORED)
 
 
 def _part(batch: dict[str, Tensor], start: int, size: int) -> dict[str, Tensor]:
-    """Some samples of a batch."""
+    """Return some samples of a batch."""
     if size >= size_of(batch):
         return batch
     return {key: value[start : start + size] for key, value in batch.items()}
@@ -129,8 +254,8 @@ def _out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error).lower() for words in said)
 
 
-def _fewer(part: Mapping[str, Tensor], index: int, error: RuntimeError) -> int:
-    """Half the samples of what did not fit into memory."""
+def _halved(part: Mapping[str, Tensor], index: int, error: RuntimeError) -> int:
+    """Return half the samples of a batch that did not fit into memory."""
     size = size_of(part)
     if any(len(value) != size for value in part.values()):
         raise StepError(

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-
-from hies_export.progress import Track
 
 from ..data.targets import check_label_tokens, is_regression, predicted_positions
 from ..errors import DataError, NonFiniteError
 from ..model.modes import frozen, without_cache
 from ..model.tokens import real_tokens
-from ..values import AttentionSite
+from ..model.watch import watch
+from ..progress import Track
+from ..values import PrunableModule
 
 
 @dataclass(frozen=True)
 class LayerEffects:
-    """What an output projection read at the real tokens of all samples, and how the prediction depends on it; on CPU.
+    """What a consumer read at the real tokens of all samples, and the gradient of the prediction there; on CPU.
 
     Attributes:
         inputs: (tokens, inputs) float32.
         gradients: (tokens, inputs) float32, of the sample's prediction to these inputs.
         sample: (tokens,) int64, the sample each token belongs to.
-        centred: Whether the projection has a bias, which makes up for the mean.
+        centred: Whether the consumer has a bias, which makes up for the mean.
     """
 
     inputs: Tensor
@@ -41,7 +40,7 @@ class Effects:
     """What `score_compensated` needs to know of a model on its calibration samples.
 
     Attributes:
-        layers: Per attention module.
+        layers: By the name of the module.
         samples: How many samples there were.
     """
 
@@ -52,27 +51,27 @@ class Effects:
 def collect_effects(
     model: PreTrainedModel,
     batches: Sequence[dict[str, Tensor]],
-    sites: Sequence[AttentionSite],
+    modules: Sequence[PrunableModule],
     *,
     progress: Track | None = None,
 ) -> Effects:
-    """Record what every output projection reads, and the gradient of the model's prediction to it.
+    """Record what every consumer reads, and the gradient of the model's prediction to it.
 
     The prediction is a regressor's output, the margin of a classifier's predicted class over the runner-up, or, of a
     language model, the log-probability of its text: the sum over the label positions (of the token it would itself
     choose there it is nearly certain, and its gradient says little: perplexity 12.2 instead of 9.4 in dev/LOG.md).
     One forward and one backward pass per batch, with every weight frozen. Memory is 8 bytes for each real token and
-    input of each projection, e.g. 150 MB for 8,000 tokens and 6 layers of width 384.
+    input of each consumer, e.g. 150 MB for 8,000 tokens and 6 layers of width 384.
 
     Args:
         model: A classifier, regressor or language model; its weights, mode and gradients are left as they were found.
         batches: What `model(**batch)` takes; padding is left out by their `attention_mask`. Covariances of hundreds of
             inputs want about 256 samples; with few, take a greater ridge.
-        sites: The attention modules, from `find_attention`.
+        modules: From `find_attention`.
         progress: Wraps the batches, e.g. in a progress bar.
 
     Returns:
-        Per attention module the inputs of its output projection and the gradients there, of all real tokens.
+        By module the inputs of its consumer and the gradients there, of all real tokens.
 
     Raises:
         DataError: There is no batch, or a language model's sample has no label token.
@@ -81,11 +80,12 @@ def collect_effects(
     if not batches:
         raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
     check_label_tokens(batches)
-    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {site.name: [] for site in sites}
+    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in modules}
     samples = 0
-    with frozen(model), without_cache(model), _inputs_of(model, sites) as inputs, torch.enable_grad():
+    consumers = {module.name: module.consumer for module in modules}
+    with frozen(model), without_cache(model), watch(model, consumers, gradients=True) as seen, torch.enable_grad():
         for index, batch in enumerate(progress(batches) if progress else batches):
-            inputs.clear()
+            seen.clear()
             on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
             logits = model(**on_device).logits
             if logits.dim() == 3:
@@ -94,7 +94,7 @@ def collect_effects(
                 predictions = _log_probabilities(logits, batch["labels"].to(logits.device))
             else:
                 predictions = _predictions(logits, regression=is_regression(model.config))
-            read = [(site.name, x) for site in sites for x in inputs[site.name]]
+            read = [(module.name, x) for module in modules for x in seen.inputs[module.name]]
             # Samples do not see each other, so the gradient of the sum holds each sample's own. What nothing uses, such
             # as the last layer of LLaVA's image tower, has none.
             found = torch.autograd.grad(predictions.sum(), [x for _, x in read], allow_unused=True)
@@ -111,15 +111,15 @@ def collect_effects(
                 sample = numbers[:, None].expand(real.shape)[real.cpu()]
                 parts[name].append((x.detach()[real].float().cpu(), gradient[real].float().cpu(), sample))
     layers = {}
-    for site in sites:
-        inputs_read, gradients_read, sample = (torch.cat(p) for p in zip(*parts.pop(site.name), strict=True))
-        centred = model.get_submodule(site.output).bias is not None
-        layers[site.name] = LayerEffects(inputs_read, gradients_read, sample, centred)
+    for module in modules:
+        inputs, at_inputs, sample = (torch.cat(p) for p in zip(*parts.pop(module.name), strict=True))
+        centred = model.get_submodule(module.consumer).bias is not None
+        layers[module.name] = LayerEffects(inputs, at_inputs, sample, centred)
     return Effects(layers=layers, samples=samples)
 
 
 def _predictions(logits: Tensor, *, regression: bool) -> Tensor:
-    """One number per sample, (batch,): the output, or the margin of the predicted class over the runner-up."""
+    """Return one number per sample, (batch,): the output, or the margin of the predicted class over the runner-up."""
     if regression:
         return logits.float().sum(-1)
     best, second = logits.float().topk(2, dim=-1).values.unbind(-1)
@@ -127,7 +127,7 @@ def _predictions(logits: Tensor, *, regression: bool) -> Tensor:
 
 
 def _log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    """Per sample, (batch,), the sum over label positions of the log-probability of the label.
+    """Return per sample, (batch,), the sum over label positions of the log-probability of the label.
 
     Args:
         logits: (batch, tokens, vocabulary)
@@ -138,25 +138,3 @@ def _log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     found = logits[:, :-1][judged].float().log_softmax(-1).gather(-1, wanted)[:, 0]  # (judged tokens,)
     sample = judged.nonzero()[:, 0]
     return torch.zeros(len(logits), device=logits.device).index_add(0, sample, found)
-
-
-@contextmanager
-def _inputs_of(model: PreTrainedModel, sites: Sequence[AttentionSite]) -> Iterator[dict[str, list[Tensor]]]:
-    """Record the inputs of the output projections, as tensors that take a gradient; a shared layer is called often."""
-    inputs: dict[str, list[Tensor]] = {}
-
-    def record(name: str) -> Callable[..., tuple[Tensor, ...]]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            # With frozen weights nothing before the first projection takes a gradient: its input is where they begin.
-            x = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()
-            inputs.setdefault(name, []).append(x)
-            return (x, *args[1:])
-
-        return hook
-
-    handles = [model.get_submodule(site.output).register_forward_pre_hook(record(site.name)) for site in sites]
-    try:
-        yield inputs
-    finally:
-        for handle in handles:
-            handle.remove()

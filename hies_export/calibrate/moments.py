@@ -1,24 +1,22 @@
-"""Collect the moments of the consumers' inputs and outputs."""
+"""Collect the moments of what consumers read and write: all that least squares needs, and no activation is stored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-
-from hies_export.progress import Track
 
 from ..data.targets import size_of
 from ..errors import DataError
 from ..model.modes import evaluating
 from ..model.tokens import real_tokens
-from ..prunable.units import head_rows
-from ..values import AttentionSite, KeptHeads, PruningPlan
+from ..model.watch import watch
+from ..progress import Track
+from ..values import PrunableModule, Selection
 
 # Every fifth sample is held out: enough to judge a fit, few enough to leave it its tokens.
 HELD_OUT_EVERY = 5
@@ -83,104 +81,103 @@ class Moments:
         return total.clamp(min=0).item() / self.tokens
 
 
-# Of the fitting and of the held-out samples, by attention module.
-SplitMoments = tuple[dict[str, Moments], dict[str, Moments]]
+@dataclass(frozen=True)
+class SplitMoments:
+    """Moments of one consumer.
+
+    Attributes:
+        fitting: Of the samples that a fit is made on.
+        held_out: Of every fifth sample, on which a fit is judged.
+    """
+
+    fitting: Moments
+    held_out: Moments
+
+    def part(self, columns: Tensor) -> SplitMoments:
+        """Return the moments of some inputs, (columns,) of their indices, with the same targets."""
+        columns = columns.to(self.fitting.xx.device)
+        return SplitMoments(self.fitting.part(columns), self.held_out.part(columns))
+
+    def __add__(self, other: SplitMoments) -> SplitMoments:
+        return SplitMoments(self.fitting + other.fitting, self.held_out + other.held_out)
 
 
 def collect_moments(
     dense: PreTrainedModel,
-    sites: Sequence[AttentionSite],
+    modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
     *,
+    selection: Selection | None = None,
+    slim: PreTrainedModel | None = None,
     progress: Track | None = None,
-) -> SplitMoments:
-    """Moments of all inputs of every output projection: those of any plan are sub-blocks of them.
+) -> dict[str, SplitMoments]:
+    """Collect, in one pass, the moments of the inputs of every consumer and of the dense model's outputs there.
 
-    So one pass serves any number of plans, and refitting for one costs a solve; see `refit_heads`. Memory is 32 bytes
-    for each pair of inputs of each projection, e.g. 28 MB for 6 layers of width 384 and 17 GB for 32 of width 4096.
+    Without a selection they are those of all inputs, and the moments of any selection are sub-blocks of them. So one
+    pass serves any number of plans. Memory is then 32 bytes for each pair of inputs of each consumer, e.g. 28 MB for
+    6 layers of width 384 and 17 GB for 32 of width 4096.
+
+    Args:
+        dense: The dense model.
+        modules: The modules whose consumers are of interest.
+        batches: Inputs; labels are not used, and padding is left out by the `attention_mask`.
+        selection: Collect the moments of the kept units' inputs only.
+        slim: Take the inputs from this model, cut by `selection`, and the outputs from the dense one.
+        progress: Wraps the batches.
 
     Returns:
-        By attention module, of the fitting and of the held-out samples.
+        By the name of the module.
 
     Raises:
         DataError: Fewer than five samples.
     """
     check_samples(batches)
-    everything = {
-        s.name: KeptHeads(tuple(range(s.heads)), tuple(range(s.key_value_heads)), s.heads, s.key_value_heads)
-        for s in sites
-    }
-    plan = PruningPlan(kept=everything, criterion="", alpha=None, seed=0)
-    return _collect(dense, None, plan, sites, batches, progress)
-
-
-def moment_bytes(sites: Sequence[AttentionSite]) -> int:
-    """Bytes that `collect_moments` holds: two float64 matrices of every projection, fitting and held out.
-
-    Projections are taken to be square, as those of most models are.
-    """
-    return sum(2 * 2 * 8 * (site.heads * site.value_dim) ** 2 for site in sites)
-
-
-def _collect(
-    dense: PreTrainedModel,
-    slim: PreTrainedModel | None,
-    plan: PruningPlan,
-    sites: Sequence[AttentionSite],
-    batches: Sequence[dict[str, Tensor]],
-    progress: Track | None,
-) -> SplitMoments:
-    """Moments of kept inputs and dense outputs of each projection: of the fitting and of the held-out samples."""
-    sums: SplitMoments = ({}, {})
+    consumers = {module.name: module.consumer for module in modules}
+    sums: dict[str, SplitMoments] = {}
     seen = 0
-    with _watching(dense, sites) as (inputs, targets), _watching(slim, sites) as (slim_inputs, _), torch.no_grad():
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(dense))
+        written = stack.enter_context(watch(dense, consumers, outputs=True))
+        read = written
+        if slim is not None:
+            stack.enter_context(evaluating(slim))
+            read = stack.enter_context(watch(slim, consumers))
+        stack.enter_context(torch.no_grad())
         for batch in progress(batches) if progress else batches:
             on_device = {k: v.to(dense.device) for k, v in batch.items() if k != "labels"}
-            for records in (inputs, targets, slim_inputs):
-                records.clear()
+            written.clear()
+            read.clear()
             dense(**on_device)
             if slim is not None:
                 slim(**on_device)
             size = size_of(batch)
             held = (torch.arange(seen, seen + size) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1).to(dense.device)
             seen += size
-            for site in sites:
-                columns = head_rows(plan.kept[site.name].query, site.value_dim).to(targets[site.name][0].device)
-                kept = slim_inputs[site.name] if slim is not None else [x[..., columns] for x in inputs[site.name]]
-                for x, y in zip(kept, targets[site.name], strict=True):
-                    real = real_tokens(dense, site.name, on_device, y)
-                    for part, rows in zip(sums, (~held, held), strict=True):
-                        chosen = real & rows[:, None].to(real.device)
-                        moments = Moments.of(x[chosen], y[chosen])
-                        part[site.name] = part[site.name] + moments if site.name in part else moments
+            for module in modules:
+                name = module.name
+                inputs = read.inputs[name]
+                if selection is not None and slim is None:
+                    columns = module.columns(selection[name].units).to(inputs[0].device)
+                    inputs = [x[..., columns] for x in inputs]
+                for x, y in zip(inputs, written.outputs[name], strict=True):
+                    real = real_tokens(dense, name, on_device, y)
+                    found = _split(x, y, real, held.to(real.device))
+                    sums[name] = sums[name] + found if name in sums else found
     return sums
 
 
-@contextmanager
-def _watching(
-    model: PreTrainedModel | None, sites: Sequence[AttentionSite]
-) -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]]:
-    """Record, in evaluation mode, inputs and outputs of the output projections; a shared layer is called many times."""
-    inputs: dict[str, list[Tensor]] = {}
-    outputs: dict[str, list[Tensor]] = {}
-    if model is None:
-        yield inputs, outputs
-        return
+def _split(x: Tensor, y: Tensor, real: Tensor, held: Tensor) -> SplitMoments:
+    """Return the moments of the real tokens of one batch; `real` is (batch, tokens), `held` (batch,)."""
+    fitting, held_out = (Moments.of(x[rows], y[rows]) for rows in (real & ~held[:, None], real & held[:, None]))
+    return SplitMoments(fitting, held_out)
 
-    def record(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            inputs.setdefault(name, []).append(args[0])
-            outputs.setdefault(name, []).append(output)
 
-        return hook
+def moment_bytes(modules: Sequence[PrunableModule]) -> int:
+    """Return the bytes that `collect_moments` holds: two float64 matrices of every consumer, fitting and held out.
 
-    handles: list[Any] = [model.get_submodule(s.output).register_forward_hook(record(s.name)) for s in sites]
-    try:
-        with evaluating(model):
-            yield inputs, outputs
-    finally:
-        for handle in handles:
-            handle.remove()
+    Consumers are taken to be square, as the output projections of most models are.
+    """
+    return sum(2 * 2 * 8 * (module.units * module.unit_width) ** 2 for module in modules)
 
 
 def check_samples(batches: Sequence[Mapping[str, Tensor]]) -> None:

@@ -1,77 +1,132 @@
-"""Add up weights by unit."""
+"""Add up weights, and their gradients, by unit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.linear import weight_of
-from ..values import AttentionSite, Projection
+from ..values import PrunableModule, Slice
+
+GIVES = ("taylor", "channel_taylor")
 
 
-def has_channels(sites: Sequence[AttentionSite]) -> bool:
-    """Whether all heads of all modules are equally wide in q, k, v and o."""
-    width = sites[0].value_dim
-    of_heads = [len(f) for site in sites for p in site.projections for f in (*p.query, *p.key_value)]
-    return all(s.query_dim == s.value_dim == width for s in sites) and all(n % width == 0 for n in of_heads)
-
-
-def sum_by_channel(site: AttentionSite, elements: Callable[[str], Tensor]) -> Tensor:
-    """Add up what belongs to each channel.
-
-    Args:
-        site: The attention module.
-        elements: Of a projection or the output projection, by name, a float64 number per weight, (out_features,
-            in_features), on CPU.
-
-    Returns:
-        (key/value heads * width,) float64.
-    """
-    shape = (site.key_value_heads, site.group_size, site.value_dim)
-    total = elements(site.output).sum(0).view(shape).sum(1)
-    for projection in site.projections:
-        rows = elements(projection.name).sum(1)
-        for group, channels in _features(site, projection):
-            total[group] += rows[channels].sum(0)
-    return total.flatten()
-
-
-def _features(site: AttentionSite, projection: Projection) -> Iterator[tuple[int, Tensor]]:
-    """Per head of a layer its key/value head, and its features as rows of one per channel: (any, width)."""
-    for per_head, size in ((projection.query, site.group_size), (projection.key_value, 1)):
-        for head, features in enumerate(per_head):
-            if features:
-                yield head // size, torch.tensor(features).view(-1, site.value_dim)
-
-
-def _weight_l2(model: PreTrainedModel, site: AttentionSite) -> Tensor:
-    """L2 norm over a head's q, k and v rows and o columns; a shared key/value head counts for each of its queries."""
+def weight_l2(model: PreTrainedModel, module: PrunableModule) -> Tensor:
+    """Return the L2 norm, (units,) float64, over a unit's rows of the producers and columns of the consumer."""
 
     def squares(name: str) -> Tensor:
         return weight_of(model.get_submodule(name)).detach().double().cpu().pow(2)
 
-    return sum_by_head(site, squares).sqrt()
+    return sum_by_unit(module, squares).sqrt()
 
 
-def sum_by_head(site: AttentionSite, elements: Callable[[str], Tensor]) -> Tensor:
-    """Add up what belongs to each head; what belongs to a shared key/value head counts for each of its queries.
+def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:
+    """Add up what belongs to each unit; what belongs to a group counts for each of its units.
 
     Args:
-        site: The attention module.
-        elements: Of a projection or the output projection, by name, a float64 number per weight, (out_features,
-            in_features), on CPU; asked for one at a time.
+        module: The module.
+        elements: Of a producer or the consumer, by name, a float64 number per weight, (out_features, in_features), on
+            CPU; asked for one at a time.
 
     Returns:
-        (heads,) float64.
+        (units,) float64.
     """
-    query = elements(site.output).sum(0).view(site.heads, -1).sum(1)
-    key_value = torch.zeros(site.key_value_heads, dtype=torch.float64)
-    for projection in site.projections:
-        rows = elements(projection.name).sum(1)
-        for total, per_head in ((query, projection.query), (key_value, projection.key_value)):
-            for head, features in enumerate(per_head):
-                total[head] += rows[list(features)].sum()
-    return query + key_value.repeat_interleave(site.group_size)
+    of_units = elements(module.consumer).sum(0).view(module.units, -1).sum(1)
+    of_groups = torch.zeros(module.groups, dtype=torch.float64)
+    for name in module.producers:
+        rows = elements(name).sum(1)
+        for part in _parts(module, name):
+            total = of_groups if part.per_group else of_units
+            for owner in range(len(total)):
+                total[owner] += rows[part.indices([owner])].sum()
+    return of_units + of_groups.repeat_interleave(module.group_size)
+
+
+def has_channels(modules: Sequence[PrunableModule]) -> bool:
+    """Return whether all heads of all modules are equally wide in q, k, v and o."""
+    width = modules[0].unit_width
+    widths = [span.width for m in modules for part in m.slices if not part.parameter for span in part.spans]
+    return all(m.key_width == m.unit_width == width for m in modules) and all(n % width == 0 for n in widths)
+
+
+def sum_by_channel(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:
+    """Add up what belongs to each channel, which is a feature of a key/value head and of its query heads.
+
+    Args:
+        module: The attention module.
+        elements: As in `sum_by_unit`.
+
+    Returns:
+        (groups * unit_width,) float64.
+    """
+    shape = (module.groups, module.group_size, module.unit_width)
+    total = elements(module.consumer).sum(0).view(shape).sum(1)
+    for name in module.producers:
+        rows = elements(name).sum(1)
+        for group, channels in channel_rows(module, name):
+            total[group] += rows[channels].sum(0)
+    return total.flatten()
+
+
+def channel_rows(module: PrunableModule, producer: str) -> Iterator[tuple[int, Tensor]]:
+    """Yield, for every head of a producer, its group and its features as rows of one per channel, (any, unit_width)."""
+    for part in _parts(module, producer):
+        for owner in range(module.groups if part.per_group else module.units):
+            features = part.indices([owner])
+            if len(features):
+                yield owner if part.per_group else owner // module.group_size, features.view(-1, module.unit_width)
+
+
+def _parts(module: PrunableModule, producer: str) -> list[Slice]:
+    """Return the slices of a producer, those of single units first."""
+    return sorted((part for part in module.slices if part.tensor == producer), key=lambda part: part.per_group)
+
+
+class WeightGradients:
+    """Sums of the gradients of the weights around the units: |w dL/dw| is the first-order Taylor importance.
+
+    It gives `taylor`, the sum over a unit's weights (LLM-Pruner, Ma et al. 2023, https://arxiv.org/abs/2305.11627,
+    "param_first"), L the loss of all batches; and, where heads have channels, `channel_taylor` of each channel,
+    (groups * unit_width,).
+    """
+
+    def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
+        self._modules = modules
+        names = dict.fromkeys(name for m in modules for name in (*m.producers, m.consumer))
+        self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
+        self.parameters: list[Any] = [layer.weight for layer in self._layers.values()]
+        self._sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.parameters]
+
+    @contextmanager
+    def trainable(self) -> Iterator[None]:
+        """Let the weights take gradients inside the block."""
+        before = [parameter.requires_grad for parameter in self.parameters]
+        try:
+            for parameter in self.parameters:
+                parameter.requires_grad_(True)
+            yield
+        finally:
+            for parameter, trainable in zip(self.parameters, before, strict=True):
+                parameter.requires_grad_(trainable)
+
+    def add(self, gradients: Sequence[Tensor | None], factor: float) -> None:
+        """Add the gradients of a batch, in the order of `parameters`, times a factor."""
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            if gradient is not None:
+                total += gradient.float() * factor
+
+    def values(self) -> dict[str, dict[str, Tensor]]:
+        """Return statistic -> module -> (units,) or (groups * unit_width,) float64 on CPU."""
+        salience = {}
+        for (name, layer), gradient in zip(self._layers.items(), self._sums, strict=True):
+            product = (layer.weight.detach().float() * gradient).abs().double().cpu()
+            salience[name] = product if weight_of(layer).shape == product.shape else product.T
+        found = {"taylor": {m.name: sum_by_unit(m, salience.__getitem__) for m in self._modules}}
+        if has_channels(self._modules):
+            found["channel_taylor"] = {m.name: sum_by_channel(m, salience.__getitem__) for m in self._modules}
+        return found

@@ -1,7 +1,7 @@
 """Load a checkpoint whose heads were pruned by transformers 4, which transformers 5 cannot: a slim model.
 
-`prune_heads` of transformers 4 cut the weights as `hies_export.cut` does, and wrote into the config which heads went:
-`pruned_heads`, layer -> original indices.
+`prune_heads` of transformers 4 cut the weights as `hies_export.slim.cut` does, and wrote the heads that went into the
+config: `pruned_heads`, layer -> original indices.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..model.modeling_hies import SlimModel
 from ..model.tokens import synthetic_batch
 from ..prunable.attention import find_attention
 from ..slim.config import is_slim
-from ..slim.cut import prune_heads
-from ..values import AttentionSite, KeptHeads, PruningPlan, library_versions
+from ..slim.cut import prune_units
+from ..values import PrunableModule, PruningPlan, library_versions
 from .classes import find_model_class, hub_options
 
 
@@ -49,9 +49,9 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
     del config.pruned_heads
     with torch.device("meta"):
         skeleton = stock._from_config(copy.deepcopy(config))
-    sites = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
-    plan = _plan(path, pruned, sites)
-    skeleton = prune_heads(skeleton, plan, sites, inplace=True)
+    modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
+    plan = _plan(path, pruned, modules)
+    skeleton = prune_units(skeleton, plan, modules, inplace=True)
     slim_class = type(skeleton)
     # transformers renames older keys on loading for classes it takes to be its own; these files have them.
     reads_old_keys = {"is_custom_code": classmethod(lambda cls: False), "__module__": __name__}
@@ -71,18 +71,18 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
     return model.eval(), plan
 
 
-def _plan(path: str | Path, pruned: Mapping[int, Sequence[int]], sites: Sequence[AttentionSite]) -> PruningPlan:
+def _plan(path: str | Path, pruned: Mapping[int, Sequence[int]], modules: Sequence[PrunableModule]) -> PruningPlan:
     """What transformers 4 kept, by the order of the layers."""
     kept = {}
-    for layer, site in enumerate(sites):
-        stay = tuple(head for head in range(site.heads) if head not in pruned.get(layer, ()))
+    for layer, module in enumerate(modules):
+        stay = [head for head in range(module.units) if head not in pruned.get(layer, ())]
         if not stay:
             raise UnsupportedModelError(f"every layer must keep a head, but layer {layer} of {path} has none left")
-        kept[site.name] = KeptHeads(stay, stay, site.heads, site.key_value_heads)
-    beyond = sorted(layer for layer in pruned if layer >= len(sites))
-    if beyond or any(site.heads != site.key_value_heads for site in sites):
+        kept[module.name] = module.kept(stay)
+    beyond = sorted(layer for layer in pruned if layer >= len(modules))
+    if beyond or any(module.units != module.groups for module in modules):
         raise UnsupportedModelError(
             f"pruned_heads must be about layers of the model, each query head with a key/value head of its own, but "
-            f"{path} has {len(sites)} such layers and names {sorted(pruned)}"
+            f"{path} has {len(modules)} such layers and names {sorted(pruned)}"
         )
     return PruningPlan(kept=kept, criterion="pruned_heads", alpha=None, seed=0, versions=library_versions())

@@ -5,44 +5,64 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..measure import counts
 from ..model.copies import share_weights
-from ..select.constraints import bundle_count
-from ..select.knapsack import CostTable
-from ..select.select import select_heads
-from ..slim.cut import prune_heads
-from ..values import AttentionSite, HeadScores, PruningPlan
+from ..select.budget import CostTable
+from ..select.bundles import bundle_count
+from ..slim.cut import prune_units
+from ..values import Kept, PrunableModule, Units
 
 
 def flops_table(
-    model: PreTrainedModel, sites: Sequence[AttentionSite], *, batch: Mapping[str, Any], unit: str = "group"
+    model: PreTrainedModel, modules: Sequence[PrunableModule], *, batch: Mapping[str, Any], unit: str = "group"
 ) -> CostTable:
     """Count what a bundle of every module costs, attention products included.
 
     Args:
         model: The dense model.
-        sites: The modules that may lose heads.
+        modules: The modules that may lose units.
         batch: Inputs of the shape to count at.
-        unit: As in `select_heads`.
+        unit: As in `Constraints`.
     """
     dense = counts.count_flops(model, batch)
     saved = {}
-    for index, site in enumerate(sites):
-        count = bundle_count(site, unit)
+    for module in modules:
+        count = bundle_count(module, unit)
         one = 0.0
         if count > 1:
-            plan = plan_of_counts(sites, [int(i == index) for i in range(len(sites))], unit)
-            without = prune_heads(share_weights(model), plan, tuple(sites), inplace=True)
+            without = cut_bundles(model, modules, {module.name: 1}, unit=unit)
             one = (dense - counts.count_flops(without, batch)) / dense
         # A module's last bundle stays.
-        saved[site.name] = tuple(one * k for k in range(count))
+        saved[module.name] = tuple(one * k for k in range(count))
     return CostTable("FLOPs", saved)
 
 
-def plan_of_counts(sites: Sequence[AttentionSite], counts: Sequence[int], unit: str) -> PruningPlan:
-    """A plan of the right size; which heads go does not matter to cost."""
-    zeros = HeadScores("none", {}, {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites})
-    return select_heads(zeros, sites, counts=counts, unit=unit)
+def cut_bundles(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], removed: Mapping[str, int], *, unit: str
+) -> PreTrainedModel:
+    """Cut a copy of the model that shares its weights; which units go does not matter to cost.
+
+    Args:
+        model: The dense model; it is not changed.
+        modules: The modules that may lose units.
+        removed: By the name of a module, how many bundles it loses; the others lose none.
+        unit: As in `Constraints`.
+    """
+    kept = {module.name: keep_first(module, bundle_count(module, unit) - removed.get(module.name, 0), unit) for module in modules}
+    return prune_units(share_weights(model), kept, modules, inplace=True)
+
+
+def keep_first(module: Units, bundles: int, unit: str) -> Kept:
+    """Keep the first bundles of a module.
+
+    Args:
+        module: The module.
+        bundles: How many stay: key/value groups, or under `unit: query` query heads of every group.
+        unit: As in `Constraints`.
+    """
+    whole_groups = unit == "group" or module.group_size == 1
+    groups = range(bundles if whole_groups else module.groups)
+    per_group = range(module.group_size if whole_groups else bundles)
+    return module.kept(group * module.group_size + place for group in groups for place in per_group)

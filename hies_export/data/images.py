@@ -1,7 +1,9 @@
-"""Images out of rows, as RGB."""
+"""Open images, from files or from rows, as RGB."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -18,20 +20,33 @@ def holds_images(feature: Any) -> bool:
 
 
 def as_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
-    """Rows whose image column decodes when it is read."""
+    """Return the rows with an image column that decodes when it is read."""
     return rows if rows.features[column] == datasets.Image() else rows.cast_column(column, datasets.Image())
 
 
-def rgb_image(rows: datasets.Dataset, column: str, row: int) -> PIL.Image.Image:
-    """Decode the image of one row.
+def image_of_row(rows: datasets.Dataset, column: str, row: int) -> PIL.Image.Image:
+    """Decode the image of one row, as RGB.
 
     Raises:
-        DataError: it does not decode.
+        DataError: It does not decode.
     """
+    return _as_rgb(lambda: rows[row][column], f"every {column!r} must be an image, but row {row} (from 0) is not")
+
+
+def image_of_file(file: str | Path) -> PIL.Image.Image:
+    """Decode an image file, as RGB.
+
+    Raises:
+        DataError: It does not decode.
+    """
+    return _as_rgb(lambda: PIL.Image.open(file), f"an image must be a file that Pillow decodes, and {file} is not")
+
+
+def _as_rgb(read: Callable[[], PIL.Image.Image], refusal: str) -> PIL.Image.Image:
     try:
-        image = rows[row][column]
-        if image.mode in ("P", "PA"):  # straight to RGB, Pillow warns about a palette with transparency
-            image = image.convert("RGBA")
-        return image.convert("RGB")
+        with read() as image:
+            # Pillow warns when a palette with transparency is converted straight to RGB.
+            has_palette = image.mode in ("P", "PA")
+            return (image.convert("RGBA") if has_palette else image).convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"every {column!r} must be an image, but row {row} (from 0) is not: {error}") from error
+        raise DataError(f"{refusal}: {error}") from error

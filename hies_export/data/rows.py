@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from ..errors import DataError, listed
+from ..errors import DataError, listed, root_cause
 from ..progress import quiet
 
 # Only an empty cell is missing: "None", "NA" and "null" are words that texts contain. One chunk, so that the type of
@@ -101,7 +101,7 @@ def _load_hub_split(name: str, split: str) -> datasets.Dataset:
         splits = datasets.load_dataset(repository, configuration)
     except Exception as error:  # the Hub, the network, the file formats: each raises its own kind
         raise DataError(
-            f"the dataset {name!r} could not be loaded from the Hub ({said(error)}); "
+            f"the dataset {name!r} could not be loaded from the Hub ({root_cause(error)}); "
             f"check its name and configuration and the network, or use data.files"
         ) from error
     _check_split(split, splits)
@@ -113,7 +113,8 @@ def _sliced(rows: datasets.Dataset, split: str, slice_: str) -> datasets.Dataset
         (part,) = datasets.ReadInstruction.from_spec(split + slice_).to_absolute({split: len(rows)})
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f"a slice of a split must be like {split}[:80%] or {split}[100:200], got {split + slice_!r} ({said(error)})"
+            f"a slice of a split must be like {split}[:80%] or {split}[100:200], got {split + slice_!r} "
+            f"({root_cause(error)})"
         ) from error
     return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
 
@@ -137,7 +138,9 @@ def _load_files(path: Path) -> datasets.Dataset:
     try:
         return _build(builder, [glob.escape(str(part)) for part in parts], **options)
     except Exception as error:  # pandas, pyarrow, gzip: each raises its own kind
-        raise DataError(f"{path} must be a readable {ending} file with at least one row, but: {said(error)}") from error
+        raise DataError(
+            f"{path} must be a readable {ending} file with at least one row, but: {root_cause(error)}"
+        ) from error
 
 
 def _load_image_folder(folder: Path) -> datasets.Dataset:
@@ -145,7 +148,8 @@ def _load_image_folder(folder: Path) -> datasets.Dataset:
         return _build("imagefolder", [f"{glob.escape(str(folder))}/*/*"], drop_labels=False)
     except Exception as error:  # as for files
         raise DataError(
-            f"an image folder must have one sub-folder of images per class, but {folder} does not load: {said(error)}"
+            f"an image folder must have one sub-folder of images per class, but {folder} does not load: "
+            f"{root_cause(error)}"
         ) from error
 
 
@@ -158,10 +162,3 @@ def _build(builder: str, patterns: list[str], **options: Any) -> datasets.Datase
         )
     rows.data.validate(full=True)  # pyarrow reads text that is not UTF-8 without a word
     return rows
-
-
-def said(error: BaseException) -> str:
-    """Quote on one line the error of another library that all the others were raised from."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return ": ".join([type(error).__name__, *filter(None, [" ".join(str(error).split())])])

@@ -10,14 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..errors import DataError
+from ..model.tokens import longest_sequence
 
 logger = logging.getLogger(__name__)
-
-# These models number positions from pad_token_id + 1: that many of their position embeddings go unused.
-_POSITIONS_START_AFTER_PAD = {
-    *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet"),
-    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-}
 
 
 def settle_padding(tokenizer: Any, config: Any) -> None:
@@ -47,17 +42,14 @@ def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | No
     Raises:
         DataError: max_length is more than the model takes, or less than 1.
     """
-    config = config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and config.model_type in _POSITIONS_START_AFTER_PAD:
-        positions -= config.pad_token_id + 1
+    longest = longest_sequence(config)
     if max_length is not None:
-        if max_length < 1 or (positions is not None and 0 < positions < max_length):
-            range_ = f"in [1, {positions}], what the model takes" if positions else "at least 1"
-            raise DataError(f"max_length must be {range_}, got {max_length}")
+        if max_length < 1 or (longest is not None and longest < max_length):
+            allowed = "at least 1" if longest is None else f"in [1, {longest}], what the model takes"
+            raise DataError(f"max_length must be {allowed}, got {max_length}")
         return max_length
-    # transformers writes 1e30 where it knows no limit, and some configs -1.
-    limits = [limit for limit in (tokenizer.model_max_length, positions) if limit and 0 < limit < 1_000_000]
+    # transformers writes 1e30 where it knows no limit.
+    limits = [limit for limit in (tokenizer.model_max_length, longest) if limit and 0 < limit < 1_000_000]
     return min(limits) if limits else None
 
 

@@ -1,1 +1,13 @@
-"""TODO evaluate."""
+"""Measure what a pruned model still predicts: metrics, and agreement with the dense model.
+
+In: a model, dense or slim, and batches from `data`. Out: `Quality` (metrics and stability) or `Judgement` (one
+metric with its standard error, and stability), and the scores of language-model benchmarks.
+
+In the order of reading:
+
+- `predict.py` runs a model over batches and keeps logits, or the likeliest tokens and their likelihoods.
+- `metrics.py` is the registry of metrics, each a plain function of numpy arrays. A recipe may also name a metric of
+  the `evaluate` library.
+- `judge.py` applies metrics to predictions, and holds the dense model's predictions to compare others with.
+- `lm_eval.py` runs the benchmarks of lm-evaluation-harness.
+"""

@@ -2,21 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import DataError
-from .metrics import check_metrics, load_metric
-from .predict import Predictions, TokenPredictions, predicted
+from ..progress import Track
+from .metrics import METRICS, check_metrics
+from .predict import Batch, Predictions, TokenPredictions, predict, predicted, references
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well a model predicts.
+
+    Attributes:
+        metrics: Name -> value.
+        stability: Share, in [0, 1], of predictions that equal the dense model's.
+    """
+
+    metrics: Mapping[str, float]
+    stability: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What pruning plans are compared by, on rows that heads were not scored on.
+
+    Attributes:
+        quality: The first metric; None where there are no labels.
+        standard_error: Of that metric, over as many samples.
+        stability: Share, in [0, 1], of predictions that equal the dense model's.
+    """
+
+    quality: float | None
+    standard_error: float
+    stability: float
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Compares predictions with the labels of some batches and with the dense model's predictions.
+
+    Without labels the dense model's predictions are the reference, so its own metrics are perfect by definition.
+
+    Attributes:
+        batches: What is predicted.
+        dense: The dense model's predictions of them.
+        metrics: Names of metrics, the most important first.
+        regression: Whether the logit is the prediction, rather than the class of the largest one.
+        tolerance: Largest absolute difference, in units of the label, at which two numbers count as equal.
+    """
+
+    batches: Sequence[Batch]
+    dense: Predictions
+    metrics: tuple[str, ...]
+    regression: bool = False
+    tolerance: float = 0.25
+
+    @classmethod
+    def on(
+        cls,
+        model: Any,
+        batches: Sequence[Batch],
+        *,
+        metrics: tuple[str, ...],
+        regression: bool = False,
+        tolerance: float = 0.25,
+        progress: Track | None = None,
+    ) -> Judge:
+        """Run the dense model over the batches, and return what judges other models on them."""
+        return cls(batches, predict(model, batches, progress=progress), metrics, regression, tolerance)
+
+    def of(self, predictions: Predictions) -> Quality:
+        """Return all metrics and the stability of predictions of the batches."""
+        metrics = compute_metrics(predictions, self._references, names=self.metrics, regression=self.regression)
+        return Quality(metrics, self._stability(predictions))
+
+    def judgement(self, predictions: Predictions) -> Judgement:
+        """Return the first metric of predictions with its bootstrap standard error, and their stability."""
+        share = self._stability(predictions)
+        if not self._labelled:
+            return Judgement(None, 0.0, share)
+        name, options = self.metrics[0], {"regression": self.regression}
+        quality = compute_metrics(predictions, self._references, names=[name], **options)[name]
+        return Judgement(quality, standard_error(predictions, self._references, name=name, **options), share)
+
+    @property
+    def _labelled(self) -> bool:
+        return "labels" in self.batches[0]
+
+    @cached_property
+    def _references(self) -> torch.Tensor:
+        return references(self.batches) if self._labelled else predicted(self.dense, regression=self.regression)
+
+    def _stability(self, predictions: Predictions) -> float:
+        return stability(self.dense, predictions, regression=self.regression, tolerance=self.tolerance)
 
 
 def compute_metrics(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], regression: bool = False
 ) -> dict[str, float]:
-    """Compute metrics of predictions.
+    """Compute metrics of predictions. An undefined one is 0.0, and a warning is logged.
 
     Args:
         predictions: From `predict`.
@@ -28,14 +123,20 @@ def compute_metrics(
         Name -> value, in the order of names.
 
     Raises:
-        RecipeError: a metric does not exist or does not fit the model.
-        DataError: predictions and references are not of the same number of samples or tokens.
+        RecipeError: A metric does not exist or does not fit the model.
+        DataError: Predictions and references are not of the same number of samples or tokens.
     """
-    given, wanted, options = _given_to_metrics(predictions, references, names=names, regression=regression)
-    results: dict[str, float] = {}
+    given, wanted, options = _metric_inputs(predictions, references, names=names, regression=regression)
+    values: dict[str, float] = {}
     for name in names:
-        results |= load_metric(name).of_arrays(given, wanted, **options)
-    return results
+        values[name] = METRICS[name].compute(given, wanted, **options)
+        if math.isnan(values[name]):
+            values[name] = 0.0
+            sides = {"predictions": given, "references": wanted}
+            constant = [side for side, array in sides.items() if (array == array[:1]).all()]
+            reason = f" because all {constant[0]} are equal" if constant else ""
+            logger.warning("%s is undefined%s: 0.0 is returned", name, reason)
+    return values
 
 
 def standard_error(
@@ -47,7 +148,9 @@ def standard_error(
     resamples: int = 100,
     seed: int = 0,
 ) -> float:
-    """Bootstrap standard error of a metric: its standard deviation over resampled sets of as many samples.
+    """Return the bootstrap standard error of a metric: its standard deviation over resampled sets of samples.
+
+    Every set has as many samples as there are; where the metric is undefined it counts as 0.0.
 
     Args:
         predictions: From `predict`.
@@ -56,19 +159,21 @@ def standard_error(
         regression: As in `compute_metrics`.
         resamples: How many sets are drawn.
         seed: Seed of the draws.
+
+    Raises:
+        RecipeError, DataError: As in `compute_metrics`.
     """
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(0, len(predictions), (resamples, len(predictions)), generator=generator)
-    given, wanted, options = _given_to_metrics(predictions, references, names=[name], regression=regression)
-    metric = load_metric(name)
-    values = [metric.of_arrays(given[draw], wanted[draw], **options)[name] for draw in draws.numpy()]
-    return float(np.std(values, ddof=1))
+    given, wanted, options = _metric_inputs(predictions, references, names=[name], regression=regression)
+    values = np.array([METRICS[name].compute(given[draw], wanted[draw], **options) for draw in draws.numpy()])
+    return float(np.std(np.where(np.isnan(values), 0.0, values), ddof=1))
 
 
-def _given_to_metrics(
+def _metric_inputs(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], regression: bool
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """What metrics take as predictions and references, (samples,) each, after checking that all of it fits."""
+    """Return what metrics take, predictions and references of (samples,) and options, after checking that all fits."""
     if isinstance(predictions, TokenPredictions):
         check_metrics(names, task="text-generation")
         if len(predictions.tokens) != len(references):
@@ -86,15 +191,15 @@ def _given_to_metrics(
             f"every sample needs a reference, got {len(predictions)} logits and {len(references)} references"
         )
     found = predicted(predictions, regression=regression)
-    # Numbers as `evaluate` hands them to a metric.
-    given, wanted = (part.double() if part.is_floating_point() else part for part in (found, references))
-    return given.numpy(), wanted.numpy(), {"num_labels": predictions.shape[-1]}
+    if regression:
+        return found.double().numpy(), references.double().numpy(), {}
+    return found.numpy(), references.numpy(), {"num_labels": predictions.shape[-1]}
 
 
 def stability(dense: Predictions, other: Predictions, *, regression: bool = False, tolerance: float = 0.25) -> float:
     """Return the share, in [0, 1], of predictions that equal the dense model's.
 
-    They are counted per sample: its class, its number, or all tokens of its answer; of plain text, per token.
+    A prediction is a sample's class, its number, or all tokens of its answer; in plain text it is a token.
 
     Args:
         dense: From `predict`.
@@ -103,7 +208,7 @@ def stability(dense: Predictions, other: Predictions, *, regression: bool = Fals
         tolerance: Largest absolute difference, in units of the label, at which two numbers count as equal.
 
     Raises:
-        DataError: the predictions differ in shape, or there are none.
+        DataError: The predictions differ in shape, or there are none.
     """
     if isinstance(dense, TokenPredictions) and isinstance(other, TokenPredictions):
         if not torch.equal(dense.sample, other.sample) or len(dense) == 0:

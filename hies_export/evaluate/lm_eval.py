@@ -1,4 +1,4 @@
-"""Language-model quality by EleutherAI's lm-evaluation-harness, in memory: HellaSwag, PIQA, MMLU, GSM8K and others."""
+"""Run benchmarks of EleutherAI's lm-evaluation-harness in memory: HellaSwag, PIQA, MMLU, GSM8K and others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..progress import quiet
 
 
 def check_benchmarks(tasks: Sequence[str]) -> None:
-    """Check, before any work, that benchmarks can be run, and load their data.
+    """Refuse, before any work, benchmarks that cannot be run, and load the data of the others.
 
     Args:
         tasks: Names of lm-eval's tasks and groups, or YAML files of tasks
@@ -53,7 +53,7 @@ def _is_file(task: str) -> bool:
 
 
 def _task_manager(tasks: Sequence[str]) -> Any:
-    """What finds tasks; reading the names of lm-eval's own takes seconds, so only where one is asked for."""
+    # Reading the names of lm-eval's own tasks takes seconds, so only where one is asked for.
     return _tasks_known(all(map(_is_file, tasks)))
 
 
@@ -68,17 +68,17 @@ def _tasks_known(files_only: bool) -> Any:
 def run_benchmarks(
     model: PreTrainedModel, tokenizer: Any, tasks: Sequence[str], *, samples: int | None = None, batch_size: int = 8
 ) -> dict[str, float]:
-    """Run benchmarks on a model, slim or not.
+    """Run benchmarks on a dense or slim model.
 
     Args:
         model: A language model.
         tokenizer: Its tokenizer, with a bos or an eos token.
         tasks: As in `check_benchmarks`.
-        samples: Only so many documents of each task, the first ones; all by default.
-        batch_size: Requests at a time.
+        samples: How many documents of each task are used, the first ones; all by default.
+        batch_size: How many requests are run at a time.
 
     Returns:
-        "task metric" -> value, e.g. "hellaswag acc_norm"; of groups such as MMLU the group's value alone.
+        "task metric" -> value, e.g. "hellaswag acc_norm"; for groups such as MMLU only the group's value.
     """
     with quiet():
         from lm_eval import simple_evaluate

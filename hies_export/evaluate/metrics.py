@@ -1,15 +1,12 @@
-"""The metrics of an evaluation: `evaluate.Metric` subclasses that work offline.
-
-They combine with `evaluate.combine`, and their result keys are their names. Nothing is written to disk: the
-predictions are kept in memory, so concurrent runs and a read-only home directory do not matter.
-"""
+"""The metrics of an evaluation: plain functions of numpy arrays, and those of the `evaluate` library by their name."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import datasets
 import evaluate
@@ -17,199 +14,195 @@ import numpy as np
 import scipy.stats
 import sklearn.metrics
 
-from ..errors import RecipeError, did_you_mean
+from ..errors import DataError, RecipeError, did_you_mean
+from ..progress import quiet
+from ..tasks import TASKS
 
-logger = logging.getLogger(__name__)
+Compute = Callable[..., float]
 
 
-class OfflineMetric(evaluate.Metric):
-    """Base of the metrics here: predictions and references in memory, no script from the Hub.
-
-    A metric sets what it is `of` and defines `_compute(self, predictions, references, num_labels=None)`.
+@dataclass(frozen=True)
+class Metric:
+    """A metric and what it applies to; see `register_metric`.
 
     Attributes:
-        of: What it judges: "classes", "numbers" (of a regression) or "tokens" (of generated text).
+        name: The name recipes give it.
+        of: What it compares: "classes", "numbers" (of a regression) or "tokens" (of generated text).
+        compute: The function, of predictions and references; NaN where the metric is undefined.
         higher_is_better: Whether more is better.
     """
 
-    of: ClassVar[str]
-    higher_is_better: ClassVar[bool] = True
-
-    def __init__(self, **options: Any):
-        options.setdefault("keep_in_memory", options.get("num_process", 1) == 1)
-        super().__init__(**options)
-
-    def of_arrays(self, predictions: np.ndarray, references: np.ndarray, **options: Any) -> dict[str, float]:
-        """What `compute` gives, without the Arrow tables it fills and reads on the way: a bootstrap calls it often."""
-        return {name: float(value) for name, value in self._compute(predictions, references, **options).items()}
-
-    def _build_data_dir(self) -> str:
-        # evaluate makes this folder in the user's cache even when everything stays in memory.
-        return self._data_dir_root if self.keep_in_memory else super()._build_data_dir()
-
-    def _info(self) -> evaluate.MetricInfo:
-        value = datasets.Value("float64" if self.of == "numbers" else "int64")
-        return evaluate.MetricInfo(
-            description=str(type(self).__doc__),
-            citation="",
-            features=datasets.Features({"predictions": value, "references": value}),
-        )
+    name: str
+    of: str
+    compute: Compute
+    higher_is_better: bool = True
 
 
-METRICS: dict[str, type[OfflineMetric]] = {}
+# The metrics below, and those of the `evaluate` library that were asked for in this process.
+METRICS: dict[str, Metric] = {}
 
 
-def register_metric(name: str) -> Callable[[type[OfflineMetric]], type[OfflineMetric]]:
-    """Add a metric under a name: subclass `OfflineMetric`, define `_compute`, decorate, done.
+def register_metric(name: str, *, of: str, higher_is_better: bool = True) -> Callable[[Compute], Compute]:
+    """Register a function as a metric: decorate it, and recipes can name it.
 
-    `_compute` returns `{name: value}`; `evaluate` names the module itself after the class, in snake case.
+    The function takes two arrays of one entry per sample and returns a number. It gets
+
+    - of "classes": predictions and references, (samples,) int64, and `num_labels`, how many classes the model knows;
+    - of "numbers": predictions and references, (samples,) float64;
+    - of "tokens": predictions with the fields `nll` (sum over the sample's label tokens of their negative
+      log-likelihoods, in nats) and `right` (how many of them are the likeliest token), and how many label tokens the
+      sample has, (samples,) int64. As sums, neither memory nor a bootstrap depends on the number of tokens.
+
+    Where a metric is undefined, return NaN: 0.0 is reported, and a warning is logged once.
+
+    Args:
+        name: The name recipes give it.
+        of: "classes", "numbers" or "tokens".
+        higher_is_better: Whether more is better.
     """
 
-    def add(metric: type[OfflineMetric]) -> type[OfflineMetric]:
-        METRICS[name] = metric
-        return metric
+    def register(compute: Compute) -> Compute:
+        METRICS[name] = Metric(name, of, compute, higher_is_better)
+        return compute
 
-    return add
-
-
-@register_metric("accuracy")
-class Accuracy(OfflineMetric):
-    """The share of predictions that equal the reference."""
-
-    of = "classes"
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
-        return {"accuracy": float(sklearn.metrics.accuracy_score(references, predictions))}
+    return register
 
 
-@register_metric("f1")
-class F1(OfflineMetric):
-    """F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro).
+@register_metric("accuracy", of="classes")
+def accuracy(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
+    """Return the share of predictions that equal the reference."""
+    return float(sklearn.metrics.accuracy_score(references, predictions))
 
-    `num_labels` is the number of classes the model knows; without it, the largest label that occurs decides.
+
+@register_metric("f1", of="classes")
+def f1(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
+    """Return the F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro).
+
+    Without `num_labels` the largest label that occurs tells the number of classes.
     """
-
-    of = "classes"
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
-        classes = num_labels or max(*predictions, *references) + 1
-        average = "binary" if classes <= 2 else "macro"
-        score = sklearn.metrics.f1_score(references, predictions, average=average, zero_division=0.0)
-        return {"f1": float(score)}
+    classes = num_labels or max(np.max(predictions), np.max(references)) + 1
+    average = "binary" if classes <= 2 else "macro"
+    return float(sklearn.metrics.f1_score(references, predictions, average=average, zero_division=0.0))
 
 
-@register_metric("matthews_correlation")
-class MatthewsCorrelation(OfflineMetric):
-    """Matthews correlation, in [-1, 1]; 0 where all predictions or all references are one class."""
-
-    of = "classes"
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
-        if _constant(predictions, references, name="matthews_correlation"):
-            return {"matthews_correlation": 0.0}
-        return {"matthews_correlation": float(sklearn.metrics.matthews_corrcoef(references, predictions))}
+@register_metric("matthews_correlation", of="classes")
+def matthews_correlation(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
+    """Return Matthews' correlation, in [-1, 1]; NaN where all predictions or all references are one class."""
+    if _is_constant(predictions, references):
+        return math.nan
+    return float(sklearn.metrics.matthews_corrcoef(references, predictions))
 
 
-@register_metric("pearson")
-class Pearson(OfflineMetric):
-    """Pearson correlation, in [-1, 1]; 0, with a logged warning, where one side is constant."""
-
-    of = "numbers"
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
-        if _constant(predictions, references, name="pearson"):
-            return {"pearson": 0.0}
-        return {"pearson": float(scipy.stats.pearsonr(predictions, references).statistic)}
+@register_metric("pearson", of="numbers")
+def pearson(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return Pearson's correlation, in [-1, 1]; NaN where one side is constant."""
+    if _is_constant(predictions, references):
+        return math.nan
+    return float(scipy.stats.pearsonr(predictions, references).statistic)
 
 
-@register_metric("spearman")
-class Spearman(OfflineMetric):
-    """Spearman rank correlation, in [-1, 1]; 0, with a logged warning, where one side is constant."""
-
-    of = "numbers"
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
-        if _constant(predictions, references, name="spearman"):
-            return {"spearman": 0.0}
-        return {"spearman": float(scipy.stats.spearmanr(predictions, references).statistic)}
+@register_metric("spearman", of="numbers")
+def spearman(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return Spearman's rank correlation, in [-1, 1]; NaN where one side is constant."""
+    if _is_constant(predictions, references):
+        return math.nan
+    return float(scipy.stats.spearmanr(predictions, references).statistic)
 
 
-class TokenMetric(OfflineMetric):
-    """Base of the metrics of generated text; a row is a sample, teacher-forced.
-
-    Predictions are `nll`, the sum of the negative log-likelihoods of the sample's label tokens in nats, and `right`,
-    how many of these are the likeliest token; references are how many label tokens there are. They are sums, so that
-    neither memory nor a bootstrap depends on the number of tokens.
-    """
-
-    of = "tokens"
-
-    def _info(self) -> evaluate.MetricInfo:
-        predictions = {"nll": datasets.Value("float64"), "right": datasets.Value("int64")}
-        return evaluate.MetricInfo(
-            description=str(type(self).__doc__),
-            citation="",
-            features=datasets.Features({"predictions": predictions, "references": datasets.Value("int64")}),
-        )
+def _is_constant(*sides: np.ndarray) -> bool:
+    return any(np.ptp(side) == 0 for side in sides)
 
 
-@register_metric("perplexity")
-class Perplexity(TokenMetric):
-    """The exponential of the mean negative log-likelihood of all label tokens; lower is better."""
-
-    higher_is_better = False
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
-        nll = math.fsum(sample["nll"] for sample in predictions)
-        return {"perplexity": float(np.exp(np.float64(nll / sum(references))))}
+@register_metric("perplexity", of="tokens", higher_is_better=False)
+def perplexity(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the exponential of the mean negative log-likelihood of all label tokens."""
+    return float(np.exp(np.float64(math.fsum(predictions["nll"]) / references.sum())))
 
 
-@register_metric("token_accuracy")
-class TokenAccuracy(TokenMetric):
-    """The share of label tokens that are the likeliest one after the tokens before them."""
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
-        return {"token_accuracy": sum(sample["right"] for sample in predictions) / sum(references)}
+@register_metric("token_accuracy", of="tokens")
+def token_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the share of label tokens that are the likeliest one after the tokens before them."""
+    return float(predictions["right"].sum() / references.sum())
 
 
-@register_metric("exact_match")
-class ExactMatch(TokenMetric):
-    """The share of samples whose label tokens are all predicted: greedy decoding gives exactly the answer."""
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
-        right = [sample["right"] == tokens for sample, tokens in zip(predictions, references, strict=True)]
-        return {"exact_match": sum(right) / len(right)}
+@register_metric("exact_match", of="tokens")
+def exact_match(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the share of samples whose label tokens are all predicted: greedy decoding gives exactly the answer."""
+    return float((predictions["right"] == references).mean())
 
 
-class Stability(OfflineMetric):
-    """The share of predictions that equal the reference model's, which are the references.
-
-    `tolerance` is the largest difference at which numbers count as equal; classes and tokens must be the same.
-    """
-
-    of = "numbers"
-
-    def _compute(self, predictions: Any, references: Any, tolerance: float = 0.0) -> dict[str, float]:
-        return {"stability": float(np.mean(np.abs(np.subtract(predictions, references)) <= tolerance))}
-
-
-def _constant(predictions: Any, references: Any, *, name: str) -> bool:
-    for what, values in (("predictions", predictions), ("references", references)):
-        if np.ptp(values) == 0:
-            logger.warning("%s is undefined because all %s are equal: 0.0 is returned", name, what)
-            return True
-    return False
-
-
-def load_metric(name: str) -> OfflineMetric:
-    """Make a metric by its name.
+def find_metric(name: str) -> Metric:
+    """Return a metric by its name: one of `METRICS`, else one that `evaluate.load` finds, which is added to them.
 
     Raises:
-        RecipeError: no metric has that name; the message gives the nearest one.
+        RecipeError: No metric has that name (the message gives the nearest one), or it cannot be used here.
     """
     if name not in METRICS:
-        raise RecipeError([_unknown(name)])
-    return METRICS[name]()
+        METRICS[name] = _load_from_evaluate(str(name))
+    return METRICS[name]
+
+
+# The errors among the metrics of `evaluate`, which does not say which way is better.
+_ERRORS = frozenset({"brier_score", "mae", "mape", "mase", "mse", "smape"})
+
+
+def higher_is_better(name: str) -> bool:
+    """Return whether more of a metric is better, without loading anything, so that any finished run can be shown."""
+    return METRICS[name].higher_is_better if name in METRICS else Path(name).stem not in _ERRORS
+
+
+def _load_from_evaluate(name: str) -> Metric:
+    """Load a metric of the `evaluate` library and try it on four samples.
+
+    The name is that of one of its own metrics, `owner/name` of a metric on the Hub, or a local script or its folder.
+    The script's code is executed. It says which way is better by an attribute `higher_is_better` of its class.
+    """
+    try:
+        with quiet():
+            module = evaluate.load(name, module_type="metric", keep_in_memory=True)
+    except (FileNotFoundError, ConnectionError) as error:
+        near = did_you_mean(name, METRICS, cutoff=0.4)
+        raise RecipeError(
+            [f"a metric must be one of {', '.join(METRICS)}, or one that evaluate.load finds, got {name!r}{near}"]
+        ) from error
+    except Exception as error:
+        raise RecipeError([f"the metric {name!r} must be one that evaluate can load, but it says: {error}"]) from error
+    of = _kind_of_features(module.features)
+    if of is None:
+        raise RecipeError(
+            [f"a metric must compare classes or numbers, one per sample, but {name!r} takes {module.features}"]
+        )
+
+    def compute(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
+        try:
+            with quiet():
+                found = module.compute(predictions=predictions, references=references)
+            return float(found[module.name] if module.name in found else _only(found))
+        except Exception as error:
+            raise DataError(f"the metric {name!r} must give one number for these predictions, but: {error}") from error
+
+    try:
+        dtype = np.int64 if of == "classes" else np.float64
+        compute(np.array([0, 1, 1, 0], dtype), np.array([0, 1, 0, 1], dtype))
+    except DataError as error:
+        raise RecipeError([str(error)]) from error
+    return Metric(name, of, compute, getattr(module, "higher_is_better", Path(name).stem not in _ERRORS))
+
+
+def _kind_of_features(features: Any) -> str | None:
+    """Return what a module of `evaluate` compares: "classes", "numbers", or None if it is neither."""
+    if not isinstance(features, datasets.Features) or set(features) != {"predictions", "references"}:
+        return None
+    if not all(isinstance(value, datasets.Value) for value in features.values()):
+        return None
+    dtype = features["predictions"].dtype
+    return "classes" if dtype.startswith(("int", "uint")) else "numbers" if dtype.startswith("float") else None
+
+
+def _only(found: dict[str, Any]) -> Any:
+    if len(found) != 1:
+        raise ValueError(f"it gives {', '.join(found) or 'nothing'}")
+    return next(iter(found.values()))
 
 
 def default_metrics(
@@ -222,9 +215,9 @@ def default_metrics(
         task: The task.
         answers: Whether text is generated in answer to a prompt.
     """
-    kind = what_of(task, regression=regression)
+    kind = _kind_of(task, regression=regression)
     if kind == "tokens":
-        return ("exact_match", "perplexity") if answers or task == "image-text-to-text" else ("perplexity",)
+        return ("exact_match", "perplexity") if answers or TASKS[task].images else ("perplexity",)
     return ("pearson", "spearman") if kind == "numbers" else ("accuracy",)
 
 
@@ -237,30 +230,24 @@ def check_metrics(names: Sequence[str], *, regression: bool = False, task: str =
         task: The task.
 
     Raises:
-        RecipeError: with all the problems at once.
+        RecipeError: A metric does not exist or does not fit; all problems at once.
     """
-    kind = what_of(task, regression=regression)
-    fitting = ", ".join(name for name, metric in METRICS.items() if metric.of == kind)
+    kind = _kind_of(task, regression=regression)
     model = {"numbers": "a regression", "classes": "a classifier", "tokens": "generated text"}[kind]
-    problems = []
+    problems: list[str] = []
     for name in names:
-        if name not in METRICS:
-            problems.append(_unknown(name))
-        elif METRICS[name].of != kind:
-            problems.append(
-                f"the metrics of {model} must be among {fitting}, got {name!r}, which is for {METRICS[name].of}"
-            )
+        try:
+            metric = find_metric(name)
+        except RecipeError as error:
+            problems += error.problems
+            continue
+        if metric.of != kind:
+            fitting = ", ".join(known for known, other in METRICS.items() if other.of == kind)
+            problems.append(f"the metrics of {model} must be among {fitting}, got {name!r}, which is for {metric.of}")
     if problems:
         raise RecipeError(problems)
 
 
-def what_of(task: str, *, regression: bool) -> str:
-    """What a task's metrics judge: "classes", "numbers" or "tokens"."""
-    if task in ("text-generation", "image-text-to-text"):
-        return "tokens"
-    return "numbers" if regression else "classes"
-
-
-def _unknown(name: str) -> str:
-    hint = did_you_mean(str(name), METRICS, cutoff=0.4)
-    return f"a metric must be one of {', '.join(METRICS)}, got {name!r}{hint}"
+def _kind_of(task: str, *, regression: bool) -> str:
+    """Return what the metrics of a task compare: "classes", "numbers" or "tokens"."""
+    return TASKS[task].prediction(regression=regression)

@@ -1,4 +1,4 @@
-"""The evaluation stage: what a model predicts on batches, metrics of that, and the agreement of two models."""
+"""Predict batches with a model: logits, or the likeliest tokens and their likelihoods."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from typing import Any
 
 import torch
 
-from hies_export.progress import Track
-
 from ..data.targets import IGNORED, check_label_tokens, predicted_positions
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, without_cache
+from ..progress import Track
 
 Batch = Mapping[str, torch.Tensor]
-# Rows of logits that are looked at together, in float32: 64 MB for a vocabulary of 32,000.
+# How many rows of logits are held in float32 at once: 64 MB for a vocabulary of 32,000.
 _ROWS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
 class TokenPredictions:
-    """What a language model predicts at the label tokens of all samples, in order, teacher-forced; on CPU.
+    """What a language model predicts at the label tokens of all samples, in order, teacher-forced; on the CPU.
 
-    The logits themselves, samples x tokens x vocabulary, are not kept.
+    The logits, (samples, tokens, vocabulary), are not kept.
 
     Attributes:
-        tokens: (label tokens,) int64, the likeliest token.
-        nll: (label tokens,) float32, negative log-likelihood of the label token, in nats.
-        sample: (label tokens,) int64, the sample each belongs to.
+        tokens: (label tokens,) int64, the likeliest token at each.
+        nll: (label tokens,) float32, the negative log-likelihood of each, in nats.
+        sample: (label tokens,) int64, the index of the sample that each belongs to.
         samples: How many samples there are.
         answers: Whether the label tokens are answers to prompts, rather than all of a text.
     """
@@ -43,7 +42,7 @@ class TokenPredictions:
         return self.samples
 
     def per_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum values of the label tokens, (label tokens,), over each sample: (samples,) in float64."""
+        """Return the sum over each sample of values of (label tokens,), (samples,) float64."""
         return torch.zeros(self.samples, dtype=torch.float64).index_add(0, self.sample, values.double())
 
 
@@ -54,20 +53,20 @@ Predictions = torch.Tensor | TokenPredictions
 def predict(model: Any, batches: Sequence[Batch], *, progress: Track | None = None) -> Predictions:
     """Run a model over batches, in evaluation mode and without gradients.
 
-    The labels are left out, so the model computes no loss; where they are tokens they say which predictions count.
-    Every module's training flag is put back afterwards.
+    The labels are left out, so the model computes no loss; token labels say which predictions count. Every module's
+    training flag is put back afterwards.
 
     Args:
         model: A model for one of the tasks; the batches are moved to its device.
-        batches: What `make_batches` returned.
+        batches: From `make_batches`.
         progress: Wraps the iteration over the batches, for example in a progress bar.
 
     Returns:
         The logits, (samples, labels), float32, on the CPU; where labels are tokens, `TokenPredictions`.
 
     Raises:
-        DataError: there are no batches, or a sample has no label token.
-        NonFiniteError: a logit is NaN or infinite; the message names the batch.
+        DataError: There are no batches, or a sample has no label token.
+        NonFiniteError: A logit is NaN or infinite; the message names the batch.
     """
     if not batches:
         raise DataError("predict needs at least one batch, got none")
@@ -99,7 +98,7 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Track | None = No
 
 
 def _judge_tokens(logits: torch.Tensor, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Likeliest tokens and the label tokens' negative log-likelihoods, (label tokens,) each, on CPU."""
+    """Return the likeliest tokens and the label tokens' negative log-likelihoods, (label tokens,) each, on the CPU."""
     where = predicted_positions(labels).nonzero().unbind(-1)
     wanted = labels[:, 1:][where]
     tokens, nll = [], []
@@ -111,7 +110,7 @@ def _judge_tokens(logits: torch.Tensor, labels: Any) -> tuple[torch.Tensor, torc
 
 
 def _are_answers(batches: Sequence[Batch]) -> bool:
-    # Of a text every token but the first is a label; a prompt is none, and has more than one token.
+    # In plain text every token but the first is a label; a prompt, of two tokens or more, has none.
     for batch in batches:
         labels = batch["labels"]
         mask = batch.get("attention_mask", torch.ones_like(labels))
@@ -127,7 +126,7 @@ def references(batches: Sequence[Batch]) -> torch.Tensor:
         (samples,): int64 classes, or float32 for regression; where labels are tokens, (label tokens,) int64.
 
     Raises:
-        DataError: the batches have no labels.
+        DataError: The batches have no labels.
     """
     if not batches or any("labels" not in batch for batch in batches):
         raise DataError("metrics need labels, but the batches have none; name the column in data.label")
@@ -138,7 +137,7 @@ def references(batches: Sequence[Batch]) -> torch.Tensor:
 
 
 def predicted(predictions: Predictions, *, regression: bool = False) -> torch.Tensor:
-    """What is predicted: (samples,) classes or numbers, or (label tokens,) tokens."""
+    """Return the classes or numbers that are predicted, (samples,), or the tokens, (label tokens,)."""
     if isinstance(predictions, TokenPredictions):
         return predictions.tokens
     return predictions.flatten() if regression else predictions.argmax(dim=-1)

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
-import evaluate
-
+from ..data.processors import load_processor
 from ..data.prompts import template_fields
 from ..errors import DataError
-from ..evaluate.metrics import OfflineMetric
-from .text import encode_prompts, load_generator, load_prompt_processor
+from .text import encode_prompts, load_generator
 
 # LLaVA-1.5's own turn; an image is put in front of prompts that do not place it.
 PROMPT = "USER: <image>\n{question} ASSISTANT:"
@@ -67,19 +64,15 @@ def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
     return sum(min((equal - (other == tidy(answer))) / 3, 1.0) for other in wanted) / len(wanted)
 
 
-class VqaAccuracy(OfflineMetric):
-    """The mean of `vqa_accuracy`: predictions are answers, references the list of answers people gave to each."""
+def mean_vqa_accuracy(answers: Sequence[str], given: Sequence[Sequence[str]]) -> float:
+    """Return the mean of `vqa_accuracy` over questions, in [0, 1].
 
-    of = "texts"
-
-    def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        features = datasets.Features({"predictions": text, "references": datasets.Sequence(text)})
-        return evaluate.MetricInfo(description=str(type(self).__doc__), citation="", features=features)
-
-    def _compute(self, predictions: Any, references: Any, num_labels: int | None = None) -> dict[str, float]:
-        values = [vqa_accuracy(p, r) for p, r in zip(predictions, references, strict=True)]
-        return {"vqa_accuracy": sum(values) / len(values)}
+    Args:
+        answers: To judge, one per question.
+        given: What people answered to each question.
+    """
+    values = [vqa_accuracy(answer, people) for answer, people in zip(answers, given, strict=True)]
+    return sum(values) / len(values)
 
 
 @dataclass(frozen=True)
@@ -166,7 +159,7 @@ def answer_questions(
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise DataError(f"every question must have its image, but {len(missing)} are missing, e.g. {missing[0]}")
-    processor = load_prompt_processor(folder, images=True)
+    processor = load_processor(folder, task="image-text-to-text", for_prompts=True)
     generate = load_generator(folder)
     found: dict[str, str] = {}
     starts = list(range(0, len(questions), batch_size))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from ..checkpoint.loading import load
+from ..data.images import image_of_file
+from ..data.processors import load_processor
 from ..errors import DataError, RecipeError, RequestError
 from ..onnx.generator import OnnxGenerator
 from ..runtimes.ort import DECODER_FILE, ONNX_FILE
-
-logger = logging.getLogger(__name__)
 
 
 def generate_text(
@@ -38,37 +37,10 @@ def generate_text(
     """
     if max_new_tokens < 1:
         raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
-    processor = load_prompt_processor(folder, images=bool(images))
+    processor = load_processor(folder, task="image-text-to-text" if images else "text-generation", for_prompts=True)
     batch = encode_prompts(processor, prompts, images)
     tokens = load_generator(folder)(batch, max_new_tokens)
     return processor.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def load_prompt_processor(folder: str | Path, *, images: bool = False) -> Any:
-    """The tokenizer of a folder, or with images its processor, that pads on the left.
-
-    Raises:
-        DataError: There is none, or its tokenizer has no token to pad with.
-    """
-    what = "a processor for text and images" if images else "a tokenizer"
-    try:
-        # The Pillow backend, so that results do not depend on torchvision being installed.
-        options = {"backend": "pil"} if images else {}
-        processor: Any = (AutoProcessor if images else AutoTokenizer).from_pretrained(folder, **options)
-        tokenizer = processor.tokenizer if images else processor
-    except Exception as error:  # transformers, tokenizers, json and the Hub: each raises its own kind
-        raise DataError(
-            f"prompts need {what}, but none could be loaded from {folder} ({str(error).strip().splitlines()[0]}); save "
-            "the one the model was trained with into that folder with save_pretrained"
-        ) from error
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        stand_in = tokenizer.eos_token or tokenizer.unk_token
-        if stand_in is None:
-            raise DataError(f"the tokenizer of {folder} must have a pad, eos or unk token to pad prompts with")
-        logger.info("the tokenizer has no pad token: prompts are padded with %s, masked out", stand_in)
-        tokenizer.pad_token = stand_in
-    return processor
 
 
 def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str | Path] = ()) -> dict[str, Tensor]:
@@ -83,7 +55,7 @@ def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str 
         raise DataError(f"images must be one for all prompts or one for each of {len(prompts)}, got {len(images)}")
     options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
     if images:
-        pictures = [_open_image(file) for file in images]
+        pictures = [image_of_file(file) for file in images]
         token = processor.image_token
         texts = [prompt if token in prompt else f"{token}\n{prompt}" for prompt in prompts]
         encoded = processor(text=texts, images=pictures * (len(prompts) // len(pictures)), **options)
@@ -94,16 +66,6 @@ def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str 
     if empty or not batch["input_ids"].numel():
         raise DataError(f"a prompt must have at least one token, got {(empty or prompts)[0]!r}")
     return batch
-
-
-def _open_image(file: str | Path) -> Any:
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(file) as image:
-            return image.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
-        raise DataError(f"an image must be a file that Pillow decodes, and {file} is not: {error}") from error
 
 
 def load_generator(folder: str | Path) -> Callable[[dict[str, Tensor], int], Tensor]:

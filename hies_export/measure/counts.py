@@ -1,21 +1,62 @@
-"""Count what a model is made of and what it computes: parameters, bytes, FLOPs, cache."""
+"""Count what a model consists of and what it computes: parameters, FLOPs, bytes of its cache."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from ..model.copies import share_weights
 from ..model.tokens import forward_inputs
-from ..values import AttentionSite
+from ..values import PrunableModule
+
+T = TypeVar("T")
+Shape = tuple[int, int]  # (batch, sequence)
+
+
+@dataclass(frozen=True)
+class Both(Generic[T]):
+    """A value of the dense model and one of the slim model."""
+
+    dense: T
+    slim: T
+
+
+@dataclass(frozen=True)
+class FlopCount(Both[int]):
+    """Floating-point operations of one forward pass of the two models, at a (batch, sequence)."""
+
+    shape: Shape
+
+    @property
+    def ratio(self) -> float:
+        """FLOPs of the slim model, as a share of the dense one's."""
+        return self.slim / self.dense
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """Floating-point operations of one layer in one forward pass.
+
+    Attributes:
+        layer: Dotted name of the layer; empty for what is outside of the layers with attention.
+        projections: Of the linear layers in front of the attention and behind it.
+        products: Of queries by keys, and of weights by values.
+        other: Of the rest of the layer, such as the MLP.
+    """
+
+    layer: str
+    projections: int
+    products: int
+    other: int
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Number of parameters, tied ones once.
+    """Count the parameters of a model, tied ones once.
 
     Args:
         model: Any module.
@@ -31,11 +72,11 @@ def count_parameters(model: torch.nn.Module) -> int:
 
 
 def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
-    """Floating-point operations of one forward pass (a multiply-add is two), attention products included.
+    """Count the floating-point operations of one forward pass, attention products included.
 
-    Counted by `torch.utils.flop_counter` on the modules themselves, whatever their config says, on tensors
-    without data and with eager attention: on the CPU the counter does not see inside the fused kernel.
-    A model whose forward looks at the values of its inputs is run for real instead.
+    A multiply-add is two operations. `torch.utils.flop_counter` counts on the modules themselves, whatever their config
+    says. It runs them on tensors without data, and with eager attention, for on the CPU it does not see inside the
+    fused kernel. A model whose forward looks at the values of its inputs is run on real tensors instead.
 
     Args:
         model: Any model; it is not run and not changed.
@@ -53,41 +94,48 @@ def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
     return _flops(model, batch)[""]
 
 
+def count_both_flops(
+    dense: PreTrainedModel, slim: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Any]]
+) -> dict[Shape, FlopCount]:
+    """Count the FLOPs of one forward pass of two models, by (batch, sequence)."""
+    return {s: FlopCount(count_flops(dense, b), count_flops(slim, b), s) for s, b in batches.items()}
+
+
 def flops_per_layer(
-    model: PreTrainedModel, batch: Mapping[str, Any], sites: Sequence[AttentionSite]
-) -> list[dict[str, Any]]:
-    """Where the FLOPs of one forward pass are; the parts add up to `count_flops`.
+    model: PreTrainedModel, batch: Mapping[str, Any], modules: Sequence[PrunableModule]
+) -> list[LayerFlops]:
+    """Count the FLOPs of one forward pass layer by layer; the parts add up to `count_flops`.
 
     Args:
         model: Dense or slim; it is not run and not changed.
         batch: As for `count_flops`.
-        sites: The attention modules, of the dense model or of this one: only their names are read.
+        modules: The attention modules, of the dense model or of this one: only their names are read.
 
     Returns:
-        A row per layer, `layer` its dotted name: `projections` (the linear layers in front of the attention and
-        behind it), `products` (queries by keys, weights by values) and `other` (the rest of the layer, such as the
-        MLP). The last row, `layer` empty, is what lies outside of the layers with attention: embeddings and heads.
+        One per layer, in the order of `modules`. The last one, its `layer` empty, is what lies outside of the layers with
+        attention: embeddings and heads.
     """
     found = _flops(model, batch)
-    rows: dict[str, dict[str, Any]] = {}
-    for site in sites:
+    parts: dict[str, list[int]] = {}  # layer -> [projections, products]
+    for module in modules:
         # The innermost numbered module around the attention, such as model.layers.3; else the attention itself.
-        match = re.match(r"(.*\.\d+)(?:\.|$)", site.name)
-        layer = match[1] if match else site.name
-        row = rows.setdefault(layer, {"layer": layer, "projections": 0, "products": 0, "other": 0})
-        children = [f"{site.name}.{name}" for name, _ in model.get_submodule(site.name).named_children()]
-        row["products"] += found.get(site.name, 0) - sum(found.get(name, 0) for name in children)
-        row["projections"] += sum(found.get(name, 0) for name in {*(p.name for p in site.projections), site.output})
-    for layer, row in rows.items():
-        row["other"] = found.get(layer, 0) - row["projections"] - row["products"]
-    outside = found[""] - sum(found.get(layer, 0) for layer in rows)
-    return [*rows.values(), {"layer": "", "projections": 0, "products": 0, "other": outside}]
+        match = re.match(r"(.*\.\d+)(?:\.|$)", module.name)
+        part = parts.setdefault(match[1] if match else module.name, [0, 0])
+        children = [f"{module.name}.{name}" for name, _ in model.get_submodule(module.name).named_children()]
+        part[0] += sum(found.get(name, 0) for name in {*module.producers, module.consumer})
+        part[1] += found.get(module.name, 0) - sum(found.get(name, 0) for name in children)
+    layers = [
+        LayerFlops(layer, projections, products, found.get(layer, 0) - projections - products)
+        for layer, (projections, products) in parts.items()
+    ]
+    outside = found[""] - sum(found.get(layer, 0) for layer in parts)
+    return [*layers, LayerFlops("", projections=0, products=0, other=outside)]
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
-    """Bytes that every further token adds to the key/value cache of one sequence, in the model's dtype.
+    """Return the bytes that every further token adds to the key/value cache of one sequence, in the model's dtype.
 
-    Asked of the cache that the model itself fills, on tensors without data.
+    They are read off the cache that the model itself fills, on tensors without data.
 
     Args:
         model: Any model; it is not run and not changed.
@@ -97,16 +145,16 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
     """
     if not model.can_generate() or model.config.is_encoder_decoder:
         return None
-    twin = share_weights(model, device="meta").eval()
+    empty = share_weights(model, device="meta").eval()
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
     with torch.no_grad():
-        cache = twin(input_ids=ids, use_cache=True).past_key_values
+        cache = empty(input_ids=ids, use_cache=True).past_key_values
     tensors = [t for layer in getattr(cache, "layers", ()) for t in (layer.keys, layer.values) if t is not None]
     return sum(t.numel() * t.element_size() for t in tensors) // ids.shape[1]
 
 
 def _flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
-    """FLOPs by dotted module name, the whole model's under the empty one."""
+    """Return FLOPs by dotted module name, the whole model's under the empty one."""
     inputs = forward_inputs(model, batch)
     try:
         # transformers looks into a padding mask, which meta tensors forbid; it changes no product's shape.
@@ -117,7 +165,7 @@ def _flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Count on a model that may be changed."""
+    """Count as `_flops` does, on a model that may be changed."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model.eval().set_attn_implementation("eager")

@@ -16,7 +16,7 @@ from .. import __version__
 
 
 def environment() -> dict[str, Any]:
-    """Where a measurement was made: versions, processor, GPU. No host name, no user, no path."""
+    """Describe where a measurement is made: versions, processor, GPU. No host name, no user, no path."""
     gpu = gpu_facts()
     packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "optimum")
     return {
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, str]:
-    """What nvidia-smi says of the first GPU: name, driver, clocks in MHz, limit in W; empty where there is none.
+    """Ask nvidia-smi for the first GPU's name, driver, clocks in MHz and power limit in W; empty where there is none.
 
     Source: https://docs.nvidia.com/deploy/nvidia-smi/index.html (`--help-query-gpu`)
     """
@@ -47,11 +47,11 @@ def gpu_facts() -> dict[str, str]:
     fields = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.max.memory", "power.limit")
     command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "--id=0"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    values = [value.strip() for value in said.splitlines()[0].split(",")] if said.strip() else []
-    # What a card does not tell is given as "[N/A]".
+    values = [value.strip() for value in printed.splitlines()[0].split(",")] if printed.strip() else []
+    # A field the card does not support reads "[N/A]".
     return {name: value for name, value in zip(fields, values, strict=False) if not value.startswith("[")}
 
 
@@ -63,7 +63,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_name() -> str:
-    """Model name of the processor; the architecture where the system does not tell."""
+    """Return the processor's model name, or its architecture where the system does not name it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

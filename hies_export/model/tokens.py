@@ -13,6 +13,26 @@ from transformers import PreTrainedModel
 from ..errors import RecipeError
 from .copies import share_weights
 
+# These models number positions from pad_token_id + 1: that many of their position embeddings go unused.
+_POSITIONS_START_AFTER_PAD = {
+    *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet"),
+    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+
+
+def longest_sequence(config: Any) -> int | None:
+    """Return how many tokens a model of this configuration takes at most, or None where it has no limit.
+
+    Of a composite model that is the limit of its language model.
+    """
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is None or positions < 1:  # some configurations write -1 for no limit
+        return None
+    if text.model_type in _POSITIONS_START_AFTER_PAD and text.pad_token_id is not None:
+        positions -= text.pad_token_id + 1
+    return positions
+
 
 def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
     """Which tokens of an attention module's output are no padding.
@@ -64,17 +84,22 @@ def synthetic_batch(
     if batch < 1:
         raise RecipeError([f"batch must be at least 1, got {batch}"])
     generator = torch.Generator().manual_seed(seed)
-    config = model.config.get_text_config()
     if model.main_input_name == "pixel_values":
         size = model.config.image_size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         shape = (batch, model.config.num_channels, height, width)
         return {"pixel_values": torch.randn(shape, generator=generator, dtype=torch.float32)}
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = longest_sequence(model.config)
     if sequence is None or sequence < 1 or (longest is not None and sequence > longest):
-        raise RecipeError([f"sequence must be in 1..{longest or 'any'} for {type(model).__name__}, got {sequence}"])
-    ids = torch.randint(0, config.vocab_size, (batch, sequence), generator=generator)
+        allowed = f"1..{'any' if longest is None else longest}"
+        raise RecipeError([f"sequence must be in {allowed} for {type(model).__name__}, got {sequence}"])
+    ids = torch.randint(0, model.config.get_text_config().vocab_size, (batch, sequence), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the first two samples of a batch: enough to find out where the heads are, or to trace a graph."""
+    return {key: value[:2] for key, value in batch.items()}
 
 
 def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:

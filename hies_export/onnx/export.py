@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..errors import DataError, RecipeError
 from ..model.copies import convert
-from ..model.tokens import forward_inputs
+from ..model.tokens import forward_inputs, longest_sequence
 from ..progress import quiet
 from ..runtimes.base import Provider
 from ..runtimes.ort import ONNX_FILE, require_onnxruntime
@@ -188,7 +188,7 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
     if not given["input_ids"].numel():
         raise DataError(f"the batch must have tokens, got input_ids of shape {tuple(given['input_ids'].shape)}")
     # What is compared goes on for a few tokens, which must have positions too.
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     length = given["input_ids"].shape[1] if positions is None else max(1, positions - SPARE_POSITIONS)
     return "decoder", {name: given[name][:, :length] for name in ("input_ids", "attention_mask")}
 

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from ..checkpoint.classes import load_config
 from ..errors import DataError, RecipeError, RequestError
+from ..model.tokens import longest_sequence
 from ..runtimes.ort import DECODER_FILE, EMBED_FILE, ONNX_FILE, VISION_FILE, OnnxRuntime
 from .multimodal import merge_images
 
@@ -78,7 +79,7 @@ class OnnxGenerator:
             vision_encoder=others[1] if parts else None,
             image_token_id=config.image_token_id if parts else None,
             vocabulary=text.vocab_size,
-            positions=getattr(text, "max_position_embeddings", None),
+            positions=longest_sequence(config),
             eos_token_ids=eos,
             pad_token_id=eos[0] if settings.pad_token_id is None and eos else settings.pad_token_id,
         )

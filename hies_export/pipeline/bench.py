@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,11 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import find_model_class, load_config
 from ..checkpoint.loading import load
 from ..errors import RequestError
-from ..measure.compare import count_both_flops, time_on
-from ..model.tokens import sequence_length, synthetic_batch
+from ..measure.compare import Track, time_on
+from ..measure.counts import Shape, count_both_flops
+from ..measure.rows import LatencyRow
+from ..measure.timing import Timing
+from ..model.tokens import longest_sequence, sequence_length, synthetic_batch
 from ..onnx.export import export_onnx
 from ..onnx.multimodal import is_vision_language
 from ..runtimes.base import RUNTIMES
@@ -32,8 +34,8 @@ def bench(
     dtypes: Sequence[str] = (),
     repeats: int = 30,
     min_seconds: float = 0.0,
-    track: Callable[[Sequence[Any], str], Iterable[Any]] | None = None,
-) -> list[dict[str, Any]]:
+    track: Track | None = None,
+) -> list[LatencyRow]:
     """Compare the latency of two checkpoints or ONNX folders; the same one twice measures the noise.
 
     Args:
@@ -44,7 +46,7 @@ def bench(
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
         dtypes: What checkpoints are run in, each on the runtimes that can; float32 by default. An ONNX folder runs in
             its own.
-        repeats, min_seconds: As in `time_on`.
+        repeats, min_seconds: As in `Timing`.
         track: Wraps the loops, e.g. in a progress bar.
 
     Returns:
@@ -53,62 +55,70 @@ def bench(
     Raises:
         RequestError: A folder is neither, the two take different inputs, or a runtime cannot run what it was given.
     """
-    folders = (Path(first), Path(second))
+    folders, timing = (Path(first), Path(second)), Timing(repeats=repeats, min_seconds=min_seconds)
+    runtimes = runtimes or (("onnxruntime-cpu",) if any(map(_is_exported, folders)) else ("torch",))
+    _check_request(folders, runtimes, dtypes)
+    skeletons = [_skeleton(folder) for folder in folders]
+    if skeletons[0].main_input_name != skeletons[1].main_input_name:
+        names = " and ".join(model.main_input_name for model in skeletons)
+        raise RequestError(f"two models must take the same kind of input to be compared, got {names}")
+    # The second model may have fewer positions than the first.
+    wanted, _ = (model_shapes(model, shapes) for model in skeletons)
+    batches = {shape: synthetic_batch(skeletons[0], batch=shape[0], sequence=shape[1]) for shape in wanted}
+    flops = count_both_flops(skeletons[0], skeletons[1], batches)
+    rows = []
+    for runtime in runtimes:
+        for dtype in dtypes or ("float32",):
+            if dtype in RUNTIMES[runtime].dtypes:
+                with tempfile.TemporaryDirectory(prefix="hies-bench-") as temporary:
+                    places = [Path(temporary) / name for name in ("first", "second")]
+                    sources = [
+                        _source(folder, runtime, dtype, place) for folder, place in zip(folders, places, strict=True)
+                    ]
+                    rows += time_on(runtime, *sources, batches=batches, flops=flops, timing=timing, track=track)
+    return rows
+
+
+def _is_exported(folder: Path) -> bool:
+    return (folder / ONNX_FILE).is_file()
+
+
+def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Sequence[str]) -> None:
+    """Refuse, before anything is loaded, what the runtimes cannot run.
+
+    Raises:
+        RequestError: A runtime is unknown or not installed, needs a checkpoint, or has no such dtype.
+    """
     for folder in folders:
         refuse_parts(folder)
-    exported = [(folder / ONNX_FILE).is_file() for folder in folders]
-    runtimes = runtimes or (("onnxruntime-cpu",) if any(exported) else ("torch",))
     for runtime in runtimes:
         check_runtime(runtime)
-    for folder, is_onnx in zip(folders, exported, strict=True):
-        for runtime in runtimes if is_onnx else ():
+    for folder in filter(_is_exported, folders):
+        for runtime in runtimes:
             if RUNTIMES[runtime].reads_models:
                 raise RequestError(
                     f"runtime {runtime} needs a checkpoint, but {folder} is an ONNX folder; use onnxruntime-cpu"
                 )
-        if is_onnx and dtypes:
+        if dtypes:
             raise RequestError(f"a dtype can be chosen for checkpoints, but {folder} is an ONNX folder with its own")
     check_dtypes(dtypes, runtimes)
-    skeletons = [_skeleton(folder) for folder in folders]
-    for folder, skeleton in zip(folders, skeletons, strict=True):
-        if is_vision_language(skeleton):
-            raise RequestError(f"bench times encoders and decoders, and {folder} is a vision-language model")
-    if skeletons[0].main_input_name != skeletons[1].main_input_name:
-        names = " and ".join(model.main_input_name for model in skeletons)
-        raise RequestError(f"two models must take the same kind of input to be compared, got {names}")
-    model_shapes(skeletons[1], shapes)
-    batches = {
-        shape: synthetic_batch(skeletons[0], batch=shape[0], sequence=shape[1])
-        for shape in model_shapes(skeletons[0], shapes)
-    }
-    flops = count_both_flops(skeletons[0], skeletons[1], batches)
-    timing: dict[str, Any] = {"repeats": repeats, "min_seconds": min_seconds}
-    rows = []
-    for runtime in runtimes:
-        for dtype in dtypes or ("float32",):
-            if dtype not in RUNTIMES[runtime].dtypes:
-                continue
-            with contextlib.ExitStack() as stack:
-                sources: list[Any] = []
-                for folder, is_onnx in zip(folders, exported, strict=True):
-                    if is_onnx:
-                        sources.append(folder)
-                    elif RUNTIMES[runtime].reads_models:
-                        device = "cuda" if torch.cuda.is_available() else "cpu"
-                        model: Any = load(folder, dtype=getattr(torch, dtype))
-                        sources.append(model.to(device))
-                    else:
-                        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hies-bench-"))
-                        sources.append(export_for(runtime, load(folder, dtype=torch.float32), Path(temporary), dtype))
-                rows += time_on(runtime, *sources, batches=batches, flops=flops, **timing, track=track)
-    return rows
+
+
+def _source(folder: Path, runtime: str, dtype: str, temporary: Path) -> PreTrainedModel | Path:
+    """Return what the runtime reads: the ONNX folder, the checkpoint's model, or its export into a temporary folder."""
+    if _is_exported(folder):
+        return folder
+    if not RUNTIMES[runtime].reads_models:
+        return export_for(runtime, load(folder, dtype=torch.float32), temporary, dtype)
+    model: Any = load(folder, dtype=getattr(torch, dtype))
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
-    """Refuse a dtype that none of the runtimes can run a model in.
+    """Refuse dtypes that none of the runtimes can run a model in.
 
     Raises:
-        RequestError: There is one.
+        RequestError: One of the dtypes is such.
     """
     known = list(dict.fromkeys(dtype for runtime in runtimes for dtype in RUNTIMES[runtime].dtypes))
     for dtype in dtypes:
@@ -117,7 +127,7 @@ def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
 
 
 def export_for(runtime: str, model: PreTrainedModel, temporary: Path, dtype: str) -> Path:
-    """The model as an ONNX folder that suits a runtime."""
+    """Export a model for a runtime, into a folder inside the temporary one, and return that folder."""
     return export_onnx(
         model,
         temporary / "onnx",
@@ -127,8 +137,8 @@ def export_for(runtime: str, model: PreTrainedModel, temporary: Path, dtype: str
     ).folder
 
 
-def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """(batch, sequence) pairs to measure; an image model's sequence is what its image size makes it.
+def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> list[Shape]:
+    """Return the (batch, sequence) pairs to measure; an image model's sequence follows from its image size.
 
     Raises:
         RequestError: A text model's shape has no sequence, or one beyond the model's positions.
@@ -142,11 +152,18 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
         synthetic_batch(model, batch=1, sequence=shape[1])
     if shapes:
         return [(shape[0], shape[1]) for shape in shapes]
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 128
-    return [(1, min(128, positions)), (8, min(128, positions))]
+    sequence = min(128, longest_sequence(model.config) or 128)
+    return [(1, sequence), (8, sequence)]
 
 
 def _skeleton(folder: Path) -> PreTrainedModel:
-    """The model of a folder without its weights: enough for shapes, inputs and FLOPs."""
+    """Build the model of a folder without its weights, which is enough for shapes, inputs and FLOPs.
+
+    Raises:
+        RequestError: It is a vision-language model.
+    """
     with torch.device("meta"):
-        return find_model_class(folder)(load_config(folder)).eval()
+        model: PreTrainedModel = find_model_class(folder)(load_config(folder)).eval()
+    if is_vision_language(model):
+        raise RequestError(f"bench times encoders and decoders, and {folder} is a vision-language model")
+    return model

@@ -1,363 +1,376 @@
-"""Calibrate, score and select as a recipe says: which heads stay."""
+"""Choose the units that stay, as a recipe asks: calibrate, score, select."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..calibrate.collect import collect_statistics
+from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ..calibrate.effects import collect_effects
 from ..calibrate.moments import collect_moments, moment_bytes
-from ..calibrate.signals import collect_signals
 from ..cost.flops import flops_table
-from ..cost.latency import latency_table
+from ..cost.latency import TimedOn, latency_table
 from ..data.targets import size_of
 from ..errors import PlanError
-from ..evaluate.metrics import METRICS
-from ..evaluate.predict import predict
+from ..evaluate.judge import Judge
+from ..measure.timing import Timing
 from ..model.copies import share_weights
+from ..model.tokens import first_samples
 from ..progress import Progress
 from ..prunable.attention import find_attention
-from ..recipe import PruningRecipe
+from ..recipe import CompensationSection, PruningRecipe
 from ..score.compensated import score_compensated
-from ..score.criteria import COMPENSATED, SIGNAL_CRITERIA, score_heads, uses_alpha
-from ..select.constraints import bundle_count, check_budget
-from ..select.knapsack import CostTable, check_reachable, counts_within, uniform_shares
-from ..select.select import select_heads
-from ..select.steps import compose, filled_in, sizes_of_steps
+from ..score.criteria import COMPENSATED, needs_of, score_units, uses_alpha
+from ..select.budget import CostTable, check_reachable, counts_within, shares_to_try
+from ..select.bundles import bundle_count
+from ..select.constraints import check_budget
+from ..select.iterative import compose, filled_in, rounds_of
+from ..select.select import select_units
 from ..slim.check import weight_norms
-from ..slim.cut import prune_heads
-from ..slim.refit import compensate_heads, refit_heads
-from ..values import HeadScores, HeadStatistics, PruningPlan, dump_json
-from .gains import export
-from .prepare import Prepared, budget_options, few
-from .quality import Refit, held_out_metric, judgement, predict_pruned
-from .search import ALPHAS, Judgement, choose_alpha, choose_by_drop
+from ..slim.cut import prune_units
+from ..slim.refit import Compensation, compensate, refit
+from ..values import (
+    Provenance,
+    PruningPlan,
+    Scores,
+    Selection,
+    Statistics,
+    dump_json,
+    library_versions,
+)
+from .budgets import BudgetOutcome, CostOutcome, HeadsOutcome, MaxDropOutcome
+from .measure import export
+from .prepare import Prepared, constraints_of
+from .quality import Refit
+from .search import ALPHAS, HeldOut, choose_alpha, choose_by_max_drop
 
 logger = logging.getLogger(__name__)
 
-# Moments of more than this are not held at once to choose by what refitting makes of a plan.
+# Moments of more than this are not held at once to choose by the refitted model.
 MOMENT_LIMIT_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was found out about the heads, and which of them stay.
+    """The units that stay, and what they were chosen by.
 
     Attributes:
         statistics: From calibration.
         scores: By the recipe's criterion.
-        plan: The heads that stay.
-        alpha_curve: What every alpha came to under `alpha: auto`, see `AlphaChoice`; else empty.
-        budget: What the plan promises, and why it is as large as it is.
-        refit: What compensation does to the dense model cut by a plan, where plans were judged by that; it holds the
-            moments of all heads.
+        plan: The units that stay.
+        alpha_curve: Per alpha its judgement under `alpha: auto`, see `AlphaChoice`; else empty.
+        budget: What the budget asked for, and what is predicted of the plan.
+        refit: Refits the dense model cut by a plan, where plans were judged by that; it holds the moments of all units.
     """
 
-    statistics: HeadStatistics
-    scores: HeadScores
+    statistics: Statistics
+    scores: Scores
     plan: PruningPlan
     alpha_curve: tuple[Mapping[str, Any], ...]
-    budget: Mapping[str, Any] = field(default_factory=dict)
+    budget: BudgetOutcome
     refit: Refit | None = None
 
 
 def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> Choice:
     """Calibrate, score, select; with `alpha: auto`, at the alpha that does best on the held-out rows.
 
-    With `steps`, so much of the budget at a time, each on the model that the steps before leave: cut, and refitted
-    where the recipe compensates. What is said of a head is what the last step found that it was there for.
+    With `steps`, a part of the budget goes at a time, each scored on the model that the rounds before leave: cut, and
+    refitted where the recipe compensates. The statistics of a unit are those of the last round that it was there for.
     """
-    if recipe.prune.steps == 1:
-        return _choose_once(prepared, recipe, progress=progress)
+    prune = recipe.prune
+    if prune.steps == 1:
+        return _Chooser(prepared, recipe, progress).choose()
+    assert prune.budget.heads is not None  # the recipe allows steps with no other budget
     chosen: Choice | None = None
-    for number, size in enumerate(
-        sizes_of_steps(prepared.scored, steps=recipe.prune.steps, **budget_options(recipe)), start=1
-    ):
+    rounds = rounds_of(prepared.scored, heads=prune.budget.heads, count=prune.steps, constraints=constraints_of(recipe))
+    for number, part in enumerate(rounds, start=1):
         progress.stage(f"step {number}")
         current = prepared if chosen is None else _left_by(chosen.plan, prepared, recipe)
-        found = _choose_once(current, recipe, size=size(current.scored), dense=prepared.model, progress=progress)
-        if chosen is not None:
-            found = replace(
-                found,
-                statistics=filled_in(chosen.statistics, found.statistics, chosen.plan),
-                scores=filled_in(chosen.scores, found.scores, chosen.plan),
-                plan=compose(chosen.plan, found.plan),
-                refit=None,  # it refits what the steps before left, and the plan is for the dense model
-            )
-        chosen = found
+        heads, counts = part.size(current.scored)
+        found = _Chooser(current, recipe, progress, dense=prepared.model).choose(heads=heads, counts=counts)
+        chosen = found if chosen is None else _after(chosen, found)
     assert chosen is not None
     return chosen
 
 
+def _after(earlier: Choice, later: Choice) -> Choice:
+    """Return the choice of two rounds as one, for the dense model."""
+    kept = earlier.plan.kept
+    values = {
+        name: filled_in(earlier.statistics[name], later.statistics[name], kept) for name in earlier.statistics.values
+    }
+    return replace(
+        later,
+        statistics=replace(later.statistics, values=values),
+        scores=replace(later.scores, scores=filled_in(earlier.scores.scores, later.scores.scores, kept)),
+        plan=replace(later.plan, kept=compose(kept, later.plan.kept), model=earlier.plan.model),
+        refit=None,  # it refits what the rounds before left, and the plan is for the dense model
+    )
+
+
 def _left_by(plan: PruningPlan, prepared: Prepared, recipe: PruningRecipe) -> Prepared:
-    """The model that a run by a plan ends with, in the place of the dense one."""
-    slim = prune_heads(share_weights(prepared.model), plan, prepared.sites, inplace=True)
+    """Return what was prepared, with the model that a run by a plan ends with in the place of the dense one."""
+    slim = prune_units(share_weights(prepared.model), plan, prepared.sites, inplace=True)
     if recipe.prune.compensation is not None:
-        compensate_heads(
-            prepared.model,
-            slim,
-            plan,
-            prepared.sites,
-            prepared.compensation,
-            **recipe.prune.compensation.model_dump(exclude={"samples"}),
-        )
-    sites = find_attention(slim, few(prepared.calibration[0]))
-    names = {site.name for site in prepared.scored}
-    return replace(prepared, model=slim, sites=sites, scored=tuple(site for site in sites if site.name in names))
+        how = compensation_of(recipe.prune.compensation)
+        compensate(prepared.model, slim, plan, prepared.sites, prepared.compensation, how)
+    modules = find_attention(slim, first_samples(prepared.calibration[0]))
+    names = {module.name for module in prepared.scored}
+    return replace(prepared, model=slim, sites=modules, scored=tuple(m for m in modules if m.name in names))
 
 
-def _choose_once(
-    prepared: Prepared,
-    recipe: PruningRecipe,
-    *,
-    size: Mapping[str, Any] | None = None,
-    dense: PreTrainedModel | None = None,
-    progress: Progress,
-) -> Choice:
-    """Choose on a model as it is.
+def compensation_of(section: CompensationSection) -> Compensation:
+    """Return how a recipe's section asks for consumers to be refitted."""
+    return Compensation(method=section.method, ridge=section.ridge, sequential=section.sequential)
+
+
+class _Chooser:
+    """Chooses on one model.
 
     Args:
         prepared: With the model.
-        recipe: How.
-        size: What goes, for `select_heads`; by default what the recipe's budget says.
-        dense: The model that predictions are compared with, if not the same.
+        recipe: How to choose.
         progress: Told about stages and loops.
+        dense: The model that predictions are compared with, if not the prepared one.
     """
-    prune, seed = recipe.prune, recipe.calibration.seed
-    # What a budget of cost allows is known before anything is scored.
-    table = _cost_table(prepared, recipe, progress=progress)
-    progress.stage("score")
-    statistics = collect_statistics(
-        prepared.model,
-        prepared.calibration,
-        prepared.scored,
-        progress=lambda batches: progress.track(batches, "score"),
-    )
-    if prune.criterion in SIGNAL_CRITERIA:
-        signals = collect_signals(prepared.model, prepared.calibration, prepared.scored)
-        statistics = replace(statistics, signals=signals)
-    recorded: dict[str, Any] = {
-        "seed": seed,
-        "calibration": {
-            "samples": statistics.samples,
-            "labels": "predictions" if prune.criterion == COMPENSATED else statistics.labels,
-            "fingerprint": statistics.fingerprint,
-        },
-        "model": weight_norms(prepared.model, prepared.sites),
-    }
-    options = budget_options(recipe) | dict(size or {})
 
-    def plan_by(scores: HeadScores) -> PruningPlan:
-        if table is None:
-            return select_heads(scores, prepared.sites, **options, **recorded)
-        counts = counts_within(scores, prepared.scored, table, ratio=_target(recipe), **options)
-        return select_heads(scores, prepared.sites, counts=counts, **options, **recorded)
+    def __init__(
+        self, prepared: Prepared, recipe: PruningRecipe, progress: Progress, *, dense: PreTrainedModel | None = None
+    ):
+        self._prepared, self._recipe, self._progress = prepared, recipe, progress
+        self._dense = dense or prepared.model
+        self._constraints = constraints_of(recipe)
 
-    def scores_at(alpha: float) -> HeadScores:
-        return score_heads(statistics, alpha=alpha, criterion=prune.criterion, normalize=prune.normalize, seed=seed)
+    def choose(self, *, heads: float | None = None, counts: Sequence[int] | None = None) -> Choice:
+        """Choose; by default as much goes as the recipe's budget says.
 
-    auto = prune.alpha == "auto" and uses_alpha(prune.criterion)
-    if prune.criterion == COMPENSATED:
-        effects = collect_effects(
+        Args:
+            heads: Share of the heads that goes instead.
+            counts: Bundles that go of each module instead.
+        """
+        prepared, prune = self._prepared, self._recipe.prune
+        # What a budget of cost allows is known before anything is scored.
+        table = self._cost_table()
+        statistics = self._statistics()
+        candidates = self._candidates(statistics)
+        if prune.budget.max_drop is not None:
+            return self._by_max_drop(statistics, list(candidates.values()))
+
+        def select(scores: Scores) -> Selection:
+            size: Mapping[str, Any] = {"heads": heads, "counts": counts}
+            if table is not None:
+                ratio = self._target()
+                within = counts_within(scores, prepared.scored, table, ratio=ratio, constraints=self._constraints)
+                size = {"counts": within}
+            elif heads is None and counts is None:
+                size = {"heads": prune.budget.heads}
+            return select_units(scores, prepared.sites, **size, constraints=self._constraints)
+
+        if len(candidates) == 1:
+            (scores,) = candidates.values()
+            plan = self._plan(select(scores), scores, statistics)
+            return Choice(statistics, scores, plan, (), self._outcome(table, plan.kept))
+        self._progress.stage("choose alpha")
+        held_out = self._held_out(prepared.metrics)
+        tracked = self._progress.track(list(candidates), "choose alpha")
+        chosen = choose_alpha({alpha: candidates[alpha] for alpha in tracked}, select, held_out)
+        plan = self._plan(chosen.selection, chosen.scores, statistics)
+        outcome = self._outcome(table, plan.kept)
+        return Choice(statistics, chosen.scores, plan, chosen.curve, outcome, self._refit)
+
+    def _statistics(self) -> Statistics:
+        self._progress.stage("score")
+        return collect_statistics(
+            self._prepared.model,
+            self._prepared.calibration,
+            self._prepared.scored,
+            needs=(*DEFAULT_NEEDS, *needs_of(self._recipe.prune.criterion)),
+            progress=lambda batches: self._progress.track(batches, "score"),
+        )
+
+    def _candidates(self, statistics: Statistics) -> dict[float | None, Scores]:
+        """Return the scores to choose from, by alpha; a single entry where there is no choice."""
+        prune, seed = self._recipe.prune, self._recipe.calibration.seed
+        if prune.criterion == COMPENSATED:
+            effects = collect_effects(
+                self._prepared.model,
+                self._prepared.calibration,
+                self._prepared.scored,
+                progress=lambda batches: self._progress.track(batches, "effects"),
+            )
+            scored = self._prepared.scored
+            return {
+                None: score_compensated(
+                    effects, scored, progress=lambda modules: self._progress.track(modules, "greedy removal")
+                )
+            }
+        automatic = prune.alpha == "auto"
+        alphas = ALPHAS if automatic and uses_alpha(prune.criterion) else (0.0 if automatic else prune.alpha,)
+        options: dict[str, Any] = {"criterion": prune.criterion, "normalize": prune.normalize, "seed": seed}
+        return {alpha: score_units(statistics, alpha=alpha, **options) for alpha in alphas}
+
+    def _plan(self, selection: Selection, scores: Scores, statistics: Statistics) -> PruningPlan:
+        calibration = statistics.calibration
+        provenance = Provenance(
+            criterion=scores.criterion,
+            alpha=scores.parameters.get("alpha"),
+            seed=self._recipe.calibration.seed,
+            calibration={
+                "samples": calibration.samples,
+                "labels": "predictions" if scores.criterion == COMPENSATED else calibration.labels,
+                "fingerprint": calibration.fingerprint,
+            },
+            versions=library_versions(),
+            model=weight_norms(self._prepared.model, self._prepared.sites),
+        )
+        return PruningPlan.of(selection, provenance)
+
+    def _held_out(self, metrics: tuple[str, ...]) -> HeldOut:
+        """Return what judges selections on the held-out rows: refitted, where the recipe compensates."""
+        prepared = self._prepared
+        judge = Judge.on(
+            self._dense,
+            prepared.held_out,
+            metrics=metrics,
+            regression=prepared.regression,
+            tolerance=self._recipe.evaluation.stability_tolerance,
+        )
+        self._refit = self._collect_refit()
+        return HeldOut(judge, prepared.model, prepared.sites, self._refit)
+
+    def _collect_refit(self) -> Refit | None:
+        """Return what refits a cut model, from moments collected once; None where there is no compensation."""
+        section, prepared = self._recipe.prune.compensation, self._prepared
+        if section is None:
+            return None
+        needed = moment_bytes(prepared.sites)
+        if needed > MOMENT_LIMIT_BYTES:
+            logger.warning(
+                "what goes is chosen without compensation, and only then compensated: for this model the other would "
+                "take %.0f GB",
+                needed / 1e9,
+            )
+            return None
+        moments = collect_moments(
             prepared.model,
-            prepared.calibration,
-            prepared.scored,
-            progress=lambda batches: progress.track(batches, "effects"),
+            prepared.sites,
+            prepared.compensation,
+            progress=lambda batches: self._progress.track(batches, "moments"),
         )
-        candidates = [
-            score_compensated(effects, prepared.scored, progress=lambda sites: progress.track(sites, "greedy removal"))
-        ]
-    elif auto:
-        candidates = [scores_at(alpha) for alpha in ALPHAS]
-    else:
-        candidates = [scores_at(0.0 if prune.alpha == "auto" else prune.alpha)]
-    if prune.budget.max_drop is not None:
-        return _choose_by_drop(prepared, recipe, statistics, candidates, recorded, progress=progress)
-    if not auto:
-        plan = plan_by(candidates[0])
-        return Choice(statistics, candidates[0], plan, (), _budget_details(recipe, prepared, table, plan))
-    progress.stage("choose alpha")
-    model, held_out = prepared.model, prepared.held_out
-    dense_logits, refit = predict(dense or model, held_out), _refit(prepared, recipe, progress=progress)
+        how = compensation_of(section)
+        return lambda slim, selection: refit(slim, selection, prepared.sites, moments, how)
 
-    def judged(plan: PruningPlan) -> Judgement:
-        logits = predict_pruned(model, plan, prepared.sites, held_out, refit=refit)
-        return judgement(prepared, held_out, dense_logits, logits, recipe)
+    def _target(self) -> float:
+        """Return what a budget of cost allows, as a share of the dense model's."""
+        budget = self._recipe.prune.budget
+        ratio = budget.flops if budget.latency is None else budget.latency.ratio
+        assert ratio is not None
+        return ratio
 
-    scores_of = dict(zip(ALPHAS, candidates, strict=True))
-    chosen = choose_alpha(
-        lambda alpha: (scores_of[alpha], plan_by(scores_of[alpha])),
-        judged,
-        alphas=tuple(progress.track(ALPHAS, "choose alpha")),
-        higher_is_better=METRICS[prepared.metrics[0]].higher_is_better,
-    )
-    budget = _budget_details(recipe, prepared, table, chosen.plan)
-    return Choice(statistics, chosen.scores, chosen.plan, chosen.curve, budget, refit)
+    def _cost_table(self) -> CostTable | None:
+        """Return what units cost, for a budget of FLOPs or time that can be met; None for the others."""
+        prepared, recipe, budget = self._prepared, self._recipe, self._recipe.prune.budget
+        if budget.latency is not None:
+            self._progress.stage("time cuts")
+            where = TimedOn(
+                runtime=budget.latency.runtime,
+                batch=prepared.measured[self._budget_shape()],
+                timing=Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds),
+                export=lambda model, folder: export(prepared, model, recipe, folder),
+            )
+            unit, track = recipe.prune.unit, self._progress.track
+            table = latency_table(prepared.model, prepared.scored, where, unit=unit, track=track)
+        elif budget.flops is not None:
+            batch = next(iter(prepared.measured.values()))
+            table = flops_table(prepared.model, prepared.scored, batch=batch, unit=recipe.prune.unit)
+        else:
+            return None
+        check_reachable(prepared.scored, table, ratio=self._target(), constraints=self._constraints)
+        return table
 
+    def _budget_shape(self) -> tuple[int, int]:
+        """Return the measured shape of a budget of time; images and prompts have one sequence for every batch."""
+        wanted = self._recipe.prune.budget.latency
+        assert wanted is not None
+        of_batch = [shape for shape in self._prepared.measured if shape[0] == wanted.batch]
+        return next((shape for shape in of_batch if shape[1] == wanted.sequence), of_batch[0])
 
-def _refit(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> Refit | None:
-    """What compensation will do to a cut model, from moments collected once; None where there will be none."""
-    compensation = recipe.prune.compensation
-    if compensation is None:
-        return None
-    needed = moment_bytes(prepared.sites)
-    if needed > MOMENT_LIMIT_BYTES:
-        logger.warning(
-            "what goes is chosen without compensation, and only then compensated: for this model the other would take "
-            "%.0f GB",
-            needed / 1e9,
+    def _outcome(self, table: CostTable | None, selection: Selection) -> BudgetOutcome:
+        """Return what the budget asked for and what is predicted; what is measured comes later."""
+        budget, unit = self._recipe.prune.budget, self._recipe.prune.unit
+        if table is None:
+            return HeadsOutcome("heads", budget.heads)
+        lost = {
+            module.name: bundle_count(module, unit) * len(selection[module.name].removed) // module.units
+            for module in self._prepared.scored
+        }
+        if budget.latency is None:
+            return CostOutcome("flops", self._target(), table.ratio(lost))
+        batch, sequence = self._budget_shape()
+        runtime = budget.latency.runtime
+        return CostOutcome("latency", self._target(), table.ratio(lost), runtime, batch, sequence, table.measured)
+
+    def _by_max_drop(self, statistics: Statistics, candidates: Sequence[Scores]) -> Choice:
+        """Choose the scores and the share of heads by which most can go while the held-out metric holds."""
+        self._progress.stage("choose sparsity")
+        prepared, max_drop = self._prepared, self._recipe.prune.budget.max_drop
+        assert max_drop is not None
+        shares = []
+        for share in shares_to_try(prepared.scored, self._constraints):
+            with contextlib.suppress(PlanError):  # beyond what the constraints leave
+                check_budget(prepared.scored, heads=share, constraints=self._constraints)
+                shares.append(share)
+        if not shares:
+            raise PlanError("max_drop needs heads that may go, but the constraints leave none; loosen them")
+        held_out = self._held_out((max_drop.metric,))
+
+        def select(scores: Scores, size: int) -> Selection:
+            return select_units(scores, prepared.sites, heads=shares[size - 1], constraints=self._constraints)
+
+        tracked = self._progress.track(candidates, "choose sparsity")
+        chosen = choose_by_max_drop(tracked, select, held_out, sizes=len(shares), by=max_drop.by)
+        outcome = MaxDropOutcome(
+            "max_drop",
+            metric=max_drop.metric,
+            by=max_drop.by,
+            dense=held_out.dense(),
+            refitted=chosen.value if self._refit else None,
+            masked=None if self._refit else chosen.value,
+            samples=sum(map(size_of, prepared.held_out)),
+            judged=chosen.judged,
         )
-        return None
-    moments = collect_moments(
-        prepared.model,
-        prepared.sites,
-        prepared.compensation,
-        progress=lambda batches: progress.track(batches, "moments"),
-    )
-    options: dict[str, Any] = {"method": compensation.method, "ridge": compensation.ridge}
-    return lambda slim, plan: refit_heads(slim, plan, prepared.sites, moments, **options)
+        plan = self._plan(chosen.selection, chosen.scores, statistics)
+        return Choice(statistics, chosen.scores, plan, (), outcome, self._refit)
 
 
 def write_choice(folder: Path, choice: Choice) -> None:
-    """Write scores.json (statistics and scores per head) and plan.json."""
-    statistics, scores, plan = choice.statistics, choice.scores, choice.plan
+    """Write scores.json (statistics and scores per unit) and plan.json."""
+    statistics, scores = choice.statistics, choice.scores
+    calibration = statistics.calibration
     written = {
         "criterion": scores.criterion,
         "parameters": scores.parameters,
         "scores": scores.scores,
-        "his": statistics.his,
-        "entropy": statistics.entropy,
-        "weight_l2": statistics.weight_l2,
-        "samples": statistics.samples,
-        "labels": statistics.labels,
-        "fingerprint": statistics.fingerprint,
+        **{name: statistics[name] for name in DEFAULT_NEEDS},
+        "samples": calibration.samples,
+        "labels": calibration.labels,
+        "fingerprint": calibration.fingerprint,
         "alpha_curve": choice.alpha_curve,
     }
     (folder / "scores.json").write_text(dump_json(written), encoding="utf-8")
-    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    (folder / "plan.json").write_text(choice.plan.to_json(), encoding="utf-8")
 
 
 def head_numbers(choice: Choice) -> dict[str, dict[str, list[float]]]:
-    """Per attention module that may lose heads what was found out about each head."""
-    found = {"his": choice.statistics.his, "entropy": choice.statistics.entropy, "score": choice.scores.scores}
+    """Return, per module that may lose heads, HIS, entropy and score of every head."""
+    values = {"his": choice.statistics["his"], "entropy": choice.statistics["entropy"], "score": choice.scores.scores}
     return {
-        name: {what: values[name].tolist() for what, values in found.items() if name in values}
+        name: {what: numbers[name].tolist() for what, numbers in values.items() if name in numbers}
         for name in choice.scores.scores
     }
-
-
-def _target(recipe: PruningRecipe) -> float:
-    """What a budget of cost allows, as a share of the dense model's."""
-    budget = recipe.prune.budget
-    ratio = budget.flops if budget.latency is None else budget.latency.ratio
-    assert ratio is not None
-    return ratio
-
-
-def _cost_table(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> CostTable | None:
-    """What heads cost, for a budget of FLOPs or time that can be met; None for the others."""
-    budget, options = recipe.prune.budget, budget_options(recipe)
-    common: dict[str, Any] = {"unit": recipe.prune.unit}
-    if budget.latency is not None:
-        progress.stage("time cuts")
-        table = latency_table(
-            prepared.model,
-            prepared.scored,
-            runtime=budget.latency.runtime,
-            batch=prepared.measured[_budget_shape(recipe, prepared)],
-            export=lambda model, folder: export(prepared, model, recipe, folder),
-            repeats=recipe.measure.repeats,
-            min_seconds=recipe.measure.min_seconds,
-            track=progress.track,
-            **common,
-        )
-    elif budget.flops is not None:
-        table = flops_table(prepared.model, prepared.scored, batch=next(iter(prepared.measured.values())), **common)
-    else:
-        return None
-    check_reachable(prepared.scored, table, ratio=_target(recipe), **options)
-    return table
-
-
-def _budget_shape(recipe: PruningRecipe, prepared: Prepared) -> tuple[int, int]:
-    """The measured shape that a budget of time is about; images and prompts have one sequence for every batch."""
-    wanted = recipe.prune.budget.latency
-    assert wanted is not None
-    of_batch = [shape for shape in prepared.measured if shape[0] == wanted.batch]
-    return next((shape for shape in of_batch if shape[1] == wanted.sequence), of_batch[0])
-
-
-def _budget_details(
-    recipe: PruningRecipe, prepared: Prepared, table: CostTable | None, plan: PruningPlan
-) -> dict[str, Any]:
-    """What the report says of the budget; what was measured of it comes later."""
-    budget = recipe.prune.budget
-    if table is None:
-        return {"kind": "heads", "target": budget.heads}
-    lost = {
-        site.name: bundle_count(site, recipe.prune.unit) * (site.heads - len(plan.kept[site.name].query)) // site.heads
-        for site in prepared.scored
-    }
-    details = {"target": _target(recipe), "predicted": table.ratio(lost)}
-    if budget.latency is None:
-        return {"kind": "flops", **details}
-    batch, sequence = _budget_shape(recipe, prepared)
-    where = {"runtime": budget.latency.runtime, "batch": batch, "sequence": sequence}
-    return {"kind": "latency", **where, **details, "table": table.measured}
-
-
-def _choose_by_drop(
-    prepared: Prepared,
-    recipe: PruningRecipe,
-    statistics: HeadStatistics,
-    candidates: Sequence[HeadScores],
-    recorded: Mapping[str, Any],
-    *,
-    progress: Progress,
-) -> Choice:
-    """The scores and the share of heads by which most can go while the held-out metric holds."""
-    progress.stage("choose sparsity")
-    drop, options = recipe.prune.budget.max_drop, budget_options(recipe)
-    assert drop is not None
-    dense_logits = predict(prepared.model, prepared.held_out)
-    dense = held_out_metric(prepared, recipe, dense_logits, dense_logits)
-    shares = []
-    for share in uniform_shares(prepared.scored, allocation=recipe.prune.allocation, unit=recipe.prune.unit):
-        with contextlib.suppress(PlanError):  # beyond what the constraints leave
-            check_budget(prepared.scored, heads=share, **options)
-            shares.append(share)
-    if not shares:
-        raise PlanError("max_drop needs heads that may go, but the constraints leave none; loosen them")
-
-    refit = _refit(prepared, recipe, progress=progress)
-
-    def judged(plan: PruningPlan) -> float:
-        logits = predict_pruned(prepared.model, plan, prepared.sites, prepared.held_out, refit=refit)
-        return held_out_metric(prepared, recipe, dense_logits, logits)
-
-    chosen = choose_by_drop(
-        progress.track(candidates, "choose sparsity"),
-        lambda scores, step: select_heads(scores, prepared.sites, heads=shares[step - 1], **options, **recorded),
-        judged,
-        steps=len(shares),
-        metric=drop.metric,
-        dense=dense,
-        by=drop.by,
-    )
-    details = {
-        "kind": "max_drop",
-        "metric": drop.metric,
-        "by": drop.by,
-        "dense": dense,
-        "refitted" if refit else "masked": chosen.value,
-        "samples": sum(map(size_of, prepared.held_out)),
-        "judged": chosen.judged,
-    }
-    return Choice(statistics, chosen.scores, chosen.plan, (), details, refit)

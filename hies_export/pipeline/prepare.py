@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.classes import find_model_class, load_config
-from ..data.batches import Columns, check_rows, draw_samples, load_processor, make_batches
 from ..data.lengths import by_length
-from ..data.rows import load_rows
+from ..data.processors import load_processor
+from ..data.reader import Batch, Columns, Reader
+from ..data.registry import reader_for
 from ..data.targets import is_regression
 from ..errors import RequestError, require_package
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import check_metrics, default_metrics
 from ..model.auto import auto_classes
-from ..model.tokens import synthetic_batch
+from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import find_attention, tower_of
 from ..recipe import PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_runtime
 from ..score.criteria import COMPENSATED, uses_alpha
-from ..select.constraints import check_budget, check_constraints
-from ..tasks import AUTO_CLASSES, GENERATIVE
-from ..values import AttentionSite
+from ..select.constraints import Constraints, check_budget, check_constraints
+from ..tasks import TASKS
+from ..values import PrunableModule
 from .bench import check_dtypes, model_shapes
 
 logger = logging.getLogger(__name__)
 
 # How many rows alpha: auto is judged on.
 HELD_OUT_SAMPLES = 256
-# What a drop is judged on: one of 0.01 is lost in the noise of fewer.
-DROP_SAMPLES = 1024
+# How many rows a quality loss is judged on: one of 0.01 is lost in the noise of fewer.
+MAX_DROP_SAMPLES = 1024
 
 
 @dataclass(frozen=True)
@@ -61,24 +62,69 @@ class Prepared:
 
     model: PreTrainedModel
     processor: Any
-    sites: tuple[AttentionSite, ...]
-    scored: tuple[AttentionSite, ...]
-    calibration: list[dict[str, Tensor]]
-    held_out: list[dict[str, Tensor]]
-    compensation: list[dict[str, Tensor]]
-    evaluation: list[dict[str, Tensor]]
+    sites: tuple[PrunableModule, ...]
+    scored: tuple[PrunableModule, ...]
+    calibration: list[Batch]
+    held_out: list[Batch]
+    compensation: list[Batch]
+    evaluation: list[Batch]
     metrics: tuple[str, ...]
     regression: bool
     runtimes: tuple[str, ...]
-    measured: dict[tuple[int, int], dict[str, Tensor]]
+    measured: dict[tuple[int, int], Batch]
 
 
-def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepared:
+@dataclass(frozen=True)
+class _Samples:
+    """What is drawn from the calibration split, once: the three overlap, and are samples for a `Reader`.
+
+    Attributes:
+        scoring: Those to score heads on.
+        held_out: Those after them.
+        compensation: Those to refit on, from the first again.
+    """
+
+    scoring: datasets.Dataset
+    held_out: datasets.Dataset
+    compensation: datasets.Dataset
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How many samples of the calibration split are used for what.
+
+    Attributes:
+        seed: Of the order that samples are drawn in.
+        scoring: To score units on.
+        held_out: To choose alpha or sparsity on.
+        compensation: To refit on.
+    """
+
+    seed: int
+    scoring: int
+    held_out: int
+    compensation: int
+
+    @classmethod
+    def of(cls, recipe: PruningRecipe) -> Draws:
+        """Return what a run of the recipe draws."""
+        prune = recipe.prune
+        automatic = prune.alpha == "auto" and uses_alpha(prune.criterion)
+        return cls(
+            seed=recipe.calibration.seed,
+            scoring=recipe.calibration.samples,
+            held_out=MAX_DROP_SAMPLES if prune.budget.max_drop is not None else HELD_OUT_SAMPLES * automatic,
+            compensation=0 if prune.compensation is None else prune.compensation.samples,
+        )
+
+
+def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepared | None = None) -> Prepared:
     """Load model and data; cheap checks come first, so that a wrong request fails at once.
 
     Args:
         recipe: What to load.
-        loaded: From a recipe that differs only in its calibration; model and evaluation batches are taken from there.
+        draws: What to draw of the calibration split; by default what a run of the recipe draws.
+        loaded: From the same recipe with other draws; model and evaluation batches are taken from there.
 
     Raises:
         RequestError: Something the recipe names is missing or does not fit; the message says what.
@@ -86,110 +132,152 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
     config = load_config(recipe.model, **hub)
     model_class = task_class(recipe.model, config, task=recipe.task, **hub)
-    regression = recipe.task == "text-classification" and is_regression(config)
-    data, calibration, compensation = recipe.data, recipe.calibration, recipe.prune.compensation
+    regression = TASKS[recipe.task].may_regress and is_regression(config)
+    metrics = _check_metrics(recipe, regression=regression)
+    _warn_without_compensation(recipe)
+    runtimes = _check_runtimes(recipe)
+    reader = _reader(recipe, config)
+    samples = _draw(recipe, reader, draws or Draws.of(recipe))
+    if loaded is None:
+        evaluation_samples = _load(recipe, reader, recipe.evaluation.split, samples=recipe.evaluation.samples)
+        model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
+    else:
+        model = loaded.model
+    shapes = _shapes(recipe, model)
+    # A tokenizer without a padding token changes the configuration, which must be the model's own.
+    reader = replace(reader, config=model.config)
+    size = recipe.calibration.batch_size
+    calibration = reader.batches(samples.scoring, batch_size=size)
+    _warn_of_one_class(calibration, regression=regression)
+    sites = find_attention(model, first_samples(calibration[0]))
+    scored = _in_towers(model, sites, recipe.prune.towers)
+    _check_budget(recipe, scored)
+    if loaded is None:
+        evaluation = _shortest_first(reader, evaluation_samples, recipe.evaluation.batch_size)
+    else:
+        evaluation = loaded.evaluation
+    return Prepared(
+        model=model,
+        processor=reader.processor,
+        sites=sites,
+        scored=scored,
+        calibration=calibration,
+        held_out=_shortest_first(reader, samples.held_out, size),
+        compensation=_batches(reader.unlabelled(), samples.compensation, size),
+        evaluation=evaluation,
+        metrics=metrics,
+        regression=regression,
+        runtimes=runtimes,
+        measured=_measured(model, shapes, calibration[0]),
+    )
+
+
+def _check_budget(recipe: PruningRecipe, modules: tuple[PrunableModule, ...]) -> None:
+    """Refuse constraints that are out of range, and a share of the heads that they do not leave."""
+    if recipe.prune.budget.heads is None:
+        check_constraints(modules, constraints_of(recipe))
+    else:
+        check_budget(modules, heads=recipe.prune.budget.heads, constraints=constraints_of(recipe))
+
+
+def _check_metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
+    """Return the names of the metrics, the report's first, all of which fit the task; check the benchmarks too."""
     metrics = recipe.evaluation.metrics or default_metrics(
-        regression=regression, task=recipe.task, answers=data.answer is not None
+        regression=regression, task=recipe.task, answers=recipe.data.answer is not None
     )
     drop = recipe.prune.budget.max_drop
     judged = metrics if drop is None else tuple(dict.fromkeys((*metrics, drop.metric)))
     check_metrics(judged, regression=regression, task=recipe.task)
-    if recipe.prune.criterion == COMPENSATED and compensation is None:
+    if recipe.evaluation.lm_eval:
+        check_benchmarks(recipe.evaluation.lm_eval)
+    return tuple(metrics)
+
+
+def _check_runtimes(recipe: PruningRecipe) -> tuple[str, ...]:
+    """Return the runtimes to measure on, all of them installed.
+
+    The parts of a vision-language model are no single graph that could be timed.
+    """
+    runtimes = recipe.measure.runtimes
+    timed = recipe.prune.budget.latency
+    if timed is not None:
+        runtimes = tuple(dict.fromkeys((*runtimes, timed.runtime)))
+    for name in runtimes:
+        check_runtime(name)
+    check_dtypes(recipe.measure.dtypes, runtimes)
+    if not TASKS[recipe.task].in_parts:
+        return runtimes
+    exported = [name for name in runtimes if not RUNTIMES[name].reads_models]
+    if exported and ("runtimes" in recipe.measure.model_fields_set or timed is not None):
+        raise RequestError(
+            f"a vision-language model, which is exported in parts, can be timed on torch only, but measure.runtimes "
+            f"or the budget names {', '.join(exported)}; set it to torch"
+        )
+    return tuple(name for name in runtimes if name not in exported)
+
+
+def _warn_without_compensation(recipe: PruningRecipe) -> None:
+    """Warn when the criterion counts on a compensation that the recipe does not ask for."""
+    if recipe.prune.criterion == COMPENSATED and recipe.prune.compensation is None:
         logger.warning(
             "%s ranks heads by what least squares cannot make up for, but prune.compensation is not set, so nothing "
             "makes up for them; add compensation: {method: least_squares}",
             COMPENSATED,
         )
-    runtimes = _runtimes(recipe)
-    if recipe.evaluation.lm_eval:
-        check_benchmarks(recipe.evaluation.lm_eval)
-    columns = Columns(text=data.text, image=data.image, label=data.label, prompt=data.prompt, answer=data.answer)
-    processor = load_processor(recipe.model, task=recipe.task, revision=recipe.revision)
-    shared: dict[str, Any] = {
-        "config": config,
-        "task": recipe.task,
-        "processor": processor,
-        "max_length": data.max_length,
-        "packing": data.packing,
-    }
 
-    def draw(split: str, samples: int | None, seed: int | None = None) -> datasets.Dataset:
-        # What generates text has samples that are not rows: blocks of packed text, questions about an image.
-        generative = recipe.task in GENERATIVE
-        options: dict[str, Any] = {"samples": samples, "shuffle_seed": seed}
-        rows = load_rows(name=data.name, files=data.files, split=split, **({} if generative else options))
-        check_rows(rows, columns=columns, config=config, task=recipe.task)
-        return draw_samples(rows, columns=columns, **shared, **options) if generative else rows
 
-    auto = recipe.prune.alpha == "auto" and uses_alpha(recipe.prune.criterion)
-    held_out_samples = DROP_SAMPLES if drop is not None else HELD_OUT_SAMPLES if auto else 0
-    compensation_samples = 0 if compensation is None else compensation.samples
-    # One draw: first the rows to score on, then those to choose alpha on; refitting starts from the first again.
-    most = max(calibration.samples + held_out_samples, compensation_samples)
-    drawn = draw(calibration.split, most, calibration.seed)
-    if held_out_samples and len(drawn) <= calibration.samples:
-        what, remedy = ("alpha: auto", "set alpha") if auto else ("max_drop", "choose another budget")
+def _reader(recipe: PruningRecipe, config: Any) -> Reader:
+    data = recipe.data
+    return reader_for(
+        recipe.task,
+        columns=Columns(text=data.text, image=data.image, label=data.label, prompt=data.prompt, answer=data.answer),
+        config=config,
+        processor=load_processor(recipe.model, task=recipe.task, revision=recipe.revision),
+        max_length=data.max_length,
+        packing=data.packing,
+    )
+
+
+def _load(
+    recipe: PruningRecipe, reader: Reader, split: str, *, samples: int | None, seed: int | None = None
+) -> datasets.Dataset:
+    return reader.load(split, name=recipe.data.name, files=recipe.data.files, samples=samples, shuffle_seed=seed)
+
+
+def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
+    """Draw all samples of the calibration split at once."""
+    split = recipe.calibration.split
+    most = max(draws.scoring + draws.held_out, draws.compensation)
+    drawn = _load(recipe, reader, split, samples=most, seed=draws.seed)
+    if draws.held_out and len(drawn) <= draws.scoring:
+        max_drop = recipe.prune.budget.max_drop is not None
+        what, remedy = ("max_drop", "choose another budget") if max_drop else ("alpha: auto", "set alpha")
         raise RequestError(
-            f"{what} needs samples beyond the {calibration.samples} to score on, but the split "
-            f"{calibration.split!r} has {len(drawn)}; lower calibration.samples or {remedy}"
+            f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {len(drawn)}; "
+            f"lower calibration.samples or {remedy}"
         )
 
     def part(start: int, count: int) -> datasets.Dataset:
         return drawn.select(list(range(start, min(start + count, len(drawn)))))
 
-    if loaded is None:
-        evaluation_rows = draw(recipe.evaluation.split, recipe.evaluation.samples)
-        model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
-    else:
-        model = loaded.model
-    shared["config"] = model.config
-    shapes = [] if recipe.task == "image-text-to-text" else model_shapes(model, recipe.measure.shapes)
-    timed = recipe.prune.budget.latency
-    if timed is not None and recipe.task != "image-text-to-text":
-        shapes = list(dict.fromkeys([*shapes, *model_shapes(model, [timed.shape])]))
-
-    def batches(rows: datasets.Dataset, columns: Columns, batch_size: int) -> list[dict[str, Tensor]]:
-        return make_batches(rows, columns=columns, batch_size=batch_size, **shared) if len(rows) else []
-
-    def sorted_batches(rows: datasets.Dataset, batch_size: int) -> list[dict[str, Tensor]]:
-        made = batches(rows, columns, batch_size)
-        return made and by_length(made, config=model.config)
-
-    if recipe.task in GENERATIVE:
-        columns = replace(columns, label=None)  # the right choices are chosen
-    size = calibration.batch_size
-    calibration_batches = batches(part(0, calibration.samples), columns, size)
-    _warn_of_one_class(calibration_batches, regression=regression)
-    sites = find_attention(model, few(calibration_batches[0]))
-    scored = _in_towers(model, sites, recipe.prune.towers)
-    options = budget_options(recipe)
-    if recipe.prune.budget.heads is None:
-        check_constraints(scored, **options)
-    else:
-        check_budget(scored, **options)
-    if recipe.task == "image-text-to-text":
-        wanted = recipe.measure.shapes or ((1,), (8,))
-        measured = _repeated(calibration_batches[0], wanted if timed is None else (*wanted, timed.shape))
-    else:
-        measured = {s: synthetic_batch(model, batch=s[0], sequence=s[1]) for s in shapes}
-    return Prepared(
-        model=model,
-        processor=processor,
-        sites=sites,
-        scored=scored,
-        calibration=calibration_batches,
-        held_out=sorted_batches(part(calibration.samples, held_out_samples), size),
-        compensation=batches(part(0, compensation_samples), replace(columns, label=None), size),
-        evaluation=loaded.evaluation if loaded else sorted_batches(evaluation_rows, recipe.evaluation.batch_size),
-        metrics=tuple(metrics),
-        regression=regression,
-        runtimes=runtimes,
-        measured=measured,
+    return _Samples(
+        scoring=part(0, draws.scoring),
+        held_out=part(draws.scoring, draws.held_out),
+        compensation=part(0, draws.compensation),
     )
 
 
-def _warn_of_one_class(batches: list[dict[str, Tensor]], *, regression: bool) -> None:
-    """Say so where all rows that heads are scored on are of one class: what tells others apart counts for nothing."""
+def _batches(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
+    return reader.batches(samples, batch_size=batch_size) if len(samples) else []
+
+
+def _shortest_first(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
+    batches = _batches(reader, samples, batch_size)
+    return batches and by_length(batches, config=reader.config)
+
+
+def _warn_of_one_class(batches: Sequence[Batch], *, regression: bool) -> None:
+    """Warn when all rows to score on are of one class: what tells it from the others then counts for nothing."""
     labels = [batch["labels"] for batch in batches if "labels" in batch]
     if regression or not labels or labels[0].dim() > 1:
         return
@@ -203,33 +291,10 @@ def _warn_of_one_class(batches: list[dict[str, Tensor]], *, regression: bool) ->
         )
 
 
-def _runtimes(recipe: PruningRecipe) -> tuple[str, ...]:
-    """The runtimes to measure on, all of them installed.
-
-    The parts of a vision-language model are no single graph that could be timed.
-    """
-    runtimes = recipe.measure.runtimes
-    timed = recipe.prune.budget.latency
-    if timed is not None:
-        runtimes = tuple(dict.fromkeys((*runtimes, timed.runtime)))
-    for name in runtimes:
-        check_runtime(name)
-    check_dtypes(recipe.measure.dtypes, runtimes)
-    if recipe.task != "image-text-to-text":
-        return runtimes
-    exported = [name for name in runtimes if not RUNTIMES[name].reads_models]
-    if exported and ("runtimes" in recipe.measure.model_fields_set or timed is not None):
-        raise RequestError(
-            f"a vision-language model, which is exported in parts, can be timed on torch only, but measure.runtimes "
-            f"or the budget names {', '.join(exported)}; set it to torch"
-        )
-    return tuple(name for name in runtimes if name not in exported)
-
-
 def _in_towers(
-    model: PreTrainedModel, sites: tuple[AttentionSite, ...], towers: tuple[str, ...]
-) -> tuple[AttentionSite, ...]:
-    """The attention modules in some towers of a composite model; by default those of the language model."""
+    model: PreTrainedModel, sites: tuple[PrunableModule, ...], towers: tuple[str, ...]
+) -> tuple[PrunableModule, ...]:
+    """Return the attention modules in some towers of a composite model; by default those of the language model."""
     of = {site.name: tower_of(model, site) for site in sites}
     known = list(dict.fromkeys(of.values()))
     for tower in towers:
@@ -241,48 +306,58 @@ def _in_towers(
     return tuple(site for site in sites if of[site.name] in wanted)
 
 
-def _repeated(
-    batch: dict[str, Tensor], shapes: tuple[tuple[int, ...], ...]
-) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """The longest sample of a batch, as often as each shape's batch says: random tokens would have no image in them."""
-    longest = int(batch["attention_mask"].sum(-1).argmax())
-    sample = {key: value[longest : longest + 1] for key, value in batch.items() if key != "labels"}
-    sizes = dict.fromkeys(shape[0] for shape in shapes)
-    sequence = batch["input_ids"].shape[1]
-    return {
-        (size, sequence): {key: value.repeat(size, *[1] * (value.dim() - 1)) for key, value in sample.items()}
-        for size in sizes
-    }
+def _shapes(recipe: PruningRecipe, model: PreTrainedModel) -> list[tuple[int, int | None]]:
+    """Return the (batch, sequence) pairs to measure; the sequence is None where it follows from the prompts."""
+    timed = recipe.prune.budget.latency
+    if TASKS[recipe.task].in_parts:
+        wanted = recipe.measure.shapes or ((1,), (8,))
+        return [(shape[0], None) for shape in (wanted if timed is None else (*wanted, timed.shape))]
+    budgeted = [] if timed is None else model_shapes(model, [timed.shape])
+    return [*model_shapes(model, recipe.measure.shapes), *budgeted]
 
 
-def budget_options(recipe: PruningRecipe) -> dict[str, Any]:
-    """What `select_heads` needs to know of a recipe; without `heads` where the budget is of another kind."""
+def _measured(
+    model: PreTrainedModel, shapes: Sequence[tuple[int, int | None]], calibration: Batch
+) -> dict[tuple[int, int], Batch]:
+    """Return a batch of each shape: random tokens or pixels, or the longest calibration sample again and again."""
+    measured: dict[tuple[int, int], Batch] = {}
+    for size, sequence in shapes:
+        if sequence is None:
+            # Random tokens would have no image in them.
+            longest = int(calibration["attention_mask"].sum(-1).argmax())
+            measured[size, calibration["input_ids"].shape[1]] = {
+                key: value[longest : longest + 1].repeat(size, *[1] * (value.dim() - 1))
+                for key, value in calibration.items()
+                if key != "labels"
+            }
+        else:
+            measured[size, sequence] = synthetic_batch(model, batch=size, sequence=sequence)
+    return measured
+
+
+def constraints_of(recipe: PruningRecipe) -> Constraints:
+    """Return what a recipe's selections are subject to."""
     prune = recipe.prune
-    return {
-        **({} if prune.budget.heads is None else {"heads": prune.budget.heads}),
-        "allocation": prune.allocation,
-        "unit": prune.unit,
-        "min_heads": prune.min_heads,
-        "keep_layers": prune.keep_layers,
-        "multiple_of": prune.multiple_of,
-    }
-
-
-def few(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The first two samples of a batch: enough to find out where the heads are, or to trace a graph."""
-    return {key: value[:2] for key, value in batch.items()}
+    return Constraints(
+        allocation=prune.allocation,
+        unit=prune.unit,
+        min_heads=prune.min_heads,
+        keep_layers=prune.keep_layers,
+        multiple_of=prune.multiple_of,
+    )
 
 
 def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:
-    """The model class of a checkpoint, which must be one for the task.
+    """Return the model class of a checkpoint, which must be one for the task.
 
     Raises:
         RequestError: It is for something else.
     """
     model_class = find_model_class(path, **hub)
-    if AUTO_CLASSES[task] not in auto_classes(model_class.__name__, config.model_type):
+    auto_class = TASKS[task].auto_class
+    if auto_class not in auto_classes(model_class.__name__, config.model_type):
         raise RequestError(
-            f"{task} needs a model fine-tuned for it (one that {AUTO_CLASSES[task]} loads), but {path} is a "
+            f"{task} needs a model fine-tuned for it (one that {auto_class} loads), but {path} is a "
             f"{model_class.__name__}; fine-tune it for the task first, or change the task"
         )
     return model_class

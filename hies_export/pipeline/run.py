@@ -1,14 +1,15 @@
-"""The whole line: recipe -> calibrate -> score -> select -> cut -> save -> export -> measure -> report.
+"""Run the whole line: recipe -> calibrate -> score -> select -> cut -> save -> export -> measure -> report.
 
-`prepare`, `choice`, `quality`, `gains` and this file are the only places where a recipe is unpacked; every stage is a
-function that can be called without one.
+Of a run, `prepare`, `choose`, `measure` and this file unpack the recipe; every stage is a function that can be called
+without one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.save import save_slim
 from ..data.targets import size_of
 from ..errors import DropError
+from ..evaluate.judge import Judge
+from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.predict import predict
 from ..measure.environment import environment
+from ..model.tokens import first_samples
+from ..onnx.export import OnnxExport
 from ..progress import Progress, Silent
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
@@ -28,17 +33,18 @@ from ..report.markdown import render_markdown
 from ..report.report import Quality, Report, UnitCounts
 from ..report.rows import head_map
 from ..runtimes.ort import require_onnxruntime
-from ..slim.check import check_cut
+from ..slim.check import compare_cut
 from ..slim.config import is_slim
-from ..slim.cut import prune_heads
-from ..slim.refit import LayerFit, compensate_heads
-from ..tasks import AUTO_CLASSES
+from ..slim.cut import prune_units
+from ..slim.refit import LayerFit, compensate
+from ..tasks import TASKS
 from ..values import PruningPlan
-from .choose import choose, head_numbers, write_choice
-from .gains import export, measure_gains, measured_budget
-from .prepare import Prepared, few, prepare
-from .quality import Refit, evaluate, held_out_metric
-from .search import metric_drop
+from .budgets import BudgetOutcome, CostOutcome, MaxDropOutcome
+from .choose import Choice, choose, compensation_of, head_numbers, write_choice
+from .measure import Measurements, export, measure_both
+from .prepare import Prepared, prepare
+from .quality import Evaluation, Refit, evaluate
+from .search import quality_loss
 
 
 def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | None = None) -> Report:
@@ -67,112 +73,124 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
         seconds = _Stopwatch()
         with seconds("score"):
             choice = choose(prepared, recipe, progress=progress)
-        statistics, plan = choice.statistics, choice.plan
         write_choice(folder, choice)
         with seconds("cut"):
-            slim, fits, cut_max_abs, reload_max_abs = prune(
-                prepared, plan, recipe, folder / "slim", refit=choice.refit, progress=progress
-            )
+            pruned = prune(prepared, choice.plan, recipe, folder / "slim", refit=choice.refit, progress=progress)
             choice = replace(choice, refit=None)  # its moments may be gigabytes
-            budget = confirm_drop(prepared, slim, recipe, choice.budget, progress=progress)
-        quality = evaluate(prepared, slim, plan, recipe, progress=progress)
+            budget = confirm_max_drop(prepared, pruned.slim, recipe, choice.budget, progress=progress)
+        evaluation = evaluate_run(prepared, pruned.slim, choice.plan, recipe, progress=progress)
         with seconds("export"):
             progress.stage("export")
-            onnx = export(prepared, slim, recipe, folder / "onnx")
+            onnx = export(prepared, pruned.slim, recipe, folder / "onnx")
         with seconds("measure"):
-            gains = measure_gains(prepared, slim, onnx, recipe, progress=progress)
-        report = Report(
-            model=recipe.model,
-            task=recipe.task,
-            criterion=plan.criterion,
-            alpha=plan.alpha,
-            seed=plan.seed,
-            heads=UnitCounts(plan.heads, plan.removed, [len(kept.query) for kept in plan.kept.values()]),
-            parameters=gains["parameters"],
-            bytes=gains["bytes"],
-            flops=gains["flops"],
-            cache_bytes_per_token=gains["cache_bytes_per_token"],
-            quality=Quality(metric=prepared.metrics[0], **quality["metrics"][prepared.metrics[0]]),
-            stability=quality["stability"],
-            cut_max_abs=cut_max_abs,
-            reload_max_abs=reload_max_abs,
-            onnx_max_abs=onnx.max_abs,
-            seconds=seconds.spent,
-            latency=gains["latency"],
-            environment=environment(),
-            details={
-                "base_model": None if Path(recipe.model).exists() else recipe.model,
-                "head_map": head_map(plan),
-                "heads": head_numbers(choice),
-                "budget": measured_budget(budget, gains),
-                "metrics": quality["metrics"],
-                "benchmarks": quality["benchmarks"],
-                "uncompensated": quality["uncompensated"],
-                "compensation": [asdict(fit) for fit in fits],
-                "alpha_curve": choice.alpha_curve,
-                "stability_of": _predicted(recipe),
-                "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
-                "custom_code": is_slim(slim),
-                "flops_per_layer": gains["flops_per_layer"],
-                "auto_class": AUTO_CLASSES[recipe.task],
-                "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
-                "data": {
-                    "labels": plan.calibration["labels"],
-                    "calibration_samples": statistics.samples,
-                    "calibration_batch": statistics.batch_size,
-                    "calibration_batch_asked": min(recipe.calibration.batch_size, statistics.samples),
-                    "evaluation_samples": sum(map(size_of, prepared.evaluation)),
-                    "evaluation_split": recipe.evaluation.split,
-                    **_data_source(recipe),
-                    "fingerprint": statistics.fingerprint,
-                },
-            },
-        )
-        origin = read_card(recipe.model) if Path(recipe.model).exists() else {"base_model": recipe.model}
-        (folder / "slim" / "README.md").write_text(render_card(report, origin=origin), encoding="utf-8")
-        (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
-        (folder / "report.html").write_text(render_html(report), encoding="utf-8")
-        (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
+            measured = measure_both(prepared, pruned.slim, onnx, recipe, progress=progress)
+        if isinstance(budget, CostOutcome):
+            budget = budget.with_measured(measured.flops, measured.latency)
+        done = _Done(prepared, choice, pruned, evaluation, onnx, measured, budget)
+        report = _report(recipe, done, seconds.spent)
+        _write_report(folder, report, recipe)
     return report
 
 
-def confirm_drop(
-    prepared: Prepared, slim: PreTrainedModel, recipe: PruningRecipe, budget: Mapping[str, Any], *, progress: Progress
-) -> dict[str, Any]:
-    """Judge the model that was cut, and refitted, on the rows that its number of heads was chosen on.
+@dataclass(frozen=True)
+class Pruned:
+    """The slim model, and how it was checked.
 
-    Returns:
-        What there is to say of the budget, with `slim`, its metric.
-
-    Raises:
-        DropError: It got worse by more than the budget allows: the refit did harm.
+    Attributes:
+        slim: The slim model.
+        fits: What compensation did to each layer.
+        cut_max_abs: Largest absolute difference of any output between the cut and the masked model.
+        reload_max_abs: The same between the saved and the reloaded model.
     """
-    drop = recipe.prune.budget.max_drop
-    if drop is None:
-        return dict(budget)
-    progress.stage("confirm")
-    dense_logits = predict(prepared.model, prepared.held_out)
-    value = held_out_metric(prepared, recipe, dense_logits, predict(slim, prepared.held_out))
-    lost = metric_drop(drop.metric, budget["dense"], value)
-    if lost > drop.by:
-        raise DropError(
-            f"{drop.metric} on the held-out rows may get worse by {drop.by:g}, and the model that was judged kept to "
-            f"it, but the compensated one lost {lost:.4g}; compensate on more samples, or not at all"
-        )
-    return {**budget, "slim": value}
+
+    slim: PreTrainedModel
+    fits: list[LayerFit]
+    cut_max_abs: float
+    reload_max_abs: float
 
 
-def _data_source(recipe: PruningRecipe) -> dict[str, str | None]:
-    """The Hub data set, or the file, that quality was judged on."""
-    split = recipe.evaluation.split.partition("[")[0]
-    return {"name": recipe.data.name, "file": recipe.data.files[split].name if recipe.data.files else None}
+@dataclass(frozen=True)
+class _Done:
+    """Everything that the stages of a run returned."""
+
+    prepared: Prepared
+    choice: Choice
+    pruned: Pruned
+    evaluation: Evaluation
+    onnx: OnnxExport
+    measured: Measurements
+    budget: BudgetOutcome
 
 
-def _predicted(recipe: PruningRecipe) -> str:
-    """What a prediction is, whose share that stays the same is the stability."""
-    if recipe.data.answer is not None:
-        return "answer"
-    return "next token" if recipe.task == "text-generation" else "prediction"
+def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float]) -> Report:
+    """Return the report of a run."""
+    plan, measured, evaluation = done.choice.plan, asdict(done.measured), done.evaluation
+    metric = done.prepared.metrics[0]
+    return Report(
+        model=recipe.model,
+        task=recipe.task,
+        criterion=plan.criterion,
+        alpha=plan.alpha,
+        seed=plan.seed,
+        heads=UnitCounts(plan.heads, plan.removed, [len(kept.units) for kept in plan.kept.values()]),
+        parameters=measured["parameters"],
+        bytes=measured["bytes"],
+        flops=measured["flops"],
+        cache_bytes_per_token=measured["cache_bytes_per_token"],
+        quality=Quality(metric=metric, **asdict(evaluation.metrics[metric])),
+        stability=evaluation.stability,
+        cut_max_abs=done.pruned.cut_max_abs,
+        reload_max_abs=done.pruned.reload_max_abs,
+        onnx_max_abs=done.onnx.max_abs,
+        seconds=seconds,
+        latency=measured["latency"],
+        environment=environment(),
+        details=_details(recipe, done),
+    )
+
+
+def _details(recipe: PruningRecipe, done: _Done) -> dict[str, Any]:
+    """Return what the renderings of a report show beyond its summary."""
+    prepared, plan, onnx, evaluation = done.prepared, done.choice.plan, done.onnx, asdict(done.evaluation)
+    calibration, split = done.choice.statistics.calibration, recipe.evaluation.split
+    file = recipe.data.files[split.partition("[")[0]].name if recipe.data.files else None
+    return {
+        "base_model": None if Path(recipe.model).exists() else recipe.model,
+        "head_map": head_map(plan),
+        "heads": head_numbers(done.choice),
+        "budget": done.budget.details(),
+        "metrics": evaluation["metrics"],
+        "benchmarks": evaluation["benchmarks"],
+        "uncompensated": evaluation["uncompensated"],
+        "compensation": [asdict(fit) for fit in done.pruned.fits],
+        "alpha_curve": done.choice.alpha_curve,
+        "stability_of": _prediction_name(recipe),
+        "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
+        "custom_code": is_slim(done.pruned.slim),
+        "flops_per_layer": asdict(done.measured.flops_per_layer),
+        "auto_class": TASKS[recipe.task].auto_class,
+        "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
+        "data": {
+            "labels": plan.calibration["labels"],
+            "calibration_samples": calibration.samples,
+            "calibration_batch": calibration.batch_size,
+            "calibration_batch_asked": min(recipe.calibration.batch_size, calibration.samples),
+            "evaluation_samples": sum(map(size_of, prepared.evaluation)),
+            "evaluation_split": split,
+            "name": recipe.data.name,
+            "file": file,
+            "fingerprint": calibration.fingerprint,
+        },
+    }
+
+
+def _write_report(folder: Path, report: Report, recipe: PruningRecipe) -> None:
+    """Write the card into slim/, and report.json, .html and .md."""
+    origin = read_card(recipe.model) if Path(recipe.model).exists() else {"base_model": recipe.model}
+    (folder / "slim" / "README.md").write_text(render_card(report, origin=origin), encoding="utf-8")
+    (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+    (folder / "report.html").write_text(render_html(report), encoding="utf-8")
+    (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
 
 
 def prune(
@@ -184,50 +202,107 @@ def prune(
     overwrite: bool = False,
     refit: Refit | None = None,
     progress: Progress,
-) -> tuple[PreTrainedModel, list[LayerFit], float, float]:
+) -> Pruned:
     """Cut by a plan, check against the masked model, compensate if the recipe says so, save, check the reload.
 
     With `refit`, of the same dense model, moments are not collected again; `sequential` has to.
-
-    Returns:
-        The slim model, what compensation did, and the largest output differences of the cut and of the reload.
     """
     progress.stage("cut")
-    batch = few(prepared.calibration[0])
-    slim = prune_heads(prepared.model, plan, prepared.sites)
-    cut_max_abs = check_cut(prepared.model, slim, plan, batch)
-    fits, compensation = [], recipe.prune.compensation
-    if compensation is not None:
+    model, modules = prepared.model, prepared.sites
+    batch = first_samples(prepared.calibration[0])
+    slim = prune_units(model, plan, modules)
+    cut_max_abs = compare_cut(model, slim, plan, modules, batch)
+    fits, section = [], recipe.prune.compensation
+    if section is not None:
         progress.stage("compensate")
-        if refit and not compensation.sequential:
-            fits = refit(slim, plan)
+        if refit and not section.sequential:
+            fits = refit(slim, plan.kept)
         else:
-            fits = compensate_heads(
-                prepared.model,
+            fits = compensate(
+                model,
                 slim,
                 plan,
-                prepared.sites,
+                modules,
                 prepared.compensation,
-                **compensation.model_dump(exclude={"samples"}),
+                compensation_of(section),
                 progress=lambda batches: progress.track(batches, "compensate"),
             )
     progress.stage("save")
     reload_max_abs = save_slim(slim, folder, plan=plan, batch=batch, processor=prepared.processor, overwrite=overwrite)
-    return slim, fits, cut_max_abs, reload_max_abs
+    return Pruned(slim, fits, cut_max_abs, reload_max_abs)
 
 
+def evaluate_run(
+    prepared: Prepared, slim: PreTrainedModel, plan: PruningPlan, recipe: PruningRecipe, *, progress: Progress
+) -> Evaluation:
+    """Evaluate the slim model as a recipe asks: on the evaluation batches and on benchmarks."""
+    progress.stage("evaluate")
+    asked = recipe.evaluation
+    judge = Judge.on(
+        prepared.model,
+        prepared.evaluation,
+        metrics=prepared.metrics,
+        regression=prepared.regression,
+        tolerance=asked.stability_tolerance,
+        progress=lambda batches: progress.track(batches, "evaluate"),
+    )
+
+    def benchmark(model: PreTrainedModel) -> dict[str, float]:
+        size = asked.batch_size
+        return run_benchmarks(model, prepared.processor, asked.lm_eval, samples=asked.samples, batch_size=size)
+
+    return evaluate(
+        judge,
+        prepared.model,
+        slim,
+        modules=prepared.sites,
+        uncompensated=plan.kept if recipe.prune.compensation else None,
+        benchmark=benchmark if asked.lm_eval else None,
+        progress=progress,
+    )
+
+
+def confirm_max_drop(
+    prepared: Prepared, slim: PreTrainedModel, recipe: PruningRecipe, budget: BudgetOutcome, *, progress: Progress
+) -> BudgetOutcome:
+    """Judge the slim model on the rows that its number of heads was chosen on.
+
+    Returns:
+        The outcome with the slim model's metric; that of any other budget as it is.
+
+    Raises:
+        DropError: It got worse by more than the budget allows: the refit did harm.
+    """
+    if not isinstance(budget, MaxDropOutcome):
+        return budget
+    progress.stage("confirm")
+    judge = Judge.on(prepared.model, prepared.held_out, metrics=(budget.metric,), regression=prepared.regression)
+    value = judge.of(predict(slim, prepared.held_out)).metrics[budget.metric]
+    lost = quality_loss(budget.metric, budget.dense, value)
+    if lost > budget.by:
+        raise DropError(
+            f"{budget.metric} on the held-out rows may get worse by {budget.by:g}, and the model that was judged kept "
+            f"to it, but the compensated one lost {lost:.4g}; compensate on more samples, or not at all"
+        )
+    return replace(budget, slim=value)
+
+
+def _prediction_name(recipe: PruningRecipe) -> str:
+    """Return what one prediction of the task is called."""
+    if recipe.data.answer is not None:
+        return "answer"
+    return "next token" if recipe.task == "text-generation" else "prediction"
+
+
+@dataclass
 class _Stopwatch:
-    """`with seconds("cut"): ...` adds to `seconds.spent["cut"]`."""
+    """`with seconds("cut"): ...` notes the seconds of the block in `seconds.spent["cut"]`."""
 
-    def __init__(self) -> None:
-        self.spent: dict[str, float] = {}
+    spent: dict[str, float] = field(default_factory=dict)
 
-    def __call__(self, name: str) -> _Stopwatch:
-        self._name = name
-        return self
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.spent[self._name] = time.perf_counter() - self._started
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Note how long the block takes; nothing where it fails."""
+        started = time.perf_counter()
+        yield
+        self.spent[name] = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Choose alpha on data: the best blend of importance and entropy differs from model to model."""
+"""Search on held-out rows: the best alpha, and the most that may go while a metric holds."""
 
 from __future__ import annotations
 
@@ -6,167 +6,185 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from ..errors import PlanError
-from ..evaluate.metrics import METRICS
-from ..values import HeadScores, PruningPlan
+from ..evaluate.judge import Judge, Judgement
+from ..evaluate.metrics import higher_is_better
+from ..values import PrunableModule, Scores, Selection
+from .quality import Refit, predict_pruned
 
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
+# What tells one selection from another.
+_Key = tuple[tuple[int, ...], ...]
 
-@dataclass(frozen=True)
-class Judgement:
-    """How a plan does on data that heads were not scored on.
 
-    Attributes:
-        quality: The task metric; None where there are no labels.
-        standard_error: Of that metric over so few samples.
-        stability: Share of predictions equal to the dense model's.
-    """
+def _key(selection: Selection) -> _Key:
+    return tuple(kept.units for kept in selection.values())
 
-    quality: float | None
-    standard_error: float
-    stability: float
+
+class HeldOut:
+    """Judges selections by what is left of the model on rows that units were not scored on; equal ones once."""
+
+    def __init__(
+        self, judge: Judge, model: PreTrainedModel, modules: Sequence[PrunableModule], refit: Refit | None = None
+    ):
+        self._judge, self._model, self._modules, self._refit = judge, model, modules, refit
+        self._judgements: dict[_Key, Judgement] = {}
+        self._metrics: dict[_Key, float] = {}
+
+    @property
+    def metric(self) -> str:
+        """Name of the metric that selections are compared by."""
+        return self._judge.metrics[0]
+
+    def dense(self) -> float:
+        """Return the metric of the dense model."""
+        return self._judge.of(self._judge.dense).metrics[self.metric]
+
+    def judgement(self, selection: Selection) -> Judgement:
+        """Return the metric with its standard error, and the stability."""
+        key = _key(selection)
+        if key not in self._judgements:
+            self._judgements[key] = self._judge.judgement(self._predict(selection))
+        return self._judgements[key]
+
+    def value(self, selection: Selection) -> float:
+        """Return the metric alone."""
+        key = _key(selection)
+        if key not in self._metrics:
+            self._metrics[key] = self._judge.of(self._predict(selection)).metrics[self.metric]
+        return self._metrics[key]
+
+    def _predict(self, selection: Selection) -> Any:
+        return predict_pruned(self._model, selection, self._modules, self._judge.batches, refit=self._refit)
 
 
 @dataclass(frozen=True)
 class AlphaChoice:
-    """The chosen alpha, and what every candidate came to.
+    """The chosen alpha, and what was found of every candidate.
 
     Attributes:
         scores: Scores at the chosen alpha.
-        plan: Plan at the chosen alpha.
+        selection: Selection at the chosen alpha.
         curve: Per candidate `alpha` and the fields of its `Judgement`.
     """
 
-    scores: HeadScores
-    plan: PruningPlan
+    scores: Scores
+    selection: Selection
     curve: tuple[Mapping[str, Any], ...]
 
 
 def choose_alpha(
-    plan_at: Callable[[float], tuple[HeadScores, PruningPlan]],
-    judge: Callable[[PruningPlan], Judgement],
-    *,
-    alphas: Sequence[float] = ALPHAS,
-    higher_is_better: bool = True,
+    candidates: Mapping[float, Scores], select: Callable[[Scores], Selection], held_out: HeldOut
 ) -> AlphaChoice:
-    """Judge the plan of every alpha on held-out rows and take the best.
+    """Judge the selection of every alpha on held-out rows and take the best.
 
-    Statistics are collected once; only scoring, selection and a forward pass of the masked model (or of the cut and
-    refitted one, where heads will be compensated) over the held-out rows are repeated, and alphas that give the same
-    plan are judged once. Quality on a few hundred rows cannot tell neighbours apart, so of the alphas within one
-    standard error of the best quality the most stable is taken (the one-standard-error rule of Breiman et al. 1984,
-    with stability in the place of simplicity). Ties go to the better quality, then to the greater alpha. Without labels
-    stability alone decides.
+    Quality on a few hundred rows cannot tell neighbours apart. So of the alphas within one standard error of the best
+    quality the most stable is taken: the one-standard-error rule of Breiman et al. 1984, with stability in the place of
+    simplicity. Ties go to the better quality, then to the greater alpha. Without labels stability alone decides.
 
     Args:
-        plan_at: Scores and plan at an alpha.
-        judge: How a plan does on data that heads were not scored on.
-        alphas: Candidates, each in [0, 1).
-        higher_is_better: Whether more quality is better, as the metric says (`METRICS[name].higher_is_better`).
+        candidates: Scores by alpha.
+        select: The selection of some scores.
+        held_out: Rows that units were not scored on.
     """
+    sign = 1.0 if higher_is_better(held_out.metric) else -1.0
 
     def quality(judgement: Judgement) -> float:
-        signed = 0.0 if judgement.quality is None else judgement.quality
-        return signed if higher_is_better else -signed
+        return 0.0 if judgement.quality is None else sign * judgement.quality
 
-    judged: dict[tuple[tuple[int, ...], ...], Judgement] = {}
-    candidates = []
-    for alpha in alphas:
-        scores, plan = plan_at(alpha)
-        key = tuple(kept.query for kept in plan.kept.values())
-        if key not in judged:
-            judged[key] = judge(plan)
-        candidates.append((alpha, scores, plan, judged[key]))
-    best = max((j for *_, j in candidates), key=quality)
-    good = [c for c in candidates if quality(c[3]) >= quality(best) - best.standard_error]
-    _, scores, plan, _ = max(good, key=lambda c: (c[3].stability, quality(c[3]), c[0]))
-    curve = tuple({"alpha": alpha, **asdict(judgement)} for alpha, _, _, judgement in candidates)
-    return AlphaChoice(scores=scores, plan=plan, curve=curve)
+    judged = []
+    for alpha, scores in candidates.items():
+        selection = select(scores)
+        judged.append((alpha, scores, selection, held_out.judgement(selection)))
+    best = max((judgement for *_, judgement in judged), key=quality)
+    good = [c for c in judged if quality(c[3]) >= quality(best) - best.standard_error]
+    _, scores, selection, _ = max(good, key=lambda c: (c[3].stability, quality(c[3]), c[0]))
+    curve = tuple({"alpha": alpha, **asdict(judgement)} for alpha, _, _, judgement in judged)
+    return AlphaChoice(scores, selection, curve)
 
 
 @dataclass(frozen=True)
-class DropChoice:
-    """The scores and the plan by which most heads go.
+class MaxDropChoice:
+    """The scores and the selection by which most units go.
 
     Attributes:
         scores: The candidate that was taken.
-        plan: Its plan.
-        value: The metric of the plan, as it was judged.
-        judged: Per plan that was tried alpha, heads removed, and the metric.
+        selection: Its selection.
+        value: Its metric on the held-out rows.
+        judged: Per selection that was tried, in order: alpha, units removed, and the metric.
     """
 
-    scores: HeadScores
-    plan: PruningPlan
+    scores: Scores
+    selection: Selection
     value: float
     judged: tuple[Mapping[str, Any], ...]
 
 
-def choose_by_drop(
-    candidates: Iterable[HeadScores],
-    plan_at: Callable[[HeadScores, int], PruningPlan],
-    judge: Callable[[PruningPlan], float],
+def choose_by_max_drop(
+    candidates: Iterable[Scores],
+    select: Callable[[Scores, int], Selection],
+    held_out: HeldOut,
     *,
-    steps: int,
-    metric: str,
-    dense: float,
+    sizes: int,
     by: float,
-) -> DropChoice:
-    """Find, by bisection over evaluations, the last step whose metric holds, and the scores that go furthest.
+) -> MaxDropChoice:
+    """Find, by bisection over evaluations, the largest cut whose metric holds, and the scores that allow it.
 
-    Statistics are reused, and no plan is judged twice. A later candidate must go further than the best so far; for
-    most of them one evaluation shows that it does not.
+    A later candidate must allow a larger cut than the best so far; for most of them one evaluation shows that it does
+    not.
 
     Args:
         candidates: Scores to choose from, e.g. one per alpha.
-        plan_at: The plan of some scores at step 1..steps, each removing at least as much as the one before.
-        judge: The metric of a plan, on rows that heads were not scored on.
-        steps: How many steps there are.
-        metric: A name in `METRICS`, which says whether more is better.
-        dense: The dense model's metric on the same rows.
-        by: How much worse it may get, in units of the metric.
+        select: The selection of some scores at size 1..sizes, each removing at least as much as the one before.
+        held_out: Rows that units were not scored on; its metric is the one that must hold.
+        sizes: How many sizes there are.
+        by: How much worse the metric may get, in its own units.
 
     Raises:
         PlanError: Even the smallest cut costs more.
     """
-    values: dict[tuple[tuple[int, ...], ...], float] = {}
-    judged: list[Mapping[str, Any]] = []
+    metric, dense = held_out.metric, held_out.dense()
+    judged: dict[_Key, Mapping[str, Any]] = {}
 
-    def value_of(plan: PruningPlan) -> float:
-        key = tuple(kept.query for kept in plan.kept.values())
-        if key not in values:
-            values[key] = judge(plan)
-            judged.append({"alpha": plan.alpha, "removed": plan.removed, metric: values[key]})
-        return values[key]
+    def loss(scores: Scores, size: int) -> float:
+        selection = select(scores, size)
+        value = held_out.value(selection)
+        removed = sum(len(kept.removed) for kept in selection.values())
+        judged.setdefault(_key(selection), {"alpha": scores.parameters.get("alpha"), "removed": removed, metric: value})
+        return quality_loss(metric, dense, value)
 
-    best: tuple[HeadScores, PruningPlan] | None = None
+    best: Scores | None = None
     passed = 0
     for scores in candidates:
 
-        def holds(step: int, scores: HeadScores = scores) -> bool:
-            return metric_drop(metric, dense, value_of(plan_at(scores, step))) <= by
+        def holds(size: int, scores: Scores = scores) -> bool:
+            return loss(scores, size) <= by
 
-        found = most_within(holds, steps, at_least=passed)
+        found = most_within(holds, sizes, at_least=passed)
         if found > passed:
-            passed, best = found, (scores, plan_at(scores, found))
+            passed, best = found, scores
     if best is None:
-        least = min((metric_drop(metric, dense, value) for value in values.values()), default=0.0)
+        least = min((quality_loss(metric, dense, row[metric]) for row in judged.values()), default=0.0)
         raise PlanError(
             f"max_drop allows {metric} to get worse by {by:g}, but on the held-out rows even the smallest cut makes it "
             f"worse by {least:.4g} (dense {dense:.4g}); allow more, or use compensation with a budget of heads"
         )
-    return DropChoice(*best, value=value_of(best[1]), judged=tuple(judged))
+    selection = select(best, passed)
+    return MaxDropChoice(best, selection, held_out.value(selection), tuple(judged.values()))
 
 
 def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0) -> int:
-    """How many of the steps 1..count pass, by bisection: those up to the last that does.
+    """Return, by bisection, the largest size in 1..count that passes, or `at_least`.
 
-    Presumes that a step which passes is not behind one that does not; only steps that were tried are promised.
+    It presumes that every size below one that passes does so too; only sizes that were tried are promised.
 
     Args:
-        passes: Whether a step passes.
-        count: Number of steps.
-        at_least: A step that is known to pass, for another candidate; 0 for none.
+        passes: Whether a size passes.
+        count: The largest size.
+        at_least: A size that is known to pass, for another candidate; 0 for none.
     """
     low, high = at_least, count + 1
     if low and low < count and not passes(low + 1):
@@ -180,8 +198,8 @@ def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0)
     return low
 
 
-def metric_drop(metric: str, dense: float, other: float) -> float:
-    """How much worse a metric got, whichever way is better; negative where it got better."""
-    worse = dense - other if METRICS[metric].higher_is_better else other - dense
+def quality_loss(metric: str, dense: float, other: float) -> float:
+    """Return how much worse a metric got, whichever way is better; negative where it got better."""
+    worse = dense - other if higher_is_better(metric) else other - dense
     # 0.88 - 0.87 is a little more than 0.01.
     return round(worse, 12)

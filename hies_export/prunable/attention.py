@@ -9,46 +9,49 @@ Whatever does not fit is refused by name: a wrong cut is worse than none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..model.attention import AttentionCall, use_attention
-from ..model.kernels import VisibleKeys, attend
-from ..model.linear import is_linear
-from ..values import AttentionSite, Projection
-from .probe import Probe, head_of_columns, head_of_features
-from .rehearse import SUPPORTED, _Found, _rehearsed
+from ..model.attention import use_attention
+from ..values import PrunableModule, Slice, spans_of
+from .observe import SUPPORTED, FoundAttention, Observer
+from .probe import Probe
+from .rehearse import rehearsed
 
 # Features of every head, by what they feed: for these roles the features of a head must all be its own. Keys may
 # share some among the heads (the rotary part of multi-head latent attention).
 _WHOLE = ("query", "value")
 
+Refusal = Callable[[str], UnsupportedModelError]
+# Linear layer -> whether key/value heads own the features (else query heads) -> of each head the features it owns.
+_Owned = dict[str, dict[bool, list[set[int]]]]
 
-def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[AttentionSite, ...]:
-    """Say where the heads of a model are.
+
+def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[PrunableModule, ...]:
+    """Find the attention heads of a model.
 
     Args:
         model: The model; not changed, and its weights neither read nor needed: it may be on the meta device.
         batch: Inputs of the model; two short samples are enough.
 
     Returns:
-        One site per attention module, in the order the forward pass reaches them.
+        One module per attention layer, in the order the forward pass reaches them.
 
     Raises:
         UnsupportedModelError: Some attention module cannot be cut; the message says which and why.
 
     Examples:
-        >>> sites = find_attention(model, batches[0])
-        >>> [(site.name, site.heads) for site in sites][:1]
+        >>> modules = find_attention(model, batches[0])
+        >>> [(module.name, module.units) for module in modules][:1]
         [('bert.encoder.layer.0.attention.self', 6)]
     """
     label = f"{type(model).__name__} ({model.config.model_type})"
     probe = Probe(model)
-    observer = _Observer(probe)
+    observer = Observer(probe)
     for parameter in probe.small_parameters():
         parameter.requires_grad_(True)
     with use_attention(probe.model, observer.attention):
@@ -61,16 +64,16 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
             f"{label} never called the attention function, so it has no attention that can be scored; "
             f"supported are {SUPPORTED}"
         )
-    return _rehearsed(probe, batch, found, [_site(f, label) for f in found], label)
+    return rehearsed(probe, batch, found, [_describe(f, label) for f in found], label)
 
 
-def tower_of(model: PreTrainedModel, site: AttentionSite) -> str:
-    """The tower of a composite model that an attention module is part of.
+def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:
+    """Return the tower of a composite model that a prunable module is part of.
 
     Returns:
         "language", or else the name of the sub-config that the module reads without its ending: "vision", "audio", ...
     """
-    own = getattr(model.get_submodule(site.name), "config", None)
+    own = getattr(model.get_submodule(module.name), "config", None)
     own = getattr(own, "_config", own)  # a slim layer's view of the model's config
     for name in model.config.sub_configs:
         config = getattr(model.config, name, None)
@@ -80,77 +83,12 @@ def tower_of(model: PreTrainedModel, site: AttentionSite) -> str:
     return "language"
 
 
-class _Observer:
-    """Watches one run of a probe."""
+def _describe(found: FoundAttention, label: str) -> PrunableModule:
+    """Return an attention module as it was observed, its attributes not yet known.
 
-    def __init__(self, probe: Probe):
-        self._names = {id(module): name for name, module in probe.model.named_modules()}
-        self._visible = VisibleKeys()
-        self._recent: dict[str, Tensor] = {}  # layers that ran since the last attention
-        self._waiting: list[_Found] = []  # their output has not been read, or others may read it still
-        self.found: dict[nn.Module, _Found] = {}
-
-    def attention(self, call: AttentionCall) -> Tensor:
-        output = attend(call, self._visible)
-        output = output.detach().transpose(1, 2).flatten(2).requires_grad_()  # (batch, tokens, heads * value_dim)
-        if call.module not in self.found:
-            roles = {"query": call.query, "key": call.key, "value": call.value}
-            site = _Found(
-                name=self._names[id(call.module)],
-                module=call.module,
-                query=call.query.detach(),
-                key=call.key.detach(),
-                value=call.value.detach(),
-                head_bias=call.mask is not None and call.mask.dim() == 4 and call.mask.shape[1] > 1,
-                heads_of={role: head_of_features(tensor, self._recent) for role, tensor in roles.items()},
-                per_head=_per_head(call, roles),
-                sinks=None if call.sinks is None else call.sinks.detach(),
-                leaves=self._recent,
-                output=output,
-            )
-            self.found[call.module] = site
-            self._waiting = [w for w in self._waiting if not w.readers] + [site]
-        self._recent = {}
-        return output.unflatten(-1, (call.query.shape[1], -1)).transpose(1, 2)
-
-    def before(self, name: str, x: Tensor) -> None:
-        for site in self._waiting:
-            # Some layers run without gradients, such as those that only choose which keys are seen.
-            if not x.requires_grad or not torch.is_grad_enabled() or name in site.readers:
-                continue
-            if torch.autograd.grad(x.sum(), site.output, retain_graph=True, allow_unused=True)[0] is None:
-                continue
-            site.readers.append(name)
-            site.read = x.detach()
-            if x.shape[-1] == site.output.shape[-1]:
-                width = site.value.shape[3]
-                site.columns = head_of_columns(x, width, {"": site.output, **site.leaves, **self._recent})
-            site.leaves = {}  # the features of a whole layer; kept, they would add up
-
-    def after(self, name: str, features: Tensor) -> None:
-        self._recent[name] = features
-
-
-def _per_head(call: AttentionCall, roles: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-    """Parameters of an attention module, but those of its linear layers, whose elements each belong to one head."""
-    linears = {name for name, child in call.module.named_modules() if is_linear(child)}
-    parameters = {
-        name: parameter
-        for name, parameter in call.module.named_parameters()
-        if parameter.requires_grad and name.rpartition(".")[0] not in linears
-    }
-    sinks = {} if call.sinks is None else {"sinks": call.sinks.view(1, -1, 1, 1)}
-    found = {}
-    for role, tensor in {**roles, **sinks}.items():
-        for name, (heads, _) in head_of_features(tensor, parameters).items():
-            if tensor.shape[1] > 1 and set(heads.tolist()) == set(range(tensor.shape[1])):
-                kind = "key_value" if role in ("key", "value") else "query"
-                found[name] = (kind, heads.view(parameters[name].shape))
-    return found
-
-
-def _site(found: _Found, label: str) -> AttentionSite:
-    """What was seen, as a site; refused where heads do not have features of their own."""
+    Raises:
+        UnsupportedModelError: Its heads do not have features of their own.
+    """
 
     def refuse(reason: str) -> UnsupportedModelError:
         where = f"{found.name or 'the model'} ({type(found.module).__name__})"
@@ -161,37 +99,74 @@ def _site(found: _Found, label: str) -> AttentionSite:
         raise refuse(f"{heads} query, {key_value_heads} key and {found.value.shape[1]} value heads do not match")
     if found.head_bias:
         raise refuse("every head has an attention bias of its own")
-    rows: dict[str, dict[str, list[set[int]]]] = {}
-    for role, count, dim in (
+    owned = _features(found, refuse)
+    parameters = _parameters(found, refuse)
+    _add_gates(owned, found, refuse)
+    return PrunableModule(
+        name=found.name,
+        kind="attention",
+        units=heads,
+        unit_width=found.value.shape[3],
+        consumer=found.readers[0],
+        slices=(
+            *(
+                Slice(layer, 0, spans_of(per_head), per_group=per_group)
+                for layer, kinds in owned.items()
+                for per_group, per_head in kinds.items()
+                if any(per_head)
+            ),
+            *parameters,
+        ),
+        groups=key_value_heads,
+        key_width=found.query.shape[3],
+    )
+
+
+def _features(found: FoundAttention, refuse: Refusal) -> _Owned:
+    """Return which features of the layers in front of the attention belong to which query or key/value head."""
+    owned: _Owned = {}
+    heads, key_value_heads = found.query.shape[1], found.key.shape[1]
+    for role, count, width in (
         ("query", heads, found.query.shape[3]),
         ("key", key_value_heads, found.key.shape[3]),
         ("value", key_value_heads, found.value.shape[3]),
     ):
         if not found.heads_of[role]:
             raise refuse(f"no linear layer in front of it gives the {role}")
-        own = [0] * count
+        widths = [0] * count
         for layer, (head_of, used) in found.heads_of[role].items():
-            kind = "query" if role == "query" else "key_value"
-            per_head = rows.setdefault(layer, {}).setdefault(kind, [set() for _ in range(count)])
+            per_head = owned.setdefault(layer, {}).setdefault(role != "query", [set() for _ in range(count)])
             for head in range(count):
                 features = ((head_of == head) & used).nonzero().flatten().tolist()
                 per_head[head].update(features)
-                own[head] += len(features)
-        if count > 1 and (len(set(own)) > 1 or not own[0] or (role in _WHOLE and own[0] != dim)):
+                widths[head] += len(features)
+        if count > 1 and (len(set(widths)) > 1 or not widths[0] or (role in _WHOLE and widths[0] != width)):
             layers = " and ".join(sorted(found.heads_of[role]))
             raise refuse(f"the {role} heads do not have features of their own in {layers} (they are mixed or shared)")
-    parameters = []
-    for parameter, (kind, head_of) in found.per_head.items():
+    return owned
+
+
+def _parameters(found: FoundAttention, refuse: Refusal) -> list[Slice]:
+    """Return the rows of parameters outside of linear layers that belong to single heads."""
+    slices = []
+    for parameter, (per_group, head_of) in found.per_head.items():
         of_row = head_of.flatten(1) if head_of.dim() > 1 else head_of[:, None]
         if (of_row != of_row[:, :1]).any():
             raise refuse(f"the parameter {parameter} has values for every head, but not in rows,")
-        count = heads if kind == "query" else key_value_heads
-        per_row = tuple(tuple((of_row[:, 0] == head).nonzero().flatten().tolist()) for head in range(count))
-        parameters.append(Projection(f"{found.name}.{parameter}".lstrip("."), **{kind: per_row}))
+        count = (found.key if per_group else found.query).shape[1]
+        rows = [(of_row[:, 0] == head).nonzero().flatten().tolist() for head in range(count)]
+        name = f"{found.name}.{parameter}".lstrip(".")
+        slices.append(Slice(name, 0, spans_of(rows), per_group=per_group, parameter=True))
+    return slices
+
+
+def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
+    """Check that one layer reads the heads side by side, and add the features that gate a head on its way there."""
+    heads, width = found.query.shape[1], found.value.shape[3]
     if len(found.readers) != 1:
         what = "no linear layer reads the attention output"
         raise refuse(what if not found.readers else f"{' and '.join(found.readers)} all read the attention output")
-    order = torch.arange(heads * found.value.shape[3]) // found.value.shape[3]
+    order = torch.arange(heads * width) // width
     if not found.columns or not torch.equal(found.columns[""][0], order):
         raise refuse(f"the heads do not reach {found.readers[0]} side by side, each on its own,")
     for layer, (head_of, used) in found.columns.items():
@@ -199,21 +174,6 @@ def _site(found: _Found, label: str) -> AttentionSite:
             continue  # a gate that all heads share stays as it is
         if (head_of[used] == -1).any():
             raise refuse(f"features of {layer} gate several heads")
-        per_head = rows.setdefault(layer, {}).setdefault("query", [set() for _ in range(heads)])
+        per_head = owned.setdefault(layer, {}).setdefault(False, [set() for _ in range(heads)])
         for head in range(heads):
             per_head[head].update((head_of == head).nonzero().flatten().tolist())
-    projections = tuple(
-        Projection(layer, **{kind: tuple(tuple(sorted(h)) for h in per_head) for kind, per_head in kinds.items()})
-        for layer, kinds in rows.items()
-        if any(features for per_head in kinds.values() for features in per_head)
-    )
-    return AttentionSite(
-        name=found.name,
-        heads=heads,
-        key_value_heads=key_value_heads,
-        query_dim=found.query.shape[3],
-        value_dim=found.value.shape[3],
-        projections=projections,
-        output=found.readers[0],
-        parameters=tuple(parameters),
-    )

@@ -1,102 +1,68 @@
-"""Rehearse a cut on a weightless copy of the model, and find the attributes that must follow."""
+"""Rehearse a cut on a weightless copy of the model, and find the attributes that must follow the number of units.
+
+The model's own code decides: with fewer features everywhere, it must hand the attention function exactly the heads that
+stay, and read its output as before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import UnsupportedModelError
 from ..model.attention import AttentionCall, use_attention
 from ..model.kernels import VisibleKeys, attend
-from ..values import AttentionSite, KeptHeads
+from ..values import Count, Kept, PrunableModule
+from .follow import set_attributes
+from .observe import SUPPORTED, FoundAttention
 from .probe import Probe
-from .units import head_rows, kept_features, set_attributes
-
-SUPPORTED = (
-    "models whose attention goes through transformers' attention interface, between linear layers (nn.Linear or "
-    "Conv1D, separate or fused) with features of single heads, such as BERT, ViT, LLaMA, GPT-2, Phi-3 and LLaVA"
-)
-
-
-@dataclass
-class _Found:
-    """What was seen of one attention module.
-
-    Attributes:
-        heads_of: "query", "key" or "value" -> linear layer -> the head of each feature, and whether it is used.
-        per_head: Parameters outside of linear layers whose elements each belong to one head -> "query" or "key_value",
-            and the head of each element, in the parameter's shape.
-        sinks: (heads,) or None.
-        leaves: Layers that ran in front of it -> their features.
-        output: (batch, tokens, heads * value_dim), a leaf.
-        readers: Linear layers whose input depends on the output directly.
-        columns: "" (the output) and gates -> the head each feature goes to in the reader's input.
-    """
-
-    name: str
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    head_bias: bool
-    heads_of: dict[str, dict[str, tuple[Tensor, Tensor]]]
-    per_head: dict[str, tuple[str, Tensor]]
-    sinks: Tensor | None
-    leaves: dict[str, Tensor]
-    output: Tensor
-    readers: list[str] = field(default_factory=list)
-    read: Tensor | None = None
-    columns: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
 
 # What an attribute counts, by its name; whatever is called otherwise is only touched where a rehearsal asks for it.
 _NAMES = {
-    "heads": ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "heads"),
-    "key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+    "units": ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "heads"),
+    "groups": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
     "group_size": ("num_key_value_groups", "n_rep"),
-    "query_width": ("all_head_size",),
 }
-_WIDTHS = ("query_width", "key_width", "value_width", "output_width")
+_QUERY_WIDTH_NAMES = ("all_head_size",)
 
 
-def _attributes(site: AttentionSite, owner: Mapping[str, Any], names: Iterable[str], *, widths: bool) -> dict[str, str]:
-    """Which of an owner's attributes count heads: by name and value, and with `widths` by the value alone."""
-    found = {}
-    for name in names:
-        value = owner.get(name)
-        if type(value) is not int:
-            continue
-        kinds = [kind for kind, known in _NAMES.items() if name in known] + (list(_WIDTHS) if widths else [])
-        for kind in kinds:
-            dense = site.head_count(kind, heads=site.heads, key_value_heads=site.key_value_heads)
-            if value == dense:
-                found[name] = kind
-                break
-    return found
+def rehearsed(
+    probe: Probe,
+    batch: Mapping[str, Tensor],
+    found: Sequence[FoundAttention],
+    modules: Sequence[PrunableModule],
+    label: str,
+) -> tuple[PrunableModule, ...]:
+    """Return the modules with the fewest attributes that make every cut come out as it must.
 
+    Args:
+        probe: The weightless model.
+        batch: Its inputs.
+        found: The attention modules, as they were observed.
+        modules: The same, described.
+        label: Name of the model in messages.
 
-def _rehearsed(
-    probe: Probe, batch: Mapping[str, Tensor], found: Sequence[_Found], sites: Sequence[AttentionSite], label: str
-) -> tuple[AttentionSite, ...]:
-    """Find the attributes that must follow the number of heads, by trying: the least that makes every cut come out."""
+    Raises:
+        UnsupportedModelError: The model's code does something else with fewer heads.
+    """
     reads = {f.name: set(probe.config_reads.get(f.module, ())) for f in found}
     widths: set[type] = set()  # classes of modules that need their widths changed too
     while True:
         described = []
-        for f, site in zip(found, sites, strict=True):
+        for f, module in zip(found, modules, strict=True):
             wide = type(f.module) in widths
-            own = _attributes(site, vars(f.module), vars(f.module), widths=wide)
+            own = _attributes(module, vars(f.module), vars(f.module), widths=wide)
             config = {name: getattr(f.module.config, name, None) for name in reads[f.name]}
-            own |= {f"config.{n}": k for n, k in _attributes(site, config, config, widths=wide).items()}
-            described.append(replace(site, attributes=own))
+            own |= {f"config.{n}": k for n, k in _attributes(module, config, config, widths=wide).items()}
+            described.append(replace(module, attributes=own))
         wrong, reason = None, ""
         for keep in (_without_first_group, _without_first_query):
             if wrong is None:
-                wrong, reason = _rehearse(probe, batch, found, described, keep)
+                wrong, reason = _Rehearsal(probe, found, described, keep).run(batch)
         if wrong is None:
             return tuple(described)
         if type(wrong.module) in widths:
@@ -107,89 +73,106 @@ def _rehearsed(
         widths.add(type(wrong.module))
 
 
-def _without_first_group(site: AttentionSite) -> KeptHeads:
-    if site.key_value_heads == 1:
-        return _without_first_query(site)
-    return KeptHeads(
-        tuple(range(site.group_size, site.heads)),
-        tuple(range(1, site.key_value_heads)),
-        site.heads,
-        site.key_value_heads,
-    )
+def _attributes(
+    module: PrunableModule, owner: Mapping[str, Any], names: Iterable[str], *, widths: bool
+) -> dict[str, Count]:
+    """Return which of an owner's attributes count heads: by name and value, and with `widths` by the value alone."""
+    assert module.key_width is not None
+    query_width, output_width = Count("units", module.key_width), Count("units", module.unit_width)
+    any_width = (query_width, Count("groups", module.key_width), Count("groups", module.unit_width), output_width)
+    found = {}
+    for name in names:
+        value = owner.get(name)
+        if type(value) is not int:
+            continue
+        by_name = [Count(of) for of, known in _NAMES.items() if name in known]
+        by_name += [query_width] if name in _QUERY_WIDTH_NAMES else []
+        for count in (*by_name, *(any_width if widths else ())):
+            if value == count.value(units=module.units, groups=module.groups):
+                found[name] = count
+                break
+    return found
 
 
-def _without_first_query(site: AttentionSite) -> KeptHeads:
-    """Every group loses its first query head, where it has several."""
-    first = site.group_size > 1
-    query = tuple(h for h in range(site.heads) if not first or h % site.group_size)
-    return KeptHeads(query, tuple(range(site.key_value_heads)), site.heads, site.key_value_heads)
+def _without_first_group(module: PrunableModule) -> Kept:
+    if module.groups == 1:
+        return _without_first_query(module)
+    return module.kept(range(module.group_size, module.units))
 
 
-def _rehearse(
-    probe: Probe,
-    batch: Mapping[str, Tensor],
-    found: Sequence[_Found],
-    sites: Sequence[AttentionSite],
-    keep: Callable[[AttentionSite], KeptHeads],
-) -> tuple[_Found | None, str]:
-    """Run the probe with fewer features, and compare what its attention gets and gives with the heads kept.
+def _without_first_query(module: PrunableModule) -> Kept:
+    """Keep all but the first unit of every group, where groups have several."""
+    first = module.group_size > 1
+    return module.kept(u for u in range(module.units) if not first or u % module.group_size)
 
-    Returns:
-        The first module for which they differ, and how; None where all agree.
-    """
-    kept = {f.module: keep(site) for f, site in zip(found, sites, strict=True)}
-    pending = {f.module: f for f in found}
-    wrong: list[tuple[_Found, str]] = []
-    visible = VisibleKeys()
-    readers: dict[str, list[_Found]] = {}
 
-    def attention(call: AttentionCall) -> Tensor:
-        output = attend(call, visible)
-        site = pending.get(call.module)
-        if site is not None:
-            heads = kept[call.module]
-            for role, tensor, dense, index in (
-                ("query", call.query, site.query, heads.query),
-                ("key", call.key, site.key, heads.key_value),
-                ("value", call.value, site.value, heads.key_value),
-            ):
-                if not _same(tensor, dense[:, list(index)]):
-                    wrong.append((site, f"it makes another {role} of its features"))
-            if site.sinks is not None and not (
-                call.sinks is not None and _same(call.sinks, site.sinks[list(heads.query)])
-            ):
-                wrong.append((site, "its sinks are not those of its heads"))
-            readers.setdefault(site.readers[0], []).append(site)
+class _Rehearsal:
+    """One run of the probe with fewer features, compared with the heads of the dense run that stay."""
+
+    def __init__(
+        self,
+        probe: Probe,
+        found: Sequence[FoundAttention],
+        modules: Sequence[PrunableModule],
+        keep: Callable[[PrunableModule], Kept],
+    ):
+        self._probe, self._found, self._modules = probe, found, modules
+        self._kept = {f.module: keep(module) for f, module in zip(found, modules, strict=True)}
+        self._pending = {f.module: f for f in found}
+        self._wrong: list[tuple[FoundAttention, str]] = []
+        self._visible = VisibleKeys()
+        self._readers: dict[str, list[FoundAttention]] = {}
+
+    def run(self, batch: Mapping[str, Tensor]) -> tuple[FoundAttention | None, str]:
+        """Return the first module for which the two runs differ, and how; None where all agree."""
+        probe, pairs = self._probe, list(zip(self._found, self._modules, strict=True))
+        try:
+            for f, module in pairs:
+                kept = self._kept[f.module]
+                set_attributes(f.module, module, kept)
+                for name in module.producers:
+                    probe.kept[name] = module.staying(name, kept, probe.features(name))
+                for name in module.parameters:
+                    probe.kept_rows[name] = module.staying(name, kept, len(probe.model.get_parameter(name)))
+            with use_attention(probe.model, self._attention):
+                probe.run(batch, before=self._before)
+        except Exception as error:  # whatever the model's own code raises on shapes it does not expect
+            if not self._wrong:
+                reason = " ".join(str(error).split())[:200]
+                self._wrong.append((next(iter(self._pending.values())), reason))
+        finally:
+            probe.kept, probe.kept_rows = {}, {}
+            for f, module in pairs:
+                set_attributes(f.module, module, module.kept(range(module.units)))
+        return self._wrong[0] if self._wrong else (None, "")
+
+    def _attention(self, call: AttentionCall) -> Tensor:
+        output = attend(call, self._visible)
+        found = self._pending.get(call.module)
+        if found is None:
+            return output
+        kept = self._kept[call.module]
+        for role, tensor, dense, index in (
+            ("query", call.query, found.query, kept.units),
+            ("key", call.key, found.key, kept.kept_groups),
+            ("value", call.value, found.value, kept.kept_groups),
+        ):
+            if not _same(tensor, dense[:, list(index)]):
+                self._wrong.append((found, f"it makes another {role} of its features"))
+        if found.sinks is not None and not (
+            call.sinks is not None and _same(call.sinks, found.sinks[list(kept.units)])
+        ):
+            self._wrong.append((found, "its sinks are not those of its heads"))
+        self._readers.setdefault(found.readers[0], []).append(found)
         return output
 
-    def before(name: str, x: Tensor) -> None:
-        for site in readers.pop(name, []):
-            columns = head_rows(kept[site.module].query, site.value.shape[3])
-            if site.read is None or not _same(x, site.read[..., columns]):
-                wrong.append((site, "it joins the heads in another way"))
-            pending.pop(site.module, None)
-
-    probe.kept, probe.kept_rows = {}, {}
-    try:
-        for f, site in zip(found, sites, strict=True):
-            set_attributes(f.module, site, kept[f.module])
-            for projection in site.projections:
-                features = probe.features(projection.name)
-                probe.kept[projection.name] = kept_features(projection, kept[f.module], features)
-            for parameter in site.parameters:
-                rows = len(probe.model.get_parameter(parameter.name))
-                probe.kept_rows[parameter.name] = kept_features(parameter, kept[f.module], rows)
-        with use_attention(probe.model, attention):
-            probe.run(batch, before=before)
-    except Exception as error:  # whatever the model's own code raises on shapes it does not expect
-        if not wrong:
-            wrong.append((next(iter(pending.values())), " ".join(str(error).split())[:200]))
-    finally:
-        probe.kept, probe.kept_rows = {}, {}
-        for f, site in zip(found, sites, strict=True):
-            heads, groups = tuple(range(site.heads)), tuple(range(site.key_value_heads))
-            set_attributes(f.module, site, KeptHeads(heads, groups, site.heads, site.key_value_heads))
-    return wrong[0] if wrong else (None, "")
+    def _before(self, name: str, x: Tensor) -> None:
+        for found in self._readers.pop(name, []):
+            module = next(m for f, m in zip(self._found, self._modules, strict=True) if f is found)
+            columns = module.columns(self._kept[found.module].units)
+            if found.read is None or not _same(x, found.read[..., columns]):
+                self._wrong.append((found, "it joins the heads in another way"))
+            self._pending.pop(found.module, None)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -3,12 +3,12 @@
 A head that others can stand in for is cheap to remove however much the prediction leans on it, and a head that nothing
 replaces is not; importance of single heads cannot tell, and neither can scores that ignore what has already gone.
 
-For an output projection y = W x + b with kept inputs K and removed inputs M, least squares (`compensate_heads`) leaves
+For an consumer y = W x + b with kept inputs K and removed inputs M, least squares (`compensate`) leaves
 
     delta_t = (W'_K x_t,K + b') - y_t = -W_M r_t,   r_t = (x_t,M - mu_M) - C_MK (C_KK + lambda I)^-1 (x_t,K - mu_K)
 
-(no means and uncentred moments where the projection has no bias). To first order that moves a sample's prediction by
-sum_t <g_t, delta_t> = -sum_t <h_t,M, r_t>, with g and h = W^T g the gradients of the prediction at the projection's
+(no means and uncentred moments where the consumer has no bias). To first order that moves a sample's prediction by
+sum_t <g_t, delta_t> = -sum_t <h_t,M, r_t>, with g and h = W^T g the gradients of the prediction at the consumer's
 output and input. The effect of keeping K is e(K) = E_x (sum_t <h_t,M, r_t>)^2, in the same unit for every layer. One
 group after the other goes, each time the one that raises the sum of e over the layers least.
 """
@@ -21,62 +21,61 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hies_export.progress import Track
-
 from ..calibrate.effects import Effects, LayerEffects
 from ..errors import RecipeError
-from ..values import AttentionSite, HeadScores
+from ..progress import Track
+from ..values import PrunableModule, Scores
 from .criteria import COMPENSATED
 
 
 def score_compensated(
     effects: Effects,
-    sites: Sequence[AttentionSite],
+    modules: Sequence[PrunableModule],
     *,
     ridge: float = 0.1,
     squared: bool = True,
     progress: Track | None = None,
-) -> HeadScores:
-    """Score every head by when greedy removal takes it: rank / number of groups, so that any budget takes a prefix.
+) -> Scores:
+    """Score every unit by the rank at which greedy removal takes it, over the number of groups.
 
-    What goes at once is a key/value group, whose heads share its score. Every module keeps one group, and these rank
-    last, by what losing them too would do.
+    Any budget then takes a prefix of the removals. What goes at once is a group, whose units share its score. Every
+    module keeps one group, and these rank last, by what losing them too would do.
 
     Args:
         effects: From `collect_effects`.
-        sites: The same attention modules.
+        modules: The same modules.
         ridge: lambda relative to the mean of the diagonal of C. It is fixed for a module by the C of all its inputs,
-            where `compensate_heads` takes that of the kept ones: so every e(K) follows from one inverse by
+            where `compensate` takes that of the kept ones: so every e(K) follows from one inverse by
             downdating.
         squared: Average the square of a sample's effect; otherwise its absolute value.
-        progress: Wraps the attention modules.
+        progress: Wraps the modules.
 
     Returns:
-        Scores in (0, 1], of shape (heads,) per module.
+        Scores in (0, 1], of shape (units,) per module.
 
     Raises:
         RecipeError: The ridge is not positive.
 
     Examples:
-        >>> scores = score_compensated(collect_effects(model, batches, sites), sites)
-        >>> select_heads(scores, sites, heads=0.5).criterion
+        >>> scores = score_compensated(collect_effects(model, batches, modules), modules)
+        >>> scores.criterion
         'hies-compensated'
     """
     if not ridge > 0:
         raise RecipeError([f"ridge must be above 0, got {ridge}"])
     orders = [
-        removal_order(effects.layers[site.name], site.key_value_heads, effects.samples, ridge=ridge, squared=squared)
-        for site in (progress(sites) if progress else sites)
+        removal_order(effects.layers[module.name], module.groups, effects.samples, ridge=ridge, squared=squared)
+        for module in (progress(modules) if progress else modules)
     ]
-    ranks = [[0] * site.key_value_heads for site in sites]
+    ranks = [[0] * module.groups for module in modules]
     for rank, (i, group) in enumerate(_merged(orders)):
         ranks[i][group] = rank
-    total = sum(site.key_value_heads for site in sites)
+    total = sum(module.groups for module in modules)
     scores = {
-        site.name: (torch.tensor(ranks[i], dtype=torch.float64) / total).repeat_interleave(site.group_size)
-        for i, site in enumerate(sites)
+        module.name: (torch.tensor(ranks[i], dtype=torch.float64) / total).repeat_interleave(module.group_size)
+        for i, module in enumerate(modules)
     }
-    return HeadScores(criterion=COMPENSATED, parameters={"ridge": ridge, "squared": squared}, scores=scores)
+    return Scores(criterion=COMPENSATED, parameters={"ridge": ridge, "squared": squared}, scores=scores)
 
 
 def removal_order(

@@ -1,174 +1,193 @@
-"""Turn statistics into one score per head. Higher means keep."""
+"""Turn statistics into one score per unit. Higher means keep."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..values import HeadScores, HeadStatistics
+from ..values import Scores, Statistics
 from .normalize import NORMALIZE, min_max
 
-Criterion = Callable[..., Mapping[str, Tensor]]
+ScoreFunction = Callable[..., Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A way to score units.
+
+    Attributes:
+        name: What recipes call it.
+        function: Takes `Statistics` and, by keyword, any of `alpha`, `normalize` and `seed`; returns one float64 tensor
+            of shape (units,) per module.
+        needs: Statistics it reads, as `collect_statistics` names them.
+        kinds: Kinds of modules it can score.
+    """
+
+    name: str
+    function: ScoreFunction
+    needs: tuple[str, ...]
+    kinds: tuple[str, ...]
+
+    @cached_property
+    def options(self) -> tuple[str, ...]:
+        """Which of `alpha`, `normalize` and `seed` the function takes."""
+        return tuple(inspect.signature(self.function).parameters)[1:]
+
+    def __call__(self, statistics: Statistics, **options: Any) -> Mapping[str, Tensor]:
+        """Return one score per unit, (units,) float64 by module."""
+        return self.function(statistics, **options)
+
 
 CRITERIA: dict[str, Criterion] = {}
 """Criteria by name; `criterion` adds to it."""
 
-# Ours, greedy: it needs more of the model than averages per head, so it has stages of its own in `compensated`.
+# It needs more of the model than averages per unit: `score.compensated` scores by it.
 COMPENSATED = "hies-compensated"
 
 
-def criterion(function: Criterion) -> Criterion:
-    """Register a criterion under its function's name, with hyphens for underscores.
+def criterion(
+    function: ScoreFunction | None = None,
+    *,
+    name: str | None = None,
+    needs: tuple[str, ...] = ("his", "entropy", "weight_l2"),
+    kinds: tuple[str, ...] = ("attention",),
+) -> Any:
+    """Register a criterion; recipes, the command line and the sweep then find it by its name.
 
-    A criterion takes a `HeadStatistics` and, by keyword, any of `alpha`, `normalize` and `seed` it wants, and returns
-    one float64 tensor of shape (heads,) per attention module; higher means keep. The recipe, the command line and the
-    sweep find it by name.
+    Use it as `@criterion` or `@criterion(needs=..., kinds=...)`. See `Criterion` for what the function must do. A
+    statistic that nothing collects yet is added to `calibrate`.
 
     Args:
         function: The criterion.
+        name: By default the function's name, with hyphens for underscores.
+        needs: Statistics it reads.
+        kinds: Kinds of modules it can score.
 
     Returns:
-        The function itself: this is a decorator.
+        The function itself.
 
     Examples:
         >>> @criterion
         ... def his_per_weight(statistics):
-        ...     return {name: his / statistics.weight_l2[name] for name, his in statistics.his.items()}
-        >>> score_heads(statistics, criterion="his-per-weight").criterion
+        ...     return {name: his / statistics["weight_l2"][name] for name, his in statistics["his"].items()}
+        >>> score_units(statistics, criterion="his-per-weight").criterion
         'his-per-weight'
     """
-    CRITERIA[function.__name__.replace("_", "-")] = function
-    return function
+
+    def register(function: ScoreFunction) -> ScoreFunction:
+        key = name or function.__name__.replace("_", "-")
+        CRITERIA[key] = Criterion(key, function, needs, kinds)
+        return function
+
+    return register if function is None else register(function)
 
 
-@criterion
-def hies(statistics: HeadStatistics, *, alpha: float, normalize: str) -> Mapping[str, Tensor]:
+@criterion(needs=("his", "entropy"))
+def hies(statistics: Statistics, *, alpha: float, normalize: str) -> Mapping[str, Tensor]:
     """HIES_h = alpha * HIS^_h + (1 - alpha) * (1 - AE^_h), the Head Importance-Entropy Score (its paper's Eq. 1)."""
-    importance = min_max(statistics.his, normalize=normalize, what="HIS")
-    entropy = min_max(statistics.entropy, normalize=normalize, what="entropy")
+    importance = min_max(statistics["his"], normalize=normalize, what="HIS")
+    entropy = min_max(statistics["entropy"], normalize=normalize, what="entropy")
     return {name: alpha * importance[name] + (1 - alpha) * (1 - entropy[name]) for name in importance}
 
 
-@criterion
-def his(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+@criterion(needs=("his",))
+def his(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
     """HIS^_h alone (Michel et al. 2019): heads to which the loss is least sensitive go first."""
-    return min_max(statistics.his, normalize=normalize, what="HIS")
+    return min_max(statistics["his"], normalize=normalize, what="HIS")
 
 
-@criterion
-def ad(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+@criterion(needs=("entropy",))
+def ad(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
     """AE^_h alone (attention diversity): heads with the lowest entropy go first, as in the paper's AD baseline."""
-    return min_max(statistics.entropy, normalize=normalize, what="entropy")
+    return min_max(statistics["entropy"], normalize=normalize, what="entropy")
 
 
-@criterion
-def l2(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+@criterion(needs=("weight_l2",))
+def l2(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
     """L2 norm of the head's q/k/v/o weights: small heads go first."""
-    return min_max(statistics.weight_l2, normalize=normalize, what="weight norm")
+    return min_max(statistics["weight_l2"], normalize=normalize, what="weight norm")
 
 
-@criterion
-def random(statistics: HeadStatistics, *, seed: int) -> Mapping[str, Tensor]:
+@criterion(needs=("his",))
+def random(statistics: Statistics, *, seed: int) -> Mapping[str, Tensor]:
     """Uniform random scores: what any criterion must beat."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.rand(values.shape[0], generator=generator, dtype=torch.float64)
-        for name, values in statistics.his.items()
+        for name, values in statistics["his"].items()
     }
 
 
-@criterion
-def activation_l2(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+@criterion(needs=("activation_l2",))
+def activation_l2(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
     """Mean norm of what the head gives: heads that give little go first."""
-    return min_max(statistics.signals["activation_l2"], normalize=normalize, what="activation norm")
+    return min_max(statistics["activation_l2"], normalize=normalize, what="activation norm")
 
 
-@criterion
-def output_norm(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+@criterion(needs=("output_norm",))
+def output_norm(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
     """E |W_h x_h|, the mean norm of what the head writes into the residual stream; forward only."""
-    return min_max(statistics.signals["output_norm"], normalize=normalize, what="output norm")
+    return min_max(statistics["output_norm"], normalize=normalize, what="output norm")
 
 
-@criterion
-def obs(statistics: HeadStatistics, *, normalize: str) -> Mapping[str, Tensor]:
+@criterion(needs=("obs",))
+def obs(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
     """What losing the head alone costs once the others have made up for it (optimal brain surgeon, by groups)."""
-    return min_max(statistics.signals["obs"], normalize=normalize, what="OBS score")
+    return min_max(statistics["obs"], normalize=normalize, what="OBS score")
 
 
-@criterion
-def llm_pruner_block(statistics: HeadStatistics) -> Mapping[str, Tensor]:
+@criterion(needs=("taylor",))
+def llm_pruner_block(statistics: Statistics) -> Mapping[str, Tensor]:
     """First-order Taylor importance of a head's weights, as LLM-Pruner's block-wise mode (Ma et al. 2023).
 
     It keeps the first three layers and the last; here, of models of at least 8 layers, these lose heads only where the
     others have none left. What is approximated: only attention is pruned, and key/value groups are not fixed to heads.
     """
-    found = min_max(statistics.signals["taylor"], normalize="model", what="Taylor importance")
+    found = min_max(statistics["taylor"], normalize="model", what="Taylor importance")
     last = len(found) - 1
     kept = {0, 1, 2, last} if last >= 7 else set()
     return {name: values + (1.0 if layer in kept else 0.0) for layer, (name, values) in enumerate(found.items())}
 
 
-def ae_and_activation_l2(statistics: HeadStatistics, *, alpha: float, normalize: str) -> Mapping[str, Tensor]:
+@criterion(name="ae + activation-l2", needs=("entropy", "activation_l2"))
+def ae_and_activation_l2(statistics: Statistics, *, alpha: float, normalize: str) -> Mapping[str, Tensor]:
     """HIES with the norm of the head's output in the place of its HIS (the paper's last appendix)."""
-    norm = min_max(statistics.signals["activation_l2"], normalize=normalize, what="activation norm")
-    entropy = min_max(statistics.entropy, normalize=normalize, what="entropy")
+    norm = min_max(statistics["activation_l2"], normalize=normalize, what="activation norm")
+    entropy = min_max(statistics["entropy"], normalize=normalize, what="entropy")
     return {name: alpha * norm[name] + (1 - alpha) * (1 - entropy[name]) for name in norm}
 
 
-CRITERIA["ae + activation-l2"] = ae_and_activation_l2
-
-# Those that read `HeadStatistics.signals`, which `collect_signals` fills in a pass of its own.
-SIGNAL_CRITERIA = ("activation-l2", "output-norm", "obs", "llm-pruner-block", "ae + activation-l2")
-
-
-# Baselines that remove something else than heads: a sweep judges what the model would compute, nothing is cut.
-CHANNELS, SLICED, SLICED_TUNED = "llm-pruner-channel", "slicegpt", "slicegpt-tuned"
-JUDGED_ONLY = (CHANNELS, SLICED, SLICED_TUNED)
-# They have their own calibration samples, the same whatever the others are scored on.
-OWN_SAMPLES = (COMPENSATED, SLICED, SLICED_TUNED)
-
-# How rows that are approximations differ from the methods they are named after.
-DIFFERENCES = {
-    "llm-pruner-block": "only attention is pruned; the first three layers and the last lose heads where no others are "
-    "left, and, below 8 layers, like any other",
-    CHANNELS: "channels of heads, in attention only, as many weights as the heads have; masked, because heads of "
-    "unequal width cannot be saved",
-    SLICED: "only what q, k, v read and what o writes is projected, by the same share of every matrix; masked, and the "
-    "rotations, which would take about as many weights again, are not counted, so it has it easier than the others",
-    SLICED_TUNED: "slicegpt, then three epochs of q, k, v and o towards the dense model's predictions on unlabelled "
-    "rows (the original tunes low-rank adapters on text)",
-}
-
-
 def criterion_names() -> tuple[str, ...]:
-    """Every criterion a recipe may name."""
+    """Return every criterion that a recipe may name."""
     return (*CRITERIA, COMPENSATED)
 
 
-def sweep_names() -> tuple[str, ...]:
-    """Every criterion a sweep may name."""
-    return (*criterion_names(), *JUDGED_ONLY)
+def needs_of(*names: str) -> tuple[str, ...]:
+    """Return the statistics that some criteria read; names that `CRITERIA` does not have need none."""
+    return tuple(dict.fromkeys(need for name in names if name in CRITERIA for need in CRITERIA[name].needs))
 
 
 def uses_alpha(name: str) -> bool:
-    """Whether a criterion weighs two terms by alpha."""
-    return name in CRITERIA and "alpha" in inspect.signature(CRITERIA[name]).parameters
+    """Return whether a criterion weighs two terms by alpha."""
+    return name in CRITERIA and "alpha" in CRITERIA[name].options
 
 
-def score_heads(
-    statistics: HeadStatistics,
+def score_units(
+    statistics: Statistics,
     *,
     criterion: str = "hies",
     alpha: float = 0.9,
     normalize: str = "model",
     seed: int = 0,
-) -> HeadScores:
-    """Score every head by a criterion; any number of calls may reuse the same statistics.
+) -> Scores:
+    """Score every unit by a criterion; any number of calls may reuse the same statistics.
 
     Args:
         statistics: From `collect_statistics`.
@@ -196,11 +215,15 @@ def score_heads(
         problems.append(f"alpha must be in [0, 1), got {alpha}; for importance alone use criterion: his")
     if normalize not in NORMALIZE:
         problems.append(f"normalize must be model or layer, got {normalize!r}")
-    if criterion in SIGNAL_CRITERIA and not statistics.signals:
-        problems.append(f"{criterion} needs statistics with signals; add those of collect_signals")
-    if problems:
+    found = CRITERIA.get(criterion)
+    missing = [] if found is None else [need for need in found.needs if need not in statistics.values]
+    if missing:
+        problems.append(
+            f"{criterion} needs statistics with {' and '.join(missing)}; collect them with "
+            f"collect_statistics(..., needs={missing})"
+        )
+    if found is None or problems:
         raise RecipeError(problems)
-    function = CRITERIA[criterion]
-    options = {"alpha": alpha, "normalize": normalize, "seed": seed}
-    parameters: dict[str, Any] = {k: v for k, v in options.items() if k in inspect.signature(function).parameters}
-    return HeadScores(criterion=criterion, parameters=parameters, scores=function(statistics, **parameters))
+    given = {"alpha": alpha, "normalize": normalize, "seed": seed}
+    parameters: dict[str, Any] = {name: value for name, value in given.items() if name in found.options}
+    return Scores(criterion=criterion, parameters=parameters, scores=found(statistics, **parameters))

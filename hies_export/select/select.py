@@ -1,66 +1,45 @@
-"""Choose the heads that stay: the best total score that the budget and the constraints allow."""
+"""Choose the units that stay: the best total score that the budget and the constraints allow."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import PlanError, RecipeError
-from ..values import AttentionSite, HeadScores, KeptHeads, PruningPlan, library_versions
-from .constraints import _removable, check_budget, removable_counts
-from .knapsack import _bundles, least_loss, lost_scores
+from ..values import Scores, Selection, Units
+from .bundles import lost_scores, ranked_bundles
+from .constraints import NONE, Constraints, check_budget, most_removable, removable_counts
+from .knapsack import least_loss
 
 
-def select_heads(
-    scores: HeadScores,
-    sites: Sequence[AttentionSite],
+def select_units(
+    scores: Scores,
+    modules: Sequence[Units],
     *,
     heads: float | None = None,
     counts: Sequence[int] | None = None,
-    allocation: str = "global",
-    unit: str = "group",
-    min_heads: int = 1,
-    keep_layers: Sequence[int] = (),
-    multiple_of: int = 1,
-    seed: int = 0,
-    calibration: Mapping[str, Any] | None = None,
-    model: Mapping[str, float] | None = None,
-) -> PruningPlan:
-    """Plan the removal of a share of the heads, or of given numbers of them.
+    constraints: Constraints = NONE,
+) -> Selection:
+    """Select the units that stay when a share of the heads goes, or given numbers of them.
 
-    What is removed or kept together is a bundle of heads. By default (`unit: group`) it is a key/value head with its
-    query heads, which in ordinary attention is one head; in grouped-query attention the cache shrinks with it. Under
-    `unit: query` the key/value heads stay, and a bundle is one query head of every group, the n-th worst of each, so
-    that the groups stay even. A bundle's score is the mean of its heads'.
-
-    Under `global`, round(share * bundles) bundles go, the ones with the smallest scores, except that every module
-    keeps its best `min_heads`; no other choice of as many keeps a greater total score. Under `uniform`, every module
-    loses round(share * its bundles), its own smallest. Ties go to the later module, then the later bundle.
-
-    With `multiple_of`, for tensor-parallel serving, every module that loses heads keeps a multiple of it: of key/value
-    heads, or of query heads under `unit: query`. Then at most as many go as the share asks for.
+    Units go in bundles; see `bundles`. Under `global`, round(share * bundles) bundles go, those with the smallest
+    scores, except that every module keeps its best `min_heads`. No other choice of as many keeps a greater total score.
+    Under `uniform`, every module loses round(share * its bundles), its own smallest. Ties go to the later module, then
+    the later bundle. With `multiple_of`, at most as many go as the share asks for.
 
     Args:
-        scores: From `score_heads`.
-        sites: From `find_attention`, in the model's order. Those that `scores` says nothing of keep all heads, and do
-            not count in the budget.
+        scores: From `score_units`.
+        modules: From `find_attention`, in the model's order. Those without scores keep all units, and do not count in
+            the budget.
         heads: Share of heads to remove, in (0, 1); or
-        counts: Per module with scores, how many bundles go, its own smallest; `allocation` and the constraints are then
-            the caller's affair. See `hies_export.budget`.
-        allocation: "global" (uneven) or "uniform" (the same count in every module).
-        unit: "group" or "query".
-        min_heads: Query heads every module keeps at least.
-        keep_layers: Positions, among the modules with scores, of those that lose nothing; negative ones count from the
-            end.
-        multiple_of: What the number of heads kept in a pruned module must be a multiple of.
-        seed: Recorded in the plan.
-        calibration: Recorded in the plan.
-        model: Recorded in the plan, from `weight_norms`.
+        counts: Per module with scores, how many bundles go, its own smallest; of the constraints only `unit` is then
+            looked at. See `hies_export.select.budget`.
+        constraints: What the selection is subject to.
 
     Returns:
-        The plan; equal inputs give equal plans.
+        The units that stay, for every module; equal inputs give equal selections.
 
     Raises:
         RecipeError: An option is out of range.
@@ -68,62 +47,45 @@ def select_heads(
         NonFiniteError: A score is NaN or infinite.
 
     Examples:
-        >>> plan = select_heads(scores, sites, heads=0.5)
-        >>> plan.removed, plan.heads
-        (9, 18)
+        >>> selection = select_units(scores, modules, heads=0.5)
+        >>> sum(len(kept.removed) for kept in selection.values())
+        9
     """
-    scored = [site for site in sites if site.name in scores.scores]
-    constraints: dict[str, Any] = {
-        "unit": unit,
-        "min_heads": min_heads,
-        "keep_layers": keep_layers,
-        "multiple_of": multiple_of,
-    }
-    # Per module its bundles of query heads, worst first.
-    ranked = [_bundles(scores.scores[site.name], site, unit) for site in scored]
-    size: int | Sequence[int]
-    if counts is None:
-        if heads is None:
-            raise RecipeError(["select_heads needs heads (a share) or counts (bundles per module), got neither"])
-        size = check_budget(scored, heads=heads, allocation=allocation, **constraints)
-    else:
+    scored = [module for module in modules if module.name in scores.scores]
+    # Per module its bundles, worst first.
+    ranked = [ranked_bundles(scores.scores[module.name], module, constraints.unit) for module in scored]
+    if counts is not None:
         _check_counts(counts, ranked)
-        size = counts
-    if isinstance(size, int) and multiple_of > 1:
-        options = removable_counts(scored, **constraints)
-        lost = [lost_scores(scores.scores[site.name], site, unit=unit) for site in scored]
-        best, trace = least_loss(options, [[row[k] for k in o] for row, o in zip(lost, options, strict=True)], size)
-        chosen = trace(int(np.flatnonzero(np.isfinite(best))[-1]))
-        size = [o[place] for o, place in zip(options, chosen, strict=True)]
+        size: int | Sequence[int] = counts
+    elif heads is not None:
+        size = check_budget(scored, heads=heads, constraints=constraints)
+        if isinstance(size, int) and constraints.multiple_of > 1:
+            size = _counts_in_multiples(scores, scored, size, constraints)
+    else:
+        raise RecipeError(["select_units needs heads (a share) or counts (bundles per module), got neither"])
     if isinstance(size, int):
-        most = _removable(scored, unit, min_heads, keep_layers)
+        most = most_removable(scored, constraints)
         candidates = sorted(
             (score, -i, place) for i, found in enumerate(ranked) for place, (score, _) in enumerate(found[: most[i]])
         )
         gone = {(-i, place) for _, i, place in candidates[:size]}
     else:
         gone = {(i, place) for i, count in enumerate(size) for place in range(count)}
-    kept = {}
-    positions = {site.name: i for i, site in enumerate(scored)}
-    for site in sites:
-        i = positions.get(site.name)
-        bundles = [(0.0, range(site.heads))] if i is None else ranked[i]
-        stay = sorted(q for place, (_, bundle) in enumerate(bundles) if (i, place) not in gone for q in bundle)
-        kept[site.name] = KeptHeads(
-            query=tuple(stay),
-            key_value=tuple(sorted({q // site.group_size for q in stay})),
-            heads=site.heads,
-            key_value_heads=site.key_value_heads,
+    selection = {module.name: module.kept(range(module.units)) for module in modules}
+    for i, (module, bundles) in enumerate(zip(scored, ranked, strict=True)):
+        selection[module.name] = module.kept(
+            unit for place, (_, bundle) in enumerate(bundles) if (i, place) not in gone for unit in bundle
         )
-    return PruningPlan(
-        kept=kept,
-        criterion=scores.criterion,
-        alpha=scores.parameters.get("alpha"),
-        seed=seed,
-        calibration=dict(calibration or {}),
-        versions=library_versions(),
-        model=dict(model or {}),
-    )
+    return selection
+
+
+def _counts_in_multiples(scores: Scores, modules: Sequence[Units], most: int, constraints: Constraints) -> list[int]:
+    """Return how many bundles each module loses, at most so many in all, to keep what `multiple_of` wants."""
+    options = removable_counts(modules, constraints)
+    lost = [lost_scores(scores.scores[module.name], module, unit=constraints.unit) for module in modules]
+    best, trace = least_loss(options, [[row[k] for k in o] for row, o in zip(lost, options, strict=True)], most)
+    chosen = trace(int(np.flatnonzero(np.isfinite(best))[-1]))
+    return [option[place] for option, place in zip(options, chosen, strict=True)]
 
 
 def _check_counts(counts: Sequence[int], ranked: Sequence[Sequence[Any]]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,60 +14,56 @@ from transformers import PreTrainedModel
 from ..errors import CutMismatchError, PlanError
 from ..model.linear import weight_of
 from ..model.modes import evaluating
-from ..values import AttentionSite, PruningPlan
-from .mask import masked_heads
+from ..values import PrunableModule, PruningPlan, Selection
+from .mask import masked_units
 
 TOLERANCE = 1e-4
 
 
-def check_plan(plan: PruningPlan, sites: tuple[AttentionSite, ...]) -> None:
-    """Refuse a plan that is not for this model.
+def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> None:
+    """Refuse a selection that is not for this model.
 
     Raises:
-        PlanError: Names or head counts differ, or an index is out of range, repeated or out of order.
+        PlanError: Names or numbers of units differ, or an index is out of range, repeated or out of order, or groups
+            keep different numbers of units.
     """
-    if list(plan.kept) != [s.name for s in sites]:
-        missing = [s.name for s in sites if s.name not in plan.kept]
-        extra = [name for name in plan.kept if name not in {s.name for s in sites}]
+    if list(selection) != [module.name for module in modules]:
+        missing = [module.name for module in modules if module.name not in selection]
+        extra = [name for name in selection if name not in {module.name for module in modules}]
         raise PlanError(
             f"a plan must name the attention modules of its model, but {len(missing)} are missing from it "
             f"{missing[:2]} and {len(extra)} are not in the model {extra[:2]}; make a plan for this model"
         )
-    for site in sites:
-        kept = plan.kept[site.name]
-        if (kept.heads, kept.key_value_heads) != (site.heads, site.key_value_heads):
+    for module in modules:
+        kept = selection[module.name]
+        if (kept.total, kept.groups) != (module.units, module.groups):
             raise PlanError(
-                f"the plan is for {kept.heads} query and {kept.key_value_heads} key/value heads in {site.name}, but "
-                f"the model has {site.heads} and {site.key_value_heads}; make a plan for this model"
+                f"the plan is for {kept.total} query and {kept.groups} key/value heads in {module.name}, but "
+                f"the model has {module.units} and {module.groups}; make a plan for this model"
             )
-        for indices, count in ((kept.query, site.heads), (kept.key_value, site.key_value_heads)):
-            if not indices or list(indices) != sorted(set(indices)) or not 0 <= indices[0] <= indices[-1] < count:
-                raise PlanError(
-                    f"kept heads must be ascending indices in [0, {count}), at least one, got {list(indices)} for "
-                    f"{site.name}"
-                )
-        per_group = [[q for q in kept.query if q // site.group_size == g] for g in range(site.key_value_heads)]
-        if tuple(g for g, heads in enumerate(per_group) if heads) != kept.key_value:
+        units = kept.units
+        if not units or list(units) != sorted(set(units)) or not 0 <= units[0] <= units[-1] < module.units:
             raise PlanError(
-                f"a key/value head goes when, and only when, its {site.group_size} query heads go, but in {site.name} "
-                f"the plan keeps query heads {list(kept.query)} with key/value heads {list(kept.key_value)}"
+                f"kept heads must be ascending indices in [0, {module.units}), at least one, got {list(units)} for "
+                f"{module.name}"
             )
-        if len({len(heads) for heads in per_group if heads}) > 1:
+        sizes = list(Counter(unit // module.group_size for unit in units).values())
+        if len(set(sizes)) > 1:
             raise PlanError(
-                f"every key/value head that stays must keep as many query heads as the others, but in {site.name} the "
-                f"plan keeps query heads {list(kept.query)}, {[len(h) for h in per_group]} per key/value head; cut "
-                "whole groups (unit: group) or the same number in every group (unit: query)"
+                f"every key/value head that stays must keep as many query heads as the others, but in {module.name} "
+                f"the plan keeps query heads {list(units)}, {sizes} per key/value head; cut whole groups (unit: group) "
+                "or the same number in every group (unit: query)"
             )
 
 
-def weight_norms(model: nn.Module, sites: tuple[AttentionSite, ...]) -> dict[str, float]:
-    """What a plan remembers of its model: L2 norms of the first and the last output projection."""
-    names = dict.fromkeys(site.output for site in (sites[0], sites[-1]))
+def weight_norms(model: nn.Module, modules: Sequence[PrunableModule]) -> dict[str, float]:
+    """Return the L2 norms of the first and the last consumer, by name: a plan tells its model from others by them."""
+    names = dict.fromkeys(module.consumer for module in (modules[0], modules[-1]))
     return {name: weight_of(model.get_submodule(name)).detach().double().norm().item() for name in names}
 
 
 def check_weights(plan: PruningPlan, norms: Mapping[str, float]) -> None:
-    """Refuse a plan made for other weights: where heads have learnt other things, what it keeps is arbitrary.
+    """Refuse a plan that was made for other weights, whose units have learnt other things.
 
     Args:
         plan: The plan.
@@ -84,13 +81,20 @@ def check_weights(plan: PruningPlan, norms: Mapping[str, float]) -> None:
             )
 
 
-def check_cut(dense: PreTrainedModel, slim: PreTrainedModel, plan: PruningPlan, batch: Mapping[str, Tensor]) -> float:
-    """Compare the cut model with the dense model whose removed heads are masked, in float32.
+def compare_cut(
+    dense: PreTrainedModel,
+    slim: PreTrainedModel,
+    plan: PruningPlan | Selection,
+    modules: Sequence[PrunableModule],
+    batch: Mapping[str, Tensor],
+) -> float:
+    """Compare the cut model with the dense model whose removed units are masked, in float32.
 
     Args:
         dense: The model before the cut.
         slim: The model after it.
-        plan: The plan that was applied.
+        plan: The units that stayed.
+        modules: From `find_attention` on the dense model.
         batch: Inputs of the model.
 
     Returns:
@@ -100,12 +104,12 @@ def check_cut(dense: PreTrainedModel, slim: PreTrainedModel, plan: PruningPlan, 
         CutMismatchError: The difference is not below 1e-4.
 
     Examples:
-        >>> check_cut(model, slim, plan, batches[0]) < 1e-4
+        >>> compare_cut(model, slim, plan, modules, batches[0]) < 1e-4
         True
     """
     if dense.dtype != torch.float32:
         dense, slim = copy.deepcopy(dense).float(), copy.deepcopy(slim).float()
-    with masked_heads(dense, plan):
+    with masked_units(dense, plan, modules):
         expected = first_output(dense, batch)
     difference = max_abs(first_output(slim, batch), expected)
     if not difference < TOLERANCE:
@@ -117,7 +121,7 @@ def check_cut(dense: PreTrainedModel, slim: PreTrainedModel, plan: PruningPlan, 
 
 
 def first_output(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The model's first output (logits, or the last hidden state), in evaluation mode, without labels; on CPU."""
+    """Return a model's first output (logits, or the last hidden state) in evaluation mode, without labels, on CPU."""
     device = next(model.parameters()).device
     with evaluating(model), torch.inference_mode():
         outputs = model(**{k: v.to(device) for k, v in batch.items() if k != "labels"})
@@ -125,7 +129,7 @@ def first_output(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def max_abs(one: Tensor, other: Tensor) -> float:
-    """Largest absolute difference; infinite when shapes differ or either has a NaN."""
+    """Return the largest absolute difference; infinite where shapes differ or either has a NaN."""
     if one.shape != other.shape:
         return float("inf")
     difference = (one - other).abs().max().item() if one.numel() else 0.0

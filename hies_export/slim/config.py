@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,11 +15,11 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..model import modeling_hies
 from ..model.auto import auto_classes, has_auto_base
-from ..values import AttentionSite, PruningPlan
+from ..values import PrunableModule, Selection
 
 
 def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The slim twin of a model class of transformers.
+    """Return the slim version of a model class of transformers.
 
     Raises:
         UnsupportedModelError: transformers does not export the class, so that no checkpoint can name it.
@@ -31,40 +33,46 @@ def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def is_slim(model: PreTrainedModel) -> bool:
-    """Whether the model carries a `hies_export` block, so that its shapes are not what its config alone says."""
+    """Return whether a model carries a `hies_export` block, so that its shapes are not what its config alone says."""
     return getattr(model.config, "hies_export", None) is not None
 
 
-def _config_can_say_it(model: PreTrainedModel, plan: PruningPlan, sites: tuple[AttentionSite, ...]) -> bool:
-    """Try the uniform config on meta tensors; keep it if the stock class then has the slim model's shapes.
+@dataclass
+class Shapes:
+    """What a cut changed, by dotted name.
 
-    Every (sub-)config speaks for the modules that hold it, so that the towers of a model may differ.
+    Attributes:
+        linear: Linear layer -> [out_features, in_features].
+        parameters: Parameter outside of linear layers -> its shape.
+        attributes: Module -> attribute -> its new value.
+    """
+
+    linear: dict[str, list[int]] = field(default_factory=dict)
+    parameters: dict[str, list[int]] = field(default_factory=dict)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def write_uniform_config(model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]) -> bool:
+    """Let the config alone describe a uniformly cut model, where it can.
+
+    The uniform config is tried on meta tensors, and kept if the stock class then has the slim model's shapes. Every
+    (sub-)config speaks for the modules that hold it, so the towers of a model may differ.
+
+    Returns:
+        Whether the config now describes the model.
     """
     if is_slim(model):
         return False
     configs = {id(config): config for config in _configs(model.config)}
-    owned: dict[int, list[AttentionSite]] = {}
-    for site in sites:
-        config = getattr(model.get_submodule(site.name), "config", model.config)
-        owned.setdefault(id(config) if id(config) in configs else id(model.config), []).append(site)
-    settings: dict[int, dict[str, int]] = {}
-    for key, group in owned.items():
-        counts = {(len(plan.kept[s.name].query), len(plan.kept[s.name].key_value)) for s in group}
-        widths = {(s.query_dim, s.value_dim) for s in group}
-        if len(counts) != 1 or len(widths) != 1:
-            return False
-        heads, key_value_heads = counts.pop()
-        if heads == group[0].heads:
-            continue
-        settings[key] = {"num_attention_heads": heads, "head_dim": widths.pop()[0]}
-        if hasattr(configs[key], "num_key_value_heads"):
-            settings[key]["num_key_value_heads"] = key_value_heads
+    settings = _uniform_settings(model, selection, modules, configs)
+    if settings is None:
+        return False
     candidate = copy.deepcopy(model.config)
     try:
-        for config, twin in zip(_configs(model.config), _configs(candidate), strict=True):
+        for config, copied in zip(_configs(model.config), _configs(candidate), strict=True):
             for name, value in settings.get(id(config), {}).items():
-                setattr(twin, name, value)
-            twin.validate()  # what a config refuses (LLaMA: hidden size not a multiple of heads) cannot be saved
+                setattr(copied, name, value)
+            copied.validate()  # what a config refuses (LLaMA: hidden size not a multiple of heads) cannot be saved
         with torch.device("meta"):
             stock = type(model)(candidate)
     except (StrictDataclassError, ValueError, AttributeError, TypeError, RuntimeError):
@@ -77,8 +85,31 @@ def _config_can_say_it(model: PreTrainedModel, plan: PruningPlan, sites: tuple[A
     return True
 
 
+def _uniform_settings(
+    model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule], configs: Mapping[int, Any]
+) -> dict[int, dict[str, Any]] | None:
+    """Return, by the id of a config, the fields that say how many heads stay; None where modules differ."""
+    owned: dict[int, list[PrunableModule]] = {}
+    for module in modules:
+        config = getattr(model.get_submodule(module.name), "config", model.config)
+        owned.setdefault(id(config) if id(config) in configs else id(model.config), []).append(module)
+    settings: dict[int, dict[str, Any]] = {}
+    for key, group in owned.items():
+        counts = {(len(selection[m.name].units), len(selection[m.name].kept_groups)) for m in group}
+        widths = {(m.key_width, m.unit_width) for m in group}
+        if len(counts) != 1 or len(widths) != 1:
+            return None
+        heads, key_value_heads = counts.pop()
+        if heads == group[0].units:
+            continue
+        settings[key] = {"num_attention_heads": heads, "head_dim": widths.pop()[0]}
+        if hasattr(configs[key], "num_key_value_heads"):
+            settings[key]["num_key_value_heads"] = key_value_heads
+    return settings
+
+
 def _configs(config: Any) -> list[Any]:
-    """A config and those it is composed of."""
+    """Return a config and those it is composed of."""
     children = [getattr(config, key, None) for key in config.sub_configs]
     return [config, *(c for child in children if child is not None for c in _configs(child))]
 
@@ -88,23 +119,16 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {n: t.shape for n, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
 
 
-def _make_slim_class(
-    model: PreTrainedModel,
-    resized: dict[str, list[int]],
-    parameters: dict[str, list[int]],
-    attributes: dict[str, dict[str, Any]],
-) -> None:
+def become_slim(model: PreTrainedModel, shapes: Shapes) -> None:
+    """Write the `hies_export` block into a model's config, and make its class the slim version of the stock class."""
     prefix = model.base_model_prefix + "."
     under_base = (lambda name: name.removeprefix(prefix)) if model.base_model is not model else (lambda name: name)
-    block = copy.deepcopy(getattr(model.config, "hies_export", None)) or {
-        "format": 1,
-        "linear": {},
-        "attributes": {},
-    }
-    block["linear"].update({under_base(name): shape for name, shape in resized.items()})
-    if parameters:
-        block.setdefault("parameters", {}).update({under_base(name): shape for name, shape in parameters.items()})
-    for name, changed in attributes.items():
+    block = copy.deepcopy(getattr(model.config, "hies_export", None)) or {"format": 1, "linear": {}, "attributes": {}}
+    block["linear"].update({under_base(name): shape for name, shape in shapes.linear.items()})
+    if shapes.parameters:
+        named = {under_base(name): shape for name, shape in shapes.parameters.items()}
+        block.setdefault("parameters", {}).update(named)
+    for name, changed in shapes.attributes.items():
         block["attributes"].setdefault(under_base(name), {}).update(changed)
     stock = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
     model.config.hies_export = block

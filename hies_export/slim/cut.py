@@ -1,34 +1,38 @@
-"""Remove heads for real, and prove that the result computes what the masked model computes."""
+"""Remove units from the weights."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..model.linear import features_of, select_features, set_parameter
-from ..prunable.units import feature_cuts, row_cuts, set_attributes
-from ..values import AttentionSite, PruningPlan
-from .check import check_plan, check_weights, weight_norms
-from .config import _config_can_say_it, _make_slim_class
+from ..prunable.follow import feature_cuts, row_cuts, set_attributes
+from ..values import PrunableModule, PruningPlan, Selection, selection_of
+from .check import check_selection, check_weights, weight_norms
+from .config import Shapes, become_slim, write_uniform_config
 
 
-def prune_heads(
-    model: PreTrainedModel, plan: PruningPlan, sites: tuple[AttentionSite, ...], *, inplace: bool = False
+def prune_units(
+    model: PreTrainedModel,
+    plan: PruningPlan | Selection,
+    modules: Sequence[PrunableModule],
+    *,
+    inplace: bool = False,
 ) -> PreTrainedModel:
-    """Cut the heads a plan does not keep out of the weights.
+    """Cut the units that a plan does not keep out of the weights.
 
-    The layers in front of the attention lose rows, the one behind it columns, head-count attributes follow. Where the
-    config alone can describe the result (uniform ViT, LLaMA, ...), the config is updated and the model stays of its
-    stock class; otherwise its class becomes the slim twin of the stock class (`modeling_hies`), which `save_pretrained`
-    writes next to the weights.
+    Producers lose rows, consumers lose columns, and attributes that count units follow. Where the config alone can
+    describe the result (uniform ViT, LLaMA, ...), it is updated and the model stays of its stock class. Otherwise the
+    class becomes the slim version of the stock class (`modeling_hies`), which `save_pretrained` writes next to the
+    weights.
 
     Args:
         model: The dense model.
-        plan: The heads that stay.
-        sites: From `find_attention` on this model.
+        plan: The units that stay. A plan is checked against the model's weights, a bare selection is not.
+        modules: From `find_attention` on this model.
         inplace: Cut `model` itself instead of a copy.
 
     Returns:
@@ -38,32 +42,31 @@ def prune_heads(
         PlanError: The plan is not for this model, or for other weights.
 
     Examples:
-        >>> slim = prune_heads(model, plan, sites)
-        >>> sum(site.heads for site in find_attention(slim, batches[0]))
+        >>> slim = prune_units(model, plan, modules)
+        >>> sum(module.units for module in find_attention(slim, batches[0]))
         9
     """
-    check_plan(plan, sites)
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        check_weights(plan, weight_norms(model, sites))
+    selection = selection_of(plan)
+    check_selection(selection, modules)
+    if isinstance(plan, PruningPlan) and not any(parameter.is_meta for parameter in model.parameters()):
+        check_weights(plan, weight_norms(model, modules))
     slim = model if inplace else copy.deepcopy(model)
-    resized: dict[str, list[int]] = {}
-    parameters: dict[str, list[int]] = {}
-    attributes: dict[str, dict[str, Any]] = {}
-    for site in sites:
-        kept = plan.kept[site.name]
-        for name, axis, index in feature_cuts(slim, site, kept):
+    shapes = Shapes()
+    for module in modules:
+        kept = selection[module.name]
+        for name, axis, index in feature_cuts(slim, module, kept):
             layer = select_features(slim.get_submodule(name), index, axis)
             owner, _, attribute = name.rpartition(".")
             setattr(slim.get_submodule(owner), attribute, layer)
-            resized[name] = list(features_of(layer))
-        for name, index in row_cuts(slim, site, kept):
+            shapes.linear[name] = list(features_of(layer))
+        for name, index in row_cuts(slim, module, kept):
             old = slim.get_parameter(name)
             rows = old.detach().index_select(0, index.to(old.device))
             set_parameter(slim, name, nn.Parameter(rows, requires_grad=old.requires_grad))
-            parameters[name] = list(rows.shape)
-        changed = set_attributes(slim.get_submodule(site.name), site, kept)
+            shapes.parameters[name] = list(rows.shape)
+        changed = set_attributes(slim.get_submodule(module.name), module, kept)
         if changed:
-            attributes[site.name] = changed
-    if not _config_can_say_it(slim, plan, sites):
-        _make_slim_class(slim, resized, parameters, attributes)
+            shapes.attributes[module.name] = changed
+    if not write_uniform_config(slim, selection, modules):
+        become_slim(slim, shapes)
     return slim

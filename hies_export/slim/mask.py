@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..model.attention import AttentionCall, use_attention
-from ..model.kernels import VisibleKeys, attend
-from ..values import PruningPlan
+from ..model.watch import intercept
+from ..values import PrunableModule, PruningPlan, Selection, selection_of
 
 
 @contextmanager
-def masked_heads(model: PreTrainedModel, plan: PruningPlan) -> Iterator[None]:
-    """Inside the block, the outputs of the heads that `plan` removes are multiplied by zero; nothing is cut.
+def masked_units(
+    model: PreTrainedModel, plan: PruningPlan | Selection, modules: Sequence[PrunableModule]
+) -> Iterator[None]:
+    """Multiply, inside the block, what the removed units give to their consumers by zero.
 
     Args:
         model: The dense model; as it was, after the block.
-        plan: Which heads stay.
+        plan: The units that stay.
+        modules: From `find_attention` on this model.
 
     Examples:
-        >>> with masked_heads(model, plan):
+        >>> with masked_units(model, plan, modules):
         ...     logits = model(**batches[0]).logits
     """
+    selection = selection_of(plan)
     masks = {}
-    for name, kept in plan.kept.items():
-        mask = torch.zeros(1, kept.heads, 1, 1)
-        mask[:, list(kept.query)] = 1
-        masks[model.get_submodule(name)] = mask
-    visible = VisibleKeys()
+    for module in modules:
+        kept = selection[module.name]
+        if len(kept.units) < kept.total:
+            masks[module.name] = torch.zeros(module.units * module.unit_width)
+            masks[module.name][module.columns(kept.units)] = 1
 
-    def function(call: AttentionCall) -> Tensor:
-        output = attend(call, visible)
-        mask = masks.get(call.module)
-        return output if mask is None else output * mask.to(output)
+    def masked(name: str, x: Tensor) -> Tensor:
+        return x * masks[name].to(x)
 
-    with use_attention(model, function):
+    with intercept(model, {m.name: m.consumer for m in modules if m.name in masks}, masked):
         yield

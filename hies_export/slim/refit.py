@@ -1,13 +1,13 @@
-"""Give back, without training, what the removed heads wrote on average: refit the output projections in closed form.
+"""Give back, without training, what the removed units wrote on average: refit the consumers in closed form.
 
-For an output projection y = W x + b with kept inputs x_K and removed inputs x_M, over calibration tokens with mean mu
-and centred covariance C:
+For a consumer y = W x + b with kept inputs x_K and removed inputs x_M, over calibration tokens with mean mu and centred
+covariance C:
 
     bias           b' = b + W_M mu_M
     least_squares  W'_K = W_K + W_M C_MK (C_KK + lambda I)^-1,  b' = b + W_M mu_M + (W_K - W'_K) mu_K
 
-A projection without a bias uses uncentred moments and stays without. Both follow from the moments of (x_K, y) alone,
-and so does the error on held-out tokens; no activation is stored.
+A consumer without a bias uses uncentred moments and stays without. Both follow from the moments of (x_K, y) alone, and
+so does the error on held-out tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hies_export.progress import Track
-
-from ..calibrate.moments import Moments, SplitMoments, _collect, check_samples
+from ..calibrate.moments import SplitMoments, check_samples, collect_moments
 from ..errors import RecipeError, RequestError
 from ..model.linear import weight_of
-from ..prunable.units import head_rows
-from ..values import AttentionSite, PruningPlan
+from ..progress import Track
+from ..values import PrunableModule, PruningPlan, Selection, selection_of
 
 METHODS = ("bias", "least_squares")
 # Relative to the mean of the diagonal of C_KK; the one with the smallest error on held-out tokens is taken.
@@ -43,16 +41,44 @@ class SingularInputsWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class LayerFit:
-    """What compensation did to one output projection.
+class Compensation:
+    """How consumers are refitted.
 
     Attributes:
-        name: Dotted name of the attention module.
+        method: "bias" or "least_squares".
+        ridge: Relative to the mean of the diagonal of C_KK; None to choose it on held-out samples.
+        sequential: Refit layer by layer, with inputs from the layers already cut and refitted, and targets from the
+            dense model. This takes a pass of both models for each layer.
+
+    Raises:
+        RecipeError: Unknown method, or a ridge that is not positive.
+    """
+
+    method: str = "least_squares"
+    ridge: float | None = None
+    sequential: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.method not in METHODS:
+            problems.append(f"compensation.method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.ridge is not None and not self.ridge > 0:
+            problems.append(f"compensation.ridge must be above 0, got {self.ridge}")
+        if problems:
+            raise RecipeError(problems)
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """What compensation did to one consumer.
+
+    Attributes:
+        name: Dotted name of the module.
         method: What was kept: "least_squares", or "bias" where that was better on held-out tokens, or "none" where
             nothing was.
         ridge: Relative ridge, None for `bias` and `none`.
         tokens: Calibration tokens, held-out ones included.
-        error: Mean squared error of the projection's output on held-out tokens, relative to no compensation.
+        error: Mean squared error of the consumer's output on held-out tokens, relative to no compensation.
     """
 
     name: str
@@ -62,122 +88,112 @@ class LayerFit:
     error: float
 
 
-def compensate_heads(
+LEAST_SQUARES = Compensation()
+
+
+def compensate(
     dense: PreTrainedModel,
     slim: PreTrainedModel,
-    plan: PruningPlan,
-    sites: Sequence[AttentionSite],
+    plan: PruningPlan | Selection,
+    modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
+    how: Compensation = LEAST_SQUARES,
     *,
-    method: str = "least_squares",
-    ridge: float | None = None,
-    sequential: bool = False,
     progress: Track | None = None,
 ) -> list[LayerFit]:
-    """Refit the output projections of `slim`, in place, so that they give what the dense ones gave.
+    """Refit the consumers of `slim`, in place, so that they give what the dense ones gave.
 
-    Labels are not used. One pass over the batches serves all layers; `sequential` takes one pass of both models for
-    each layer, with inputs from the layers already cut and refitted, and targets from the dense model.
+    Labels are not used. One pass over the batches serves all layers, unless `how` is sequential.
 
     Args:
         dense: The model before the cut; not changed.
-        slim: The model after it, from `prune_heads`.
-        plan: The plan that was applied.
-        sites: From `find_attention` on the dense model.
+        slim: The model after it, from `prune_units`.
+        plan: The units that stayed.
+        modules: From `find_attention` on the dense model.
         batches: Inputs; padding is left out by their `attention_mask`.
-        method: "bias" or "least_squares".
-        ridge: Relative to the mean of the diagonal of C_KK; by default chosen on held-out samples.
-        sequential: See above.
+        how: Method, ridge, order.
         progress: Wraps the batches, once per pass.
 
     Returns:
-        What was done to each layer that lost heads. A fit is never worse than `bias` on held-out tokens: where it would
+        What was done to each layer that lost units. A fit is never worse than `bias` on held-out tokens: where it would
         be, the bias (or nothing) is kept.
 
     Raises:
-        RecipeError: Unknown method, or a ridge that is not positive.
-        RequestError: `bias` for projections that have none.
+        RequestError: `bias` for consumers that have none.
         DataError: Fewer than five samples.
 
     Warns:
-        FewTokensWarning: Fewer tokens than four times the inputs of a projection.
+        FewTokensWarning: Fewer tokens than four times the inputs of a consumer.
 
     Examples:
-        >>> fits = compensate_heads(model, slim, plan, sites, batches)
+        >>> fits = compensate(model, slim, plan, modules, batches)
         >>> all(fit.error <= 1 for fit in fits)
         True
     """
-    cut = [site for site in sites if len(plan.kept[site.name].query) < site.heads]
-    _check(dense, cut, batches, method, ridge)
+    selection = selection_of(plan)
+    cut = [module for module in modules if selection[module.name].removed]
+    check_samples(batches)
+    _check_biases(dense, cut, how)
     fits = []
-    for group in [[site] for site in cut] if sequential else [cut]:
-        fitting, held_out = _collect(dense, slim if sequential else None, plan, group, batches, progress)
-        for site in group:
-            layer = slim.get_submodule(site.output)
-            fits.append(_refit(layer, site.name, fitting[site.name], held_out[site.name], method, ridge))
+    for group in [[module] for module in cut] if how.sequential else [cut]:
+        moments = collect_moments(
+            dense, group, batches, selection=selection, slim=slim if how.sequential else None, progress=progress
+        )
+        fits += [
+            _refit(slim.get_submodule(module.consumer), module.name, moments[module.name], how) for module in group
+        ]
     return fits
 
 
-def refit_heads(
+def refit(
     slim: PreTrainedModel,
-    plan: PruningPlan,
-    sites: Sequence[AttentionSite],
-    moments: SplitMoments,
-    *,
-    method: str = "least_squares",
-    ridge: float | None = None,
+    plan: PruningPlan | Selection,
+    modules: Sequence[PrunableModule],
+    moments: Mapping[str, SplitMoments],
+    how: Compensation = LEAST_SQUARES,
 ) -> list[LayerFit]:
-    """Do what `compensate_heads` does, from moments that were collected once for all plans.
+    """Do what `compensate` does, from moments of all inputs that were collected once for all plans.
 
     Args:
-        slim: The cut model; its output projections are refitted in place.
-        plan: The plan it was cut by.
-        sites: From `find_attention` on the dense model.
+        slim: The cut model; its consumers are refitted in place.
+        plan: The units that stayed.
+        modules: From `find_attention` on the dense model.
         moments: From `collect_moments` on the dense model.
-        method: "bias" or "least_squares".
-        ridge: As in `compensate_heads`.
+        how: Method and ridge; the order is not looked at.
+
+    Returns:
+        What was done to each layer that lost units.
     """
-    fits = []
-    for site in sites:
-        kept = plan.kept[site.name].query
-        if len(kept) < site.heads:
-            columns = head_rows(kept, site.value_dim).to(moments[0][site.name].xx.device)
-            fitting, held_out = (part[site.name].part(columns) for part in moments)
-            fits.append(_refit(slim.get_submodule(site.output), site.name, fitting, held_out, method, ridge))
-    return fits
+    selection = selection_of(plan)
+    return [
+        _refit(
+            slim.get_submodule(module.consumer),
+            module.name,
+            moments[module.name].part(module.columns(selection[module.name].units)),
+            how,
+        )
+        for module in modules
+        if selection[module.name].removed
+    ]
 
 
-def _check(
-    dense: PreTrainedModel,
-    cut: Sequence[AttentionSite],
-    batches: Sequence[Mapping[str, Tensor]],
-    method: str,
-    ridge: float | None,
-) -> None:
-    problems = []
-    if method not in METHODS:
-        problems.append(f"compensation.method must be one of {', '.join(METHODS)}, got {method!r}")
-    if ridge is not None and not ridge > 0:
-        problems.append(f"compensation.ridge must be above 0, got {ridge}")
-    if problems:
-        raise RecipeError(problems)
-    check_samples(batches)
-    without = [s.output for s in cut if getattr(dense.get_submodule(s.output), "bias", None) is None]
-    if method == "bias" and without:
+def _check_biases(dense: PreTrainedModel, cut: Sequence[PrunableModule], how: Compensation) -> None:
+    without = [m.consumer for m in cut if getattr(dense.get_submodule(m.consumer), "bias", None) is None]
+    if how.method == "bias" and without:
         raise RequestError(
             f"compensation.method bias needs output projections with a bias, but {without[0]} has none; "
             "use least_squares"
         )
 
 
-def _refit(
-    layer: nn.Module, name: str, fitting: Moments, held_out: Moments, method: str, ridge: float | None
-) -> LayerFit:
+def _refit(layer: nn.Module, name: str, moments: SplitMoments, how: Compensation) -> LayerFit:
+    """Refit one consumer in place; its weight and bias stay where no fit does better on held-out tokens."""
+    fitting, held_out = moments.fitting, moments.held_out
     weight = weight_of(layer).detach().double()
     bias = layer.bias.detach().double() if isinstance(layer.bias, Tensor) else None
     centred = bias is not None
     everything = fitting + held_out
-    if method == "least_squares" and everything.tokens < ENOUGH_TOKENS_PER_INPUT * len(everything.x):
+    if how.method == "least_squares" and everything.tokens < ENOUGH_TOKENS_PER_INPUT * len(everything.x):
         warnings.warn(
             f"{everything.tokens} calibration tokens are few for the {len(everything.x)} inputs of {name}; "
             f"{ENOUGH_TOKENS_PER_INPUT} times as many are advised: raise compensation.samples",
@@ -189,9 +205,9 @@ def _refit(
     tried: list[tuple[float, str, float | None]] = []
     if centred:
         tried.append((held_out.error(weight, fitting.fit_bias(weight)), "bias", None))
-    if method == "least_squares":
+    if how.method == "least_squares":
         tried.append((untouched, "none", None))
-        for candidate in RIDGES if ridge is None else (ridge,):
+        for candidate in RIDGES if how.ridge is None else (how.ridge,):
             try:
                 error = held_out.error(*fitting.fit(weight, ridge=candidate, centred=centred))
                 tried.append((error, "least_squares", candidate))

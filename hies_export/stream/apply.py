@@ -1,6 +1,6 @@
 """Cut a checkpoint on disk by a plan: only the rows and columns that stay are read, and the model is never loaded.
 
-The result is, byte for byte, what loading the model, `prune_heads` and `save_pretrained` would write, in the memory of
+The result is, byte for byte, what loading the model, `prune_units` and `save_pretrained` would write, in the memory of
 a few blocks.
 """
 
@@ -30,11 +30,11 @@ from ..model.linear import weight_axis
 from ..model.tokens import synthetic_batch
 from ..progress import Progress, Silent
 from ..prunable.attention import find_attention
-from ..prunable.units import feature_cuts, row_cuts
-from ..slim.check import check_plan, check_weights
+from ..prunable.follow import feature_cuts, row_cuts
+from ..slim.check import check_selection, check_weights
 from ..slim.config import is_slim
-from ..slim.cut import prune_heads
-from ..values import AttentionSite, PruningPlan
+from ..slim.cut import prune_units
+from ..values import PrunableModule, PruningPlan
 from .renaming import Step, saving_steps
 from .shards import ShardWriter, StoredTensor, as_bytes, read_blocks, read_tensor
 from .skeleton import SIDE_FILES, build_skeleton, fetch, read_tensors
@@ -108,11 +108,11 @@ def apply_plan(
     source = fetch(model)
     tensors = read_tensors(source)
     dense, origins = build_skeleton(source, tensors)
-    sites = _find_sites(dense, plan, batch)
-    check_plan(plan, sites)
+    modules = _find_modules(dense, plan, batch)
+    check_selection(plan.kept, modules)
     check_weights(plan, _norms(plan, origins, tensors))
-    cuts = _cuts(dense, plan, sites)
-    slim = prune_heads(dense, plan, sites, inplace=True)
+    cuts = _cuts(dense, plan, modules)
+    slim = prune_units(dense, plan, modules, inplace=True)
     parameters = _parameters(slim)
     # A slim class keeps the names of its modules on disk; see `modeling_hies.SlimModel.save_pretrained`.
     if is_slim(slim):
@@ -231,31 +231,30 @@ def _cut(tensor: Tensor, kept: Mapping[int, Tensor]) -> Tensor:
     return tensor
 
 
-def _find_sites(
+def _find_modules(
     model: PreTrainedModel, plan: PruningPlan, batch: Mapping[str, Tensor] | None
-) -> tuple[AttentionSite, ...]:
-    """The attention modules, those of an image tower included where the plan names them."""
+) -> tuple[PrunableModule, ...]:
+    """Return the attention modules, those of an image tower included where the plan names them."""
     found = find_attention(model, batch or synthetic_batch(model, batch=2, sequence=3))
-    sites = {site.name: site for site in found}
-    for name, module in model.named_modules():
-        inside = [n for n in plan.kept if n not in sites and n.startswith(f"{name}.")]
-        if batch is None and name and inside and getattr(module, "main_input_name", "") == "pixel_values":
-            assert isinstance(module, PreTrainedModel)
-            for site in find_attention(module, synthetic_batch(module, batch=2)):
-                site = _inside(name, site)
-                sites.setdefault(site.name, site)
+    modules = {module.name: module for module in found}
+    for name, tower in model.named_modules():
+        inside = [n for n in plan.kept if n not in modules and n.startswith(f"{name}.")]
+        if batch is None and name and inside and getattr(tower, "main_input_name", "") == "pixel_values":
+            assert isinstance(tower, PreTrainedModel)
+            for module in find_attention(tower, synthetic_batch(tower, batch=2)):
+                module = _inside(name, module)
+                modules.setdefault(module.name, module)
     order = {name: position for position, name in enumerate(plan.kept)}
-    return tuple(sorted(sites.values(), key=lambda site: order.get(site.name, len(order))))
+    return tuple(sorted(modules.values(), key=lambda module: order.get(module.name, len(order))))
 
 
-def _inside(outer: str, site: AttentionSite) -> AttentionSite:
-    """A site of a submodel, under the names it has in the model."""
+def _inside(outer: str, module: PrunableModule) -> PrunableModule:
+    """Return a module of a submodel, under the names it has in the model."""
     return replace(
-        site,
-        name=f"{outer}.{site.name}",
-        output=f"{outer}.{site.output}",
-        projections=tuple(replace(p, name=f"{outer}.{p.name}") for p in site.projections),
-        parameters=tuple(replace(p, name=f"{outer}.{p.name}") for p in site.parameters),
+        module,
+        name=f"{outer}.{module.name}",
+        consumer=f"{outer}.{module.consumer}",
+        slices=tuple(replace(part, tensor=f"{outer}.{part.tensor}") for part in module.slices),
     )
 
 
@@ -273,17 +272,17 @@ def _norms(plan: PruningPlan, origins: Mapping[str, Step], tensors: Mapping[str,
     return norms
 
 
-def _cuts(model: PreTrainedModel, plan: PruningPlan, sites: Sequence[AttentionSite]) -> dict[str, dict[int, Tensor]]:
-    """What `prune_heads` leaves of which parameter, by the axes of its tensor."""
+def _cuts(model: PreTrainedModel, plan: PruningPlan, modules: Sequence[PrunableModule]) -> dict[str, dict[int, Tensor]]:
+    """Return what `prune_units` leaves of which parameter, by the axes of its tensor."""
     cuts: dict[str, dict[int, Tensor]] = {}
-    for site in sites:
-        kept = plan.kept[site.name]
-        for name, axis, index in feature_cuts(model, site, kept):
+    for module in modules:
+        kept = plan.kept[module.name]
+        for name, axis, index in feature_cuts(model, module, kept):
             layer = model.get_submodule(name)
             cuts.setdefault(f"{name}.weight", {})[weight_axis(layer, axis)] = index
             if axis == 0 and layer.bias is not None:
                 cuts.setdefault(f"{name}.bias", {})[0] = index
-        cuts.update({name: {0: index} for name, index in row_cuts(model, site, kept)})
+        cuts.update({name: {0: index} for name, index in row_cuts(model, module, kept)})
     return cuts
 
 

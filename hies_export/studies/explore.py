@@ -1,4 +1,4 @@
-"""What a finished run or sweep tells of plans that it did not make: their heads, FLOPs and likely quality.
+"""Predict heads, FLOPs and quality of plans that a finished run or sweep did not make.
 
 No model is loaded. Scores and plans are computed from the statistics in the folder; quality is predicted from the plans
 that the run or sweep has measured, along the share of the importance (HIS) that goes with the heads.
@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from sklearn.isotonic import IsotonicRegression
 
+from ..calibrate.collect import DEFAULT_NEEDS
 from ..errors import RequestError
 from ..report.report import Report
-from ..score.criteria import score_heads
-from ..select.select import select_heads
-from ..values import AttentionSite, HeadScores, HeadStatistics, KeptHeads, PruningPlan
+from ..score.criteria import score_units
+from ..select.constraints import Constraints
+from ..select.select import select_units
+from ..values import Calibration, Kept, PruningPlan, Scores, Statistics, Units, library_versions
 
-# Criteria whose plans go by the same two statistics: what losing importance costs under others says little of these.
+# Criteria that use the same two statistics. Plans of other criteria lose importance at another price.
 FAMILY = ("hies", "his")
 
 
@@ -32,9 +34,9 @@ class Measured:
 
     Attributes:
         how: On what, in words.
-        lost: Of each plan the share of the model's HIS that goes with its heads, in [0, 1].
-        quality: Of each plan the metric; empty where there were no labels.
-        stability: Of each plan the share of predictions that stay the same.
+        lost: Per plan, the share of the model's HIS that goes with its heads, in [0, 1].
+        quality: Per plan, the metric; empty where there were no labels.
+        stability: Per plan, the share of predictions that stay the same.
     """
 
     how: str
@@ -45,7 +47,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Exploration:
-    """What a folder tells of its heads, and of what losing them cost.
+    """The statistics, the plan and the measurements of a finished run or sweep.
 
     Attributes:
         model: Path or Hub id of the dense model; empty where the folder does not say.
@@ -59,7 +61,7 @@ class Exploration:
     """
 
     model: str
-    statistics: HeadStatistics
+    statistics: Statistics
     normalize: str
     plan: PruningPlan
     flops_per_head: float
@@ -68,43 +70,41 @@ class Exploration:
     measured: tuple[Measured, ...] = ()
 
     @property
-    def sites(self) -> tuple[AttentionSite, ...]:
-        """As much of the attention modules as choosing heads needs: names and numbers."""
-        return tuple(
-            AttentionSite(name, kept.heads, kept.key_value_heads, 0, 0, (), "") for name, kept in self.plan.kept.items()
-        )
+    def modules(self) -> tuple[Units, ...]:
+        """The modules of the folder's plan, in its order."""
+        return tuple(Units(name=name, units=kept.total, groups=kept.groups) for name, kept in self.plan.kept.items())
 
     @property
     def unit(self) -> str:
         """What the folder's plan removes: whole key/value groups, or query heads out of each."""
-        cut = [kept for kept in self.plan.kept.values() if len(kept.query) < kept.heads]
-        return "query" if any(len(kept.key_value) == kept.key_value_heads for kept in cut) else "group"
+        cut = [kept for kept in self.plan.kept.values() if kept.removed]
+        return "query" if any(not kept.removed_groups for kept in cut) else "group"
 
     @property
     def allocation(self) -> str:
         """Whether the folder's plan keeps the same number everywhere."""
-        counts = {len(self.plan.kept[name].query) for name in self.statistics.his}
+        counts = {len(self.plan.kept[name].units) for name in self.statistics["his"]}
         return "uniform" if len(counts) == 1 else "global"
 
-    def scores(self, alpha: float) -> HeadScores:
-        """HIES of every head."""
-        return score_heads(self.statistics, criterion="hies", alpha=alpha, normalize=self.normalize)
+    def scores(self, alpha: float) -> Scores:
+        """Return the HIES of every head."""
+        return score_units(self.statistics, criterion="hies", alpha=alpha, normalize=self.normalize)
 
     def plan_at(self, alpha: float, sparsity: float, allocation: str) -> PruningPlan:
-        """The plan of an alpha and a share of heads, as `hies-export run` would make it.
+        """Return the plan of an alpha and a share of heads, as `hies-export run` would make it.
 
         Raises:
             PlanError: No plan removes that much.
         """
-        known = {key: getattr(self.statistics, key) for key in ("samples", "labels", "fingerprint")}
-        return select_heads(
-            self.scores(alpha),
-            self.sites,
-            heads=sparsity,
-            allocation=allocation,
-            unit=self.unit,
+        constraints = Constraints(allocation=allocation, unit=self.unit)
+        known = {key: getattr(self.statistics.calibration, key) for key in ("samples", "labels", "fingerprint")}
+        return PruningPlan(
+            kept=select_units(self.scores(alpha), self.modules, heads=sparsity, constraints=constraints),
+            criterion="hies",
+            alpha=alpha,
             seed=self.plan.seed,
             calibration={key: value for key, value in known.items() if value},
+            versions=library_versions(),
             model=self.plan.model,
         )
 
@@ -129,14 +129,14 @@ class Prediction:
 
 
 def fit(lost: Sequence[float], values: Sequence[float], *, higher_is_better: bool = True) -> Callable[[float], float]:
-    """What a plan comes to, as a function of the share of HIS it loses; constant beyond what was measured.
+    """Fit quality to the share of HIS that a plan loses; constant beyond what was measured.
 
-    The only assumption is that who loses more importance is not better: isotonic regression, linear in between.
-    Source: https://scikit-learn.org/stable/modules/isotonic.html
+    The only assumption is that quality does not rise as more importance is lost: isotonic regression, linear between
+    points.     Source: https://scikit-learn.org/stable/modules/isotonic.html
 
     Args:
-        lost: Of the measured plans, in [0, 1].
-        values: What they came to.
+        lost: Per measured plan, in [0, 1].
+        values: Per measured plan, the metric or the stability.
         higher_is_better: Which way the values go.
     """
     model = IsotonicRegression(increasing=not higher_is_better, out_of_bounds="clip").fit(lost, values)
@@ -144,7 +144,7 @@ def fit(lost: Sequence[float], values: Sequence[float], *, higher_is_better: boo
 
 
 def predict(lost: Sequence[float], values: Sequence[float], at: float, *, higher_is_better: bool = True) -> Prediction:
-    """Predict by `fit`, and say how far to trust it.
+    """Predict by `fit`, with the error of that prediction.
 
     Args:
         lost, values, higher_is_better: As in `fit`.
@@ -163,9 +163,9 @@ def predict(lost: Sequence[float], values: Sequence[float], at: float, *, higher
 
 
 def lost_share(his: Mapping[str, torch.Tensor], plan: PruningPlan) -> float:
-    """Share of the model's HIS that goes with the heads a plan removes, in [0, 1]."""
+    """Return the share of the model's HIS that goes with the heads a plan removes, in [0, 1]."""
     total = sum(float(values.sum()) for values in his.values())
-    stays = sum(float(values[list(plan.kept[name].query)].sum()) for name, values in his.items())
+    stays = sum(float(values[list(plan.kept[name].units)].sum()) for name, values in his.items())
     return 1 - stays / total if total else 0.0
 
 
@@ -195,13 +195,9 @@ def read_exploration(folder: str | Path) -> Exploration:
 def _of_run(folder: Path) -> Exploration:
     report, plan = Report.from_file(folder), PruningPlan.from_file(folder / "plan.json")
     written = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
-    statistics = HeadStatistics(
-        his=_tensors(written["his"]),
-        entropy=_tensors(written["entropy"]),
-        weight_l2=_tensors(written["weight_l2"]),
-        samples=written["samples"],
-        labels=written["labels"],
-        fingerprint=written["fingerprint"],
+    statistics = Statistics(
+        {name: _tensors(written[name]) for name in DEFAULT_NEEDS},
+        Calibration(written["samples"], written["labels"], written["fingerprint"]),
     )
     found = Exploration(
         model=report.model,
@@ -214,7 +210,7 @@ def _of_run(folder: Path) -> Exploration:
     )
     measured = []
     if report.criterion in FAMILY:
-        lost = (0.0, lost_share(statistics.his, plan))
+        lost = (0.0, lost_share(statistics["his"], plan))
         quality = (report.quality["dense"], report.quality["slim"])
         measured.append(Measured("the dense model and this run's slim one", lost, quality, (1.0, report.stability)))
     curve, budget = written["alpha_curve"], report.details["budget"]
@@ -224,7 +220,7 @@ def _of_run(folder: Path) -> Exploration:
         measured.append(
             Measured(
                 "this run's search for alpha: masked, on held-out rows",
-                tuple(lost_share(statistics.his, p) for p in plans),
+                tuple(lost_share(statistics["his"], p) for p in plans),
                 tuple(point["quality"] for point in curve if point["quality"] is not None),
                 tuple(point["stability"] for point in curve),
             )
@@ -255,7 +251,9 @@ def _of_sweep(folder: Path) -> Exploration:
         )
     return Exploration(
         model="",
-        statistics=HeadStatistics(his, _tensors(details["entropy"]), {}, details["calibration_samples"], "", ""),
+        statistics=Statistics(
+            {"his": his, "entropy": _tensors(details["entropy"])}, Calibration(details["calibration_samples"], "", "")
+        ),
         normalize="model",
         plan=next(iter(plans.values())),
         flops_per_head=(1 - rows[0]["flops_ratio"]) / rows[0]["heads_removed"],
@@ -271,9 +269,8 @@ def _sweep_plan(plan: Mapping[str, Any], details: Mapping[str, Any]) -> PruningP
         # A module without statistics keeps all its heads.
         total = len(details["his"].get(name, heads))
         groups = details["key_value_heads"][name]
-        own = tuple(sorted({head // (total // groups) for head in heads}))
-        kept[name] = KeptHeads(tuple(heads), own, total, groups)
-    return PruningPlan(kept, plan["criterion"], plan["alpha"], details["seed"])
+        kept[name] = Kept(tuple(heads), total, groups)
+    return PruningPlan(kept=kept, criterion=plan["criterion"], alpha=plan["alpha"], seed=details["seed"])
 
 
 def _tensors(values: Mapping[str, Sequence[float]]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,11 @@ from ..evaluate.predict import Predictions, TokenPredictions, predict, predicted
 from ..model.linear import weight_of
 from ..model.modes import evaluating, without_cache
 from ..model.tokens import real_tokens
-from ..score.criteria import score_heads
-from ..select.select import select_heads
-from ..slim.mask import masked_heads
-from ..values import AttentionSite, HeadStatistics, PruningPlan
+from ..model.watch import watch
+from ..score.criteria import score_units
+from ..select.select import select_units
+from ..slim.mask import masked_units
+from ..values import PrunableModule, Selection, Statistics
 
 SHARES = (0.1, 0.3, 0.5)
 # Greatest curvature of a loss in its logits: of p (1 - p), of diag(p) - p p^T (Appendix B.1.4), and of a square. With
@@ -33,7 +33,7 @@ CURVATURE = {"binary cross-entropy": 0.25, "softmax cross-entropy": 0.5, "square
 
 @dataclass(frozen=True)
 class Orthogonality:
-    """How the two terms of HIES lie to each other over the heads of a model (Appendix D.1, Tables 7 and 8).
+    """Moments of the two terms of HIES over the heads of a model (Appendix D.1, Tables 7 and 8).
 
     Attributes:
         mean_u: Mean of u, HIS of each head divided by the sum over heads: one over the number of heads.
@@ -108,7 +108,7 @@ class Theory:
 def theory(
     model: PreTrainedModel,
     batches: Sequence[dict[str, Tensor]],
-    sites: Sequence[AttentionSite],
+    modules: Sequence[PrunableModule],
     *,
     alpha: float = 0.9,
 ) -> Theory:
@@ -121,41 +121,41 @@ def theory(
     Args:
         model: The dense model.
         batches: Calibration batches; without labels the model's own predictions are the labels.
-        sites: The attention modules that may lose heads.
+        modules: The attention modules that may lose heads.
         alpha: Of HIES, whose choice of heads is shown beside that of HIS.
 
     Raises:
         DataError: As `collect_statistics`.
     """
-    statistics = collect_statistics(model, batches, sites)
+    statistics = collect_statistics(model, batches, modules)
     loss = _loss_of(model)
-    modules = {
-        site.name: ModuleNorms(
-            spectral_norm(weight_of(model.get_submodule(site.output))),
-            torch.tensor([spectral_norm(block) for block in _blocks(model, site)], dtype=torch.float64),
+    norms = {
+        module.name: ModuleNorms(
+            spectral_norm(weight_of(model.get_submodule(module.consumer))),
+            torch.tensor([spectral_norm(block) for block in _blocks(model, module)], dtype=torch.float64),
             activation,
-            1 - statistics.entropy[site.name],
+            1 - statistics["entropy"][module.name],
         )
-        for site, activation in zip(sites, _activations(model, batches, sites), strict=True)
+        for module, activation in zip(modules, _activations(model, batches, modules), strict=True)
     }
     dense = predict(model, batches)
     labels = references(batches) if "labels" in batches[0] else predicted(dense)
     before = _mean_loss(dense, labels, loss)
     increases = []
     for criterion in ("his", "hies"):
-        scores = score_heads(statistics, criterion=criterion, alpha=alpha)
+        scores = score_units(statistics, criterion=criterion, alpha=alpha)
         for share in SHARES:
-            plan = select_heads(scores, sites, heads=share)
-            with masked_heads(model, plan):
+            selection = select_units(scores, modules, heads=share)
+            with masked_units(model, selection, modules):
                 after = _mean_loss(predict(model, batches), labels, loss)
-            terms = _terms(plan, statistics, modules, CURVATURE[loss])
+            terms = _terms(selection, statistics, norms, CURVATURE[loss])
             increases.append(LossIncrease(criterion, share, *terms, after - before))
-    return Theory(orthogonality(statistics), loss, modules, tuple(increases))
+    return Theory(orthogonality(statistics), loss, norms, tuple(increases))
 
 
-def orthogonality(statistics: HeadStatistics) -> Orthogonality:
-    """Moments of normalised HIS and attention entropy over the heads; see `Orthogonality`."""
-    u, v = (torch.cat(list(values.values())) for values in (statistics.his, statistics.entropy))
+def orthogonality(statistics: Statistics) -> Orthogonality:
+    """Return the moments of normalised HIS and attention entropy over the heads; see `Orthogonality`."""
+    u, v = (torch.cat(list(values.values())) for values in (statistics["his"], statistics["entropy"]))
     u = u / u.sum().clamp(min=torch.finfo(u.dtype).tiny)
     covariance = ((u - u.mean()) * (v - v.mean())).mean()
     differ = u.min() < u.max() and v.min() < v.max()
@@ -163,61 +163,34 @@ def orthogonality(statistics: HeadStatistics) -> Orthogonality:
     return Orthogonality(*(x.item() for x in (u.mean(), v.mean(), covariance, (u * v).mean(), correlation)))
 
 
-def spectral_norm(matrix: Tensor, *, tolerance: float = 1e-9, iterations: int = 10_000) -> float:
-    """The largest singular value of a matrix, by power iteration (Appendix B.1.3).
-
-    Args:
-        matrix: (rows, columns), any floating dtype.
-        tolerance: Relative change of the estimate at which it stops.
-        iterations: At most.
-    """
-    matrix = matrix.detach().double()
-    generator = torch.Generator().manual_seed(0)
-    v = torch.randn(matrix.shape[1], generator=generator, dtype=torch.float64).to(matrix.device)
-    norm = 0.0
-    for _ in range(iterations):
-        u = matrix @ (v / v.norm())
-        before, norm = norm, u.norm().item()
-        if norm == 0 or abs(norm - before) <= tolerance * norm:
-            break
-        v = matrix.T @ (u / norm)
-    return norm
+def spectral_norm(matrix: Tensor) -> float:
+    """Return the largest singular value of a matrix, (rows, columns) of any floating dtype (Appendix B.1.3)."""
+    return torch.linalg.matrix_norm(matrix.detach().double(), ord=2).item()
 
 
-def _blocks(model: PreTrainedModel, site: AttentionSite) -> tuple[Tensor, ...]:
-    """The columns of the output projection that each head is multiplied by, (width, value_dim) each."""
-    return weight_of(model.get_submodule(site.output)).split(site.value_dim, dim=1)
+def _blocks(model: PreTrainedModel, module: PrunableModule) -> tuple[Tensor, ...]:
+    """Return the columns of the output projection that each head is multiplied by, (width, unit_width) each."""
+    return weight_of(model.get_submodule(module.consumer)).split(module.unit_width, dim=1)
 
 
 def _activations(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
 ) -> list[Tensor]:
-    """E |A_h|^2 of every module, (heads,) each."""
-    totals = [torch.zeros(site.heads, dtype=torch.float64) for site in sites]
-    read: dict[str, Tensor] = {}
-
-    def record(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            read[name] = inputs[0]
-
-        return hook
-
-    handles = [model.get_submodule(site.output).register_forward_pre_hook(record(site.name)) for site in sites]
+    """Return E |A_h|^2 of every module, (units,) each."""
+    totals = [torch.zeros(module.units, dtype=torch.float64) for module in modules]
     samples = 0
-    try:
-        with evaluating(model), without_cache(model), torch.no_grad():
-            for batch in batches:
-                on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
-                model(**on_device)
-                samples += size_of(batch)
-                for total, site in zip(totals, sites, strict=True):
-                    x = read[site.name]
-                    real = real_tokens(model, site.name, on_device, x).double()  # (batch, tokens)
-                    squares = x.double().unflatten(-1, (site.heads, -1)).pow(2).sum(-1)  # (batch, tokens, heads)
-                    total += (torch.einsum("bt,bth->bh", real, squares) / real.sum(-1, keepdim=True)).sum(0).cpu()
-    finally:
-        for handle in handles:
-            handle.remove()
+    consumers = {module.name: module.consumer for module in modules}
+    with evaluating(model), without_cache(model), watch(model, consumers) as seen, torch.no_grad():
+        for batch in batches:
+            on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
+            seen.clear()
+            model(**on_device)
+            samples += size_of(batch)
+            for total, module in zip(totals, modules, strict=True):
+                x = seen.inputs[module.name][-1]
+                real = real_tokens(model, module.name, on_device, x).double()  # (batch, tokens)
+                squares = x.double().unflatten(-1, (module.units, -1)).pow(2).sum(-1)  # (batch, tokens, units)
+                total += (torch.einsum("bt,bth->bh", real, squares) / real.sum(-1, keepdim=True)).sum(0).cpu()
     return [total / samples for total in totals]
 
 
@@ -230,7 +203,7 @@ def _loss_of(model: PreTrainedModel) -> str:
 
 
 def _mean_loss(predictions: Predictions, labels: Tensor, loss: str) -> float:
-    """Mean over samples of each sample's loss, which of text is the mean over its label tokens."""
+    """Return the mean over samples of each sample's loss, which of text is the mean over its label tokens."""
     if isinstance(predictions, TokenPredictions):
         tokens = predictions.per_sample(torch.ones_like(predictions.nll))
         return (predictions.per_sample(predictions.nll) / tokens).mean().item()
@@ -241,13 +214,13 @@ def _mean_loss(predictions: Predictions, labels: Tensor, loss: str) -> float:
 
 
 def _terms(
-    plan: PruningPlan, statistics: HeadStatistics, modules: Mapping[str, ModuleNorms], curvature: float
+    selection: Selection, statistics: Statistics, modules: Mapping[str, ModuleNorms], curvature: float
 ) -> tuple[float, float, float]:
     first = whole = blocks = 0.0
     for name, norms in modules.items():
         gone = torch.ones(len(norms.blocks), dtype=torch.float64)
-        gone[list(plan.kept[name].query)] = 0
-        first += (gone @ statistics.his[name]).item()
+        gone[list(selection[name].units)] = 0
+        first += (gone @ statistics["his"][name]).item()
         whole += curvature / 2 * norms.output**2 * (gone @ norms.activation).item()
         blocks += curvature / 2 * (gone @ (norms.blocks.pow(2) * norms.activation)).item()
     return first, whole, blocks

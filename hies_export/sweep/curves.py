@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..baselines.names import OWN_SAMPLES
 from ..errors import RequestError
 from ..report.style import COLOURS, MARKERS, head_grid, head_map, new_figure, require_matplotlib, write_figures
-from ..score.criteria import OWN_SAMPLES
 
 Row = Mapping[str, Any]
 
@@ -130,7 +130,7 @@ def importance_bars(details: Mapping[str, Any]) -> Any:
 
 def alpha_sensitivity(rows: Sequence[Row]) -> Any:
     """Quality of the best, the median and the worst given alpha of HIES, by weighted area under the curve."""
-    from ..evaluate.metrics import METRICS
+    from ..evaluate.metrics import higher_is_better
     from .sweep import weighted_area
 
     plain = [r for r in rows if r["criterion"] == "hies" and r["compensation"] == rows[0]["compensation"]]
@@ -139,7 +139,7 @@ def alpha_sensitivity(rows: Sequence[Row]) -> Any:
         return None
     by_alpha = {a: [r for r in plain if r["alpha"] == a and r["alpha_by"] == "given"] for a in alphas}
     areas = {a: weighted_area(*_means(chosen, "quality")) for a, chosen in by_alpha.items()}
-    ranked = sorted(alphas, key=lambda a: areas[a], reverse=METRICS[rows[0]["metric"]].higher_is_better)
+    ranked = sorted(alphas, key=lambda a: areas[a], reverse=higher_is_better(rows[0]["metric"]))
     figure = new_figure(6.0, 4.4)
     axis = figure.subplots()
     places = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from ..baselines.names import JUDGED_ONLY, OWN_SAMPLES, sweep_names
 from ..errors import RecipeError, did_you_mean
-from ..score.criteria import JUDGED_ONLY, OWN_SAMPLES, sweep_names, uses_alpha
+from ..score.criteria import uses_alpha
 from ..slim.refit import METHODS
 
 # `auto` is the alpha that does best at the sparsity, `auto-area` one alpha for all sparsities.

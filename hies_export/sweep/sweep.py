@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..baselines.channels import check_channels, masked_channels, select_channels
+from ..baselines.names import CHANNELS, JUDGED_ONLY, OWN_SAMPLES, SLICED, SLICED_TUNED
 from ..baselines.slicing import Bases, collect_bases, fine_tuned, sliced
 from ..calibrate.collect import collect_statistics
 from ..calibrate.effects import Effects, collect_effects
@@ -26,32 +27,23 @@ from ..calibrate.signals import collect_signals
 from ..data.lengths import by_length
 from ..data.targets import size_of
 from ..errors import RecipeError
+from ..evaluate.judge import Judge, Judgement
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictions, predict
+from ..legacy import HeadStatistics, select_heads
 from ..measure.counts import count_flops
 from ..model.copies import share_weights
 from ..pipeline.prepare import Prepared, budget_options, prepare
-from ..pipeline.quality import Refit, judge, judgement, predict_pruned
-from ..pipeline.search import ALPHAS, Judgement, choose_alpha
+from ..pipeline.quality import Refit, predict_pruned
+from ..pipeline.search import ALPHAS, choose_alpha
 from ..progress import Progress, Silent
 from ..recipe import PruningRecipe
 from ..score.compensated import score_compensated
-from ..score.criteria import (
-    CHANNELS,
-    COMPENSATED,
-    JUDGED_ONLY,
-    OWN_SAMPLES,
-    SIGNAL_CRITERIA,
-    SLICED,
-    SLICED_TUNED,
-    score_heads,
-    uses_alpha,
-)
+from ..score.criteria import COMPENSATED, SIGNAL_CRITERIA, score_units, uses_alpha
 from ..select.constraints import check_budget
-from ..select.select import select_heads
-from ..slim.cut import prune_heads
-from ..slim.refit import LayerFit, refit_heads
-from ..values import HeadScores, HeadStatistics, PruningPlan, library_versions
+from ..slim.cut import prune_units
+from ..slim.refit import LayerFit
+from ..values import PruningPlan, Scores, library_versions
 from .grid import AUTOMATIC, Cell, SweepGrid
 from .journal import Journal
 from .tables import write_results
@@ -164,7 +156,8 @@ class _Runner:
         if CHANNELS in grid.criteria:
             check_channels(self._base.scored)
         with self._timed("evaluate"):
-            self._dense = predict(self._base.model, self._base.evaluation)
+            self._evaluation = self._judge_on(self._base.evaluation)
+            self._dense = self._evaluation.of(self._evaluation.dense)
         # Plans that are equal give equal results: what the journal knows of them is not computed again.
         self._judged = {row["judged"]: row["result"] for row in journal.rows.values()}
 
@@ -252,14 +245,14 @@ class _Runner:
             with self._timed("evaluate"):
                 logits = predict_pruned(self._base.model, plan, self._base.sites, self._base.evaluation, refit=refit)
         self.evaluations += 1
-        metrics, share = judge(self._base, self._base.evaluation, self._dense, logits, self._recipe)
+        quality = self._evaluation.of(logits)
         name = self._base.metrics[0]
         heads = None if cell.criterion in JUDGED_ONLY else plan
         return {
             "metric": name,
-            "quality": metrics[name],
-            "quality_dense": self._dense_quality(),
-            "stability": share,
+            "quality": quality.metrics[name],
+            "quality_dense": self._dense.metrics[name],
+            "stability": quality.stability,
             "flops_ratio": heads and self._flops_ratio(heads),
             "heads_removed": heads and heads.removed,
         }
@@ -272,7 +265,7 @@ class _Runner:
 
         def refit(slim: PreTrainedModel, plan: PruningPlan) -> list[LayerFit]:
             with self._timed("refit"):
-                return refit_heads(slim, plan, self._base.sites, moments, method=cell.compensation, ridge=ridge)
+                return refit(slim, plan, self._base.sites, moments, method=cell.compensation, ridge=ridge)
 
         return refit
 
@@ -291,25 +284,25 @@ class _Runner:
             with self._timed("evaluate"):
                 return predict(dense, self._base.evaluation)
 
-    def _plan(self, scores: HeadScores, cell: Cell) -> PruningPlan:
+    def _plan(self, scores: Scores, cell: Cell) -> PruningPlan:
         options = budget_options(self._recipe) | {"heads": cell.sparsity}
         if cell.criterion == CHANNELS:
             shared = {name: options[name] for name in ("heads", "allocation", "min_heads", "keep_layers")}
             return select_channels(scores, self._base.scored, **shared, seed=cell.seed)
         return select_heads(scores, self._base.sites, **options, seed=cell.seed)
 
-    def _scores(self, cell: Cell, alpha: float | None) -> HeadScores:
+    def _scores(self, cell: Cell, alpha: float | None) -> Scores:
         if cell.criterion == COMPENSATED:
             return self._of_seed(cell.seed, "compensated scores", self._compensated_scores)
         statistics = self._calibrated(cell.seed, cell.samples).statistics
         if cell.criterion in (*SIGNAL_CRITERIA, CHANNELS):
             signals = self._of_seed(cell.seed, f"signals of {cell.samples}", lambda _: self._signals(cell))
             if cell.criterion == CHANNELS:
-                return HeadScores(CHANNELS, {}, signals["channel_taylor"])
+                return Scores(CHANNELS, {}, signals["channel_taylor"])
             statistics = replace(statistics, signals=signals)
         normalize = self._recipe.prune.normalize
         given = {} if alpha is None else {"alpha": alpha}
-        return score_heads(statistics, criterion=cell.criterion, normalize=normalize, seed=cell.seed, **given)
+        return score_units(statistics, criterion=cell.criterion, normalize=normalize, seed=cell.seed, **given)
 
     def _signals(self, cell: Cell) -> dict[str, dict[str, Tensor]]:
         batches = self._calibrated(cell.seed, cell.samples).prepared.calibration
@@ -337,17 +330,14 @@ class _Runner:
         if key not in self._journal.alphas:
             calibrated = self._calibrated(cell.seed, cell.samples)
             held_out, refit = calibrated.prepared.held_out, self._refit(cell)
-            dense = self._of_seed(
-                cell.seed, f"dense on held-out {cell.samples}", lambda _: predict(self._base.model, held_out)
-            )
+            judge = self._of_seed(cell.seed, f"judge of held-out {cell.samples}", lambda _: self._judge_on(held_out))
 
-            def plan_at(alpha: float) -> tuple[HeadScores, PruningPlan]:
+            def plan_at(alpha: float) -> tuple[Scores, PruningPlan]:
                 scores = self._scores(at, alpha)
                 return scores, self._plan(scores, at)
 
             def judged(plan: PruningPlan) -> Judgement:
-                logits = predict_pruned(self._base.model, plan, self._base.sites, held_out, refit=refit)
-                return judgement(self._base, held_out, dense, logits, self._recipe)
+                return judge.judgement(predict_pruned(self._base.model, plan, self._base.sites, held_out, refit=refit))
 
             with self._timed("choose alpha"):
                 higher = METRICS[self._base.metrics[0]].higher_is_better
@@ -404,7 +394,7 @@ class _Runner:
 
         return self._of_seed(seed, "effects", collect)
 
-    def _compensated_scores(self, seed: int) -> HeadScores:
+    def _compensated_scores(self, seed: int) -> Scores:
         effects = self._effects(seed)
         with self._timed("effects"):
             return score_compensated(effects, self._base.scored)
@@ -417,11 +407,14 @@ class _Runner:
             self._kept[seed][what] = make(seed)
         return self._kept[seed][what]
 
-    def _dense_quality(self) -> float:
-        if "dense quality" not in self._once:
-            metrics, _ = judge(self._base, self._base.evaluation, self._dense, self._dense, self._recipe)
-            self._once["dense quality"] = metrics[self._base.metrics[0]]
-        return float(self._once["dense quality"])
+    def _judge_on(self, batches: list[dict[str, Tensor]]) -> Judge:
+        return Judge.on(
+            self._base.model,
+            batches,
+            metrics=self._base.metrics,
+            regression=self._base.regression,
+            tolerance=self._recipe.evaluation.stability_tolerance,
+        )
 
     def _flops_ratio(self, plan: PruningPlan) -> float:
         """FLOPs of the slim model relative to the dense one, at the recipe's first shape; nothing is cut for it."""
@@ -434,7 +427,7 @@ class _Runner:
                 # A model that looks for its images among the tokens cannot be run on shapes alone.
                 looks = self._recipe.task == "image-text-to-text"
                 shapes = share_weights(self._base.model, device=None if looks else "meta")
-                self._once[counts] = count_flops(prune_heads(shapes, plan, self._base.sites, inplace=True), batch)
+                self._once[counts] = count_flops(prune_units(shapes, plan, self._base.sites, inplace=True), batch)
         return float(self._once[counts] / self._once["dense"])
 
     def _variant(self, seed: int, samples: int) -> PruningRecipe:

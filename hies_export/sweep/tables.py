@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ..evaluate.metrics import METRICS
+from ..baselines.names import DIFFERENCES
+from ..evaluate.metrics import higher_is_better
 from ..report.terminal import plain_table
-from ..score.criteria import DIFFERENCES
 from ..values import dump_json
 
 Row = Mapping[str, Any]
@@ -109,7 +109,7 @@ def sweep_tables(rows: Sequence[Row]) -> list[SweepTable]:
     unit = ", x 100" if scale > 1 else ""
     dense = rows[0]["quality_dense"] * scale
     return [
-        _table(rows, "quality", f"Quality: {metric}{unit}; dense {dense:.2f}", scale, METRICS[metric].higher_is_better),
+        _table(rows, "quality", f"Quality: {metric}{unit}; dense {dense:.2f}", scale, higher_is_better(metric)),
         _table(rows, "stability", "Stability: predictions equal to the dense model's, %", 100.0, True),
     ]
 

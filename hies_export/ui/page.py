@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint.folders import replace_file
 from ..errors import PlanError, require_package
-from ..evaluate.metrics import METRICS
+from ..evaluate.metrics import higher_is_better
 from ..report.drawing import Curve, Dot, MapFigure, curve_places, shaded
 from ..report.jinja import environment
 from ..report.rows import Table, head_map
@@ -96,14 +96,14 @@ def draw(exploration: Exploration, alpha: float, sparsity: float, allocation: st
         plan = exploration.plan_at(alpha, sparsity, allocation)
     except PlanError as error:
         return _render("message.html.j2", text=str(error))
-    lost = lost_share(exploration.statistics.his, plan)
+    lost = lost_share(exploration.statistics["his"], plan)
     at = f" at {exploration.shape}" if exploration.shape else ""
     rows = [
         ("heads kept", f"{plan.heads - plan.removed} of {plan.heads}"),
         (f"FLOPs{at}, of dense", f"{exploration.flops_ratio(plan):.3f}"),
         ("importance (HIS) removed", f"{lost:.1%}"),
     ]
-    marks = {name: line for name, line in head_map(plan).items() if name in exploration.statistics.his}
+    marks = {name: line for name, line in head_map(plan).items() if name in exploration.statistics["his"]}
     scores = exploration.scores(alpha).scores
     figure = MapFigure("score", "Score", "", shaded(marks, [scores[name].tolist() for name in marks]))
     predictions = [_predicted(exploration, measured, lost) for measured in exploration.measured]
@@ -143,7 +143,7 @@ class _Prediction:
 def _predicted(exploration: Exploration, measured: Measured, lost: float) -> _Prediction:
     """Return what one kind of measurement predicts for a plan that removes the share `lost` of the importance."""
     kinds = (
-        (exploration.metric, measured.quality, METRICS[exploration.metric].higher_is_better, ".4f"),
+        (exploration.metric, measured.quality, higher_is_better(exploration.metric), ".4f"),
         ("same predictions", measured.stability, True, ".1%"),
     )
     rows, curves = [], {}

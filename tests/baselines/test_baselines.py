@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hies_export.calibrate.signals import collect_signals
 from support.models import bert, causal_lm, llama, text_batch, vit
 from torch import Tensor
 
 from hies_export.baselines.channels import masked_channels, select_channels
+from hies_export.baselines.names import CHANNELS, JUDGED_ONLY
 from hies_export.baselines.slicing import collect_bases, fine_tuned, sliced
-from hies_export.calibrate.signals import collect_signals
 from hies_export.calibrate.weights import sum_by_channel
 from hies_export.errors import DataError, RecipeError, UnsupportedModelError
 from hies_export.evaluate.predict import predict
+from hies_export.legacy import select_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
-from hies_export.score.criteria import CHANNELS, JUDGED_ONLY
-from hies_export.select.select import select_heads
-from hies_export.values import HeadScores
+from hies_export.values import Scores
 
 
 def logits_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -57,7 +57,7 @@ def rows_and_columns(model: Any, site: Any) -> list[list[tuple[Tensor, Any]]]:
 def test_channels_are_masked_as_if_their_weights_were_zero(make: Any) -> None:
     model, batch = make(), text_batch(4, 12)
     sites = find_attention(model, batch)
-    scores = HeadScores(
+    scores = Scores(
         CHANNELS, {}, {s.name: torch.rand(s.key_value_heads * s.value_dim, dtype=torch.float64) for s in sites}
     )
     dense = logits_of(model, batch)
@@ -77,7 +77,7 @@ def test_channels_are_masked_as_if_their_weights_were_zero(make: Any) -> None:
                         parameter[index] = 0
                     gone += parameter[index].numel() if parameter.dim() == 2 else 0
         # As many weights as the heads of the same budget have.
-        heads = HeadScores("random", {}, {s.name: torch.rand(s.heads, dtype=torch.float64) for s in sites})
+        heads = Scores("random", {}, {s.name: torch.rand(s.heads, dtype=torch.float64) for s in sites})
         of_heads = 0
         for site in sites:
             lost = site.key_value_heads - len(select_heads(heads, sites, heads=share).kept[site.name].key_value)
@@ -112,25 +112,25 @@ def test_the_channels_of_least_taylor_importance_go(make: Any) -> None:
         if wanted and len(kept[name]) > sites[0].value_dim:
             kept[name].remove(channel)
             wanted -= 1
-    plan = select_channels(HeadScores(CHANNELS, {}, found), sites, heads=0.5)
+    plan = select_channels(Scores(CHANNELS, {}, found), sites, heads=0.5)
     assert {name: set(part.query) for name, part in plan.kept.items()} == kept
 
 
 def test_uniform_channels_and_constraints() -> None:
     model, batch = bert(), text_batch(2, 8)
     sites = find_attention(model, batch)
-    scores = HeadScores(CHANNELS, {}, {s.name: torch.rand(48, dtype=torch.float64) for s in sites})
+    scores = Scores(CHANNELS, {}, {s.name: torch.rand(48, dtype=torch.float64) for s in sites})
     plan = select_channels(scores, sites, heads=0.5, allocation="uniform", keep_layers=(0,))
     assert [len(kept.query) for kept in plan.kept.values()] == [48, 24, 24]
     narrow = {s.name: torch.zeros(48, dtype=torch.float64) + i for i, s in enumerate(sites)}
-    plan = select_channels(HeadScores(CHANNELS, {}, narrow), sites, heads=0.5, min_heads=2)
+    plan = select_channels(Scores(CHANNELS, {}, narrow), sites, heads=0.5, min_heads=2)
     assert [len(kept.query) for kept in plan.kept.values()] == [16, 16, 40]
 
 
 def test_heads_of_other_widths_have_no_channels() -> None:
     sites = find_attention(bert(), text_batch(2, 8))
     odd = (sites[0], replace(sites[1], value_dim=4), sites[2])
-    scores = HeadScores(CHANNELS, {}, {})
+    scores = Scores(CHANNELS, {}, {})
     with pytest.raises(UnsupportedModelError, match="equally wide in q, k, v and o of all layers, but .* 8 and 4"):
         select_channels(scores, odd, heads=0.5)
 

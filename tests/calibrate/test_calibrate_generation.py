@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.errors import DataError, NonFiniteError, StepError, UnsupportedModelError
+from hies_export.legacy import AttentionSite, HeadStatistics
 from hies_export.prunable.attention import find_attention
-from hies_export.values import AttentionSite, HeadStatistics
 
 
 def naive_statistics(

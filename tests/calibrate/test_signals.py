@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from hies_export.calibrate.signals import RIDGE, collect_signals
 from support.generative import padded, unpadded, with_images
 from support.models import bert, causal_lm, llama, llava, text_batch
 from torch import Tensor
 
 from hies_export.calibrate.collect import collect_statistics
-from hies_export.calibrate.signals import RIDGE, collect_signals
 from hies_export.errors import DataError, RecipeError
 from hies_export.prunable.attention import find_attention
-from hies_export.score.criteria import SIGNAL_CRITERIA, score_heads
+from hies_export.score.criteria import SIGNAL_CRITERIA, score_units
 from hies_export.score.normalize import min_max
 
 
@@ -124,11 +124,11 @@ def test_every_baseline_scores_by_its_signal() -> None:
     statistics = collect_statistics(model, batches, sites)
     for name in SIGNAL_CRITERIA:
         with pytest.raises(RecipeError, match="needs statistics with signals"):
-            score_heads(statistics, criterion=name)
+            score_units(statistics, criterion=name)
     statistics = replace(statistics, signals=collect_signals(model, batches, sites))
 
     def scores(name: str, **options: float) -> Tensor:
-        return torch.stack(list(score_heads(statistics, criterion=name, **options).scores.values()))  # type: ignore[arg-type]
+        return torch.stack(list(score_units(statistics, criterion=name, **options).scores.values()))  # type: ignore[arg-type]
 
     norm = torch.stack(list(statistics.signals["activation_l2"].values()))
     spread = (norm - norm.min()) / (norm.max() - norm.min())

@@ -21,14 +21,14 @@ from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.errors import OutputExistsError, ReloadMismatchError, RequestError
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output
-from hies_export.slim.cut import prune_heads
+from hies_export.slim.cut import prune_units
 from hies_export.values import PruningPlan
 
 
 def slim_of(dense: PreTrainedModel, batch: dict[str, Tensor], *, uniform: bool) -> tuple[PreTrainedModel, PruningPlan]:
     sites = find_attention(dense, batch)
     plan = random_plan(sites, uniform=uniform)
-    return prune_heads(dense, plan, sites), plan
+    return prune_units(dense, plan, sites), plan
 
 
 # Run where this package cannot be imported, as on a machine that has only torch and transformers.

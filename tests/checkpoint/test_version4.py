@@ -23,11 +23,11 @@ import hies_export
 from hies_export.checkpoint.version4 import load_version4
 from hies_export.cli.main import main
 from hies_export.errors import RequestError, UnsupportedModelError
+from hies_export.legacy import KeptHeads, masked_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output
-from hies_export.slim.cut import prune_heads
-from hies_export.slim.mask import masked_heads
-from hies_export.values import KeptHeads, PruningPlan
+from hies_export.slim.cut import prune_units
+from hies_export.values import PruningPlan
 
 PRUNED = {0: [1, 4], 2: [0, 2, 3, 5]}  # of 6 heads in each of 3 layers, 8 wide
 # Under the names that transformers 4 writes: what makes the heads' rows, and what takes their outputs in columns.
@@ -118,7 +118,7 @@ def test_fused_projections_too(tmp_path: Path) -> None:
     sites = find_attention(model, batch)
     kept = {s.name: tuple(h for h in range(6) if h not in PRUNED.get(i, ())) for i, s in enumerate(sites)}
     plan = PruningPlan({name: KeptHeads(k, k, 6, 6) for name, k in kept.items()}, "by hand", None, 0)
-    slim = prune_heads(model, plan, sites)
+    slim = prune_units(model, plan, sites)
     model.save_pretrained(tmp_path)
     save_file(
         {k: v.contiguous() for k, v in slim.state_dict().items() if k != "lm_head.weight"},

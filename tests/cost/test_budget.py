@@ -5,25 +5,28 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.models import bert, save_project, save_text_model, text_batch, write_rows
+from support.models import bert, causal_lm, save_project, save_text_model, text_batch, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from hies_export import find_attention, load, prune_heads, select_heads
+from hies_export.calibrate import moments
 from hies_export.cli.main import main
-from hies_export.cost.flops import flops_table
-from hies_export.cost.latency import WIDEST_INTERVAL, latency_table
+from hies_export.cost.flops import cut_bundles, flops_table, keep_first
+from hies_export.cost.latency import WIDEST_INTERVAL, TimedCut, TimedOn, latency_table
 from hies_export.errors import PlanError, RecipeError
 from hies_export.measure.counts import count_flops
-from hies_export.measure.latency import is_noisy
+from hies_export.measure.ratios import is_noisy
+from hies_export.measure.timing import Timing
 from hies_export.pipeline.search import metric_drop, most_within
 from hies_export.recipe import BudgetSection, PruningRecipe
+from hies_export.select.constraints import bundle_count
 from hies_export.select.knapsack import CostTable, check_reachable, counts_within, least_loss, uniform_shares
-from hies_export.slim import refit as compensate
 from hies_export.values import AttentionSite, HeadScores
 
 
@@ -102,6 +105,31 @@ def test_flops_are_what_the_counter_says_of_the_cut() -> None:
     assert plain.kept == select_heads(scores, sites, counts=counts).kept
 
 
+@pytest.mark.parametrize("unit", ["group", "query"])
+def test_a_cut_by_counts_has_the_shapes_of_a_chosen_one(unit: str) -> None:
+    """Grouped-query attention, uneven over the layers: as many heads, in as many groups, as `select_heads` keeps."""
+    model = causal_lm()
+    batch = {"input_ids": torch.randint(5, 30, (2, 9))}
+    sites = find_attention(model, batch)
+    assert all(site.group_size > 1 for site in sites)
+    removed = {site.name: index % bundle_count(site, unit) for index, site in enumerate(sites)}
+    scores = HeadScores("hies", {}, {site.name: torch.rand(site.heads, dtype=torch.float64) for site in sites})
+    plan = select_heads(scores, sites, counts=list(removed.values()), unit=unit)
+    shapes = [
+        {name: tuple(parameter.shape) for name, parameter in slim.named_parameters()}
+        for slim in (cut_bundles(model, sites, removed, unit=unit), prune_heads(model, plan, sites))
+    ]
+    assert shapes[0] == shapes[1] != {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for site in sites:
+        kept = keep_first(site, bundle_count(site, unit) - removed[site.name], unit)
+        both = [Counter(head // site.group_size for head in k.query) for k in (kept, plan.kept[site.name])]
+        assert sorted(both[0].values()) == sorted(both[1].values())
+        assert kept.key_value == tuple(sorted(both[0]))
+    table = flops_table(model, sites, batch=batch, unit=unit)
+    measured = count_flops(prune_heads(model, plan, sites), batch) / count_flops(model, batch)
+    assert table.ratio(removed) == pytest.approx(measured, abs=1e-12)
+
+
 def test_uniform_budgets_take_the_same_from_every_layer() -> None:
     table = CostTable("FLOPs", {f"l{i}": tuple(0.05 * k for k in range(4)) for i in range(3)})
     scores = scores_of(torch.rand(3, 4))
@@ -175,8 +203,8 @@ def no_export(model: PreTrainedModel, folder: Path) -> None:
 def test_a_timed_table_is_kept_unless_it_is_noisy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)
-    options: dict[str, Any] = {"runtime": "torch", "batch": batch, "export": no_export, "cache": tmp_path}
-    table = latency_table(model, sites, **options, repeats=6, min_seconds=0)
+    where = TimedOn("torch", batch, Timing(repeats=6), no_export)
+    table = latency_table(model, sites, where, cache=tmp_path)
     assert [round(6 * point["kept"]) for point in table.measured] == [4, 3, 2, 1]
     noisy = any(
         is_noisy(p["control_low"], p["control_high"]) or p["ratio_high"] - p["ratio_low"] > WIDEST_INTERVAL
@@ -194,25 +222,25 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A machine that calls nothing noisy keeps every table.
-    monkeypatch.setattr("hies_export.measure.latency.is_noisy", lambda low, high: False)
+    monkeypatch.setattr("hies_export.cost.latency.is_noisy", lambda low, high: False)
     monkeypatch.setattr("hies_export.cost.latency.WIDEST_INTERVAL", 1e9)
-    model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
-    sites = find_attention(model, batch)
-    options: dict[str, Any] = {
-        "runtime": "torch",
-        "export": no_export,
-        "cache": tmp_path,
-        "repeats": 2,
-        "min_seconds": 0,
-    }
-    first = latency_table(model, sites, batch=batch, **options)
-    assert latency_table(model, sites, batch=batch, **options) == first
+    model = bert()
+    sites = find_attention(model, text_batch(2, 12, padding=False, labels=False))
+
+    def table(tokens: int) -> CostTable:
+        batch = text_batch(2, tokens, padding=False, labels=False)
+        return latency_table(model, sites, TimedOn("torch", batch, Timing(repeats=2), no_export), cache=tmp_path)
+
+    first = table(12)
+    assert table(12) == first
     assert len(list(tmp_path.glob("*.json"))) == 1
-    latency_table(model, sites, batch=text_batch(2, 13, padding=False, labels=False), **options)
+    table(13)
     assert len(list(tmp_path.glob("*.json"))) == 2
     file = next(tmp_path.glob("*.json"))
     file.write_text("not json")
-    latency_table(model, sites, batch=batch, **options)
+    table(12)
+    table(13)
+    assert "not json" not in file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -264,8 +292,10 @@ def test_a_run_by_flops_with_alpha_chosen(project: Path) -> None:
 
 def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Tiny models take their time elsewhere; a table as it might be timed stands in the cache's place.
-    points = [{"kept": k, "ratio": r, "control_low": 1.0, "control_high": 1.0} for k, r in ((0.5, 0.8), (1 / 6, 0.7))]
-    monkeypatch.setattr("hies_export.cost.latency._read", lambda file, key: points)
+    cuts = [
+        TimedCut(k, r, ratio_low=r, ratio_high=r, control_low=1, control_high=1) for k, r in ((0.5, 0.8), (1 / 6, 0.7))
+    ]
+    monkeypatch.setattr("hies_export.cost.latency._read", lambda file, key: cuts)
     latency = {"ratio": 0.85, "runtime": "torch", "batch": 3, "sequence": 20}
     assert run(project, {"latency": latency}) == 0
     report = json.loads((project / "out" / "report.json").read_text())
@@ -285,8 +315,8 @@ def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypa
     assert budget["dense"] - budget["slim"] <= 0.05 + 1e-9
     assert budget["slim"] == pytest.approx(budget["masked"])
     # Where heads are compensated, that is what was judged: the cut model keeps to it again, by the same moments.
-    passes, collect = [], compensate._collect
-    monkeypatch.setattr(compensate, "_collect", lambda *args: passes.append(args) or collect(*args))
+    passes, collect = [], moments._collect
+    monkeypatch.setattr(moments, "_collect", lambda *args: passes.append(args) or collect(*args))
     compensated = ("prune.compensation={samples: 60}", f"output={project / 'compensated'}")
     assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}, *compensated) == 0
     assert len(passes) == 1

@@ -22,9 +22,11 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from hies_export.data.batches import Columns, check_rows, is_regression, load_processor, make_batches
+from hies_export.data.processors import load_processor
+from hies_export.data.reader import Columns
+from hies_export.data.registry import reader_for
 from hies_export.data.rows import load_rows
-from hies_export.data.targets import batches_fingerprint
+from hies_export.data.targets import batches_fingerprint, is_regression
 from hies_export.errors import DataError, RequestError
 
 
@@ -38,7 +40,7 @@ TEXT = Columns(text=("text",), label="label")
 
 
 def check(rows, config, columns=TEXT, task="text-classification"):
-    check_rows(rows, columns=columns, config=config, task=task)
+    reader_for(task, columns=columns, config=config).check(rows)
 
 
 def named_config(**numbers):
@@ -155,15 +157,11 @@ def word_tokenizer(**options):
 
 
 def text_batches(rows, config, columns=TEXT, tokenizer=None, batch_size=2, **options):
-    return make_batches(
-        rows,
-        columns=columns,
-        config=config,
-        task="text-classification",
-        processor=tokenizer or word_tokenizer(),
-        batch_size=batch_size,
-        **options,
+    reader = reader_for(
+        "text-classification", columns=columns, config=config, processor=tokenizer or word_tokenizer(), **options
     )
+    reader.check(rows)
+    return reader.batches(reader.draw(rows), batch_size=batch_size)
 
 
 def test_batches_are_padded_to_their_own_longest_and_keep_the_order():
@@ -308,14 +306,14 @@ def test_other_class_names_are_matched_by_number(caplog):
 
 
 def image_batches(rows, *, batch_size=8, label=None, size=4):
-    return make_batches(
-        rows,
+    reader = reader_for(
+        "image-classification",
         columns=Columns(image="image", label=label),
         config=ViTConfig(num_labels=2),
-        task="image-classification",
         processor=ViTImageProcessorPil(size={"height": size, "width": size}),
-        batch_size=batch_size,
     )
+    reader.check(rows)
+    return reader.batches(reader.draw(rows), batch_size=batch_size)
 
 
 def encoded(image, format="PNG"):
@@ -408,7 +406,7 @@ def test_load_image_processor_uses_pillow_even_where_torchvision_is(monkeypatch)
         transformers.AutoImageProcessor, "from_pretrained", lambda *args, **options: calls.append((args, options))
     )
     load_processor("org/model", task="image-classification", revision="v1")
-    assert calls == [(("org/model",), {"backend": "pil", "revision": "v1"})]
+    assert calls == [(("org/model",), {"backend": "pil", "revision": "v1", "trust_remote_code": False})]
 
 
 @pytest.mark.parametrize("config", [BertConfig(), LlamaConfig()])

@@ -17,7 +17,9 @@ import torch
 from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor
 from transformers import GPT2Config, LlamaConfig
 
-from hies_export.data.batches import Columns, check_rows, draw_samples, load_processor, make_batches
+from hies_export.data.processors import load_processor
+from hies_export.data.reader import Columns, Reader
+from hies_export.data.registry import reader_for
 from hies_export.data.rows import load_rows
 from hies_export.errors import DataError
 
@@ -33,14 +35,17 @@ def words(ids: torch.Tensor) -> str:
     return " ".join(repr(w)[1:-1] if w == "\n" else w for w in (GENERATIVE_WORDS[i] for i in ids.tolist()))
 
 
-def batches_of(rows: datasets.Dataset, columns: Columns, *, tokenizer: Any = None, **options: Any) -> list[Any]:
-    options = {
-        "config": LlamaConfig(vocab_size=32, pad_token_id=0, max_position_embeddings=64),
-        "batch_size": 8,
-    } | options
-    return make_batches(
-        rows, columns=columns, task="text-generation", processor=tokenizer or generative_tokenizer(), **options
-    )
+def read(reader: Reader, rows: datasets.Dataset, batch_size: int) -> list[Any]:
+    reader.check(rows)
+    return reader.batches(reader.draw(rows), batch_size=batch_size)
+
+
+def batches_of(
+    rows: datasets.Dataset, columns: Columns, *, tokenizer: Any = None, batch_size: int = 8, **options: Any
+) -> list[Any]:
+    options = {"config": LlamaConfig(vocab_size=32, pad_token_id=0, max_position_embeddings=64)} | options
+    processor = tokenizer or generative_tokenizer()
+    return read(reader_for("text-generation", columns=columns, processor=processor, **options), rows, batch_size)
 
 
 def labelled(batch: dict[str, torch.Tensor]) -> list[str]:
@@ -94,15 +99,15 @@ def test_block_length_by_default() -> None:
 
 
 def test_blocks_are_the_samples_that_are_counted() -> None:
-    options: dict[str, Any] = {"columns": TEXT, "config": LlamaConfig(vocab_size=32), "task": "text-generation"}
-    options |= {"processor": generative_tokenizer(), "max_length": 2}
+    options: dict[str, Any] = {"columns": TEXT, "config": LlamaConfig(vocab_size=32), "max_length": 2}
+    reader = reader_for("text-generation", processor=generative_tokenizer(), **options)
     rows = rows_of(text=["a b c d e f g h i j"])
-    blocks = draw_samples(rows, **options, samples=3, shuffle_seed=1)
+    blocks = reader.draw(rows, samples=3, shuffle_seed=1)
     expected = [[["a b", "c d", "e f", "g h", "i j"][i] for i in np.random.default_rng(1).permutation(5)[:3]]]
-    batches = make_batches(blocks, **options, batch_size=2)
+    batches = reader.batches(blocks, batch_size=2)
     assert [[words(row) for b in batches for row in b["input_ids"]]] == expected
     assert [len(b["input_ids"]) for b in batches] == [2, 1]
-    assert len(draw_samples(rows, **options, samples=99)) == 5
+    assert len(reader.draw(rows, samples=99)) == 5
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -175,7 +180,10 @@ def test_templates() -> None:
     rows = rows_of(question=["a"], answer=["b"], hint=[7])
     (batch,) = batches_of(rows, Columns(prompt="{question}\n", answer="answer"))
     assert words(batch["input_ids"][0]) == r"<s> a \n b </s>"  # no space of ours after a line break
-    check = {"config": LlamaConfig(), "task": "text-generation"}
+
+    def check(columns: Columns, rows: datasets.Dataset = rows) -> None:
+        reader_for("text-generation", columns=columns, config=LlamaConfig()).check(rows)
+
     for prompt, match in (
         (
             "{qestion}",
@@ -185,9 +193,9 @@ def test_templates() -> None:
         ("{question", "must be a template such as"),
     ):
         with pytest.raises(DataError, match=match):
-            check_rows(rows, columns=Columns(prompt=prompt, answer="answer"), **check)
+            check(Columns(prompt=prompt, answer="answer"))
     with pytest.raises(DataError, match=r"data.answer must be a column .* got 'anser'; did you mean 'answer'"):
-        check_rows(rows, columns=Columns(prompt="{question}", answer="anser"), **check)
+        check(Columns(prompt="{question}", answer="anser"))
     for columns, match in (
         (Columns(prompt="{question}"), "go together, got only one"),
         (Columns(text=("question",), prompt="{question}", answer="answer"), "got 1 text columns and a prompt"),
@@ -195,9 +203,9 @@ def test_templates() -> None:
         (Columns(text=("hint",)), "'hint' must hold text, but it holds int64"),
     ):
         with pytest.raises(DataError, match=match):
-            check_rows(rows, columns=columns, **check)
+            check(columns)
     with pytest.raises(DataError, match=r"must have a 'answer', but row 1 \(from 0\) has none"):
-        check_rows(rows_of(question=["a", "b"], answer=["c", None]), columns=ASKED, **check)
+        check(ASKED, rows_of(question=["a", "b"], answer=["c", None]))
 
 
 def test_of_several_answers_the_most_frequent_is_taken() -> None:
@@ -233,12 +241,13 @@ def png(seed: int) -> bytes:
 SHOWN = Columns(image="image", prompt="Q {question} A", answer="answer")
 
 
-def shown(rows: datasets.Dataset, *, columns: Columns = SHOWN, processor: Any = None, **options: Any) -> list[Any]:
-    options = {"batch_size": 8} | options
-    processor = processor or llava_processor()
-    return make_batches(
-        rows, columns=columns, config=llava().config, task="image-text-to-text", processor=processor, **options
-    )
+def reader_of_images(columns: Columns = SHOWN, processor: Any = None, **options: Any) -> Reader:
+    options |= {"config": llava().config, "processor": processor or llava_processor()}
+    return reader_for("image-text-to-text", columns=columns, **options)
+
+
+def shown(rows: datasets.Dataset, *, batch_size: int = 8, **options: Any) -> list[Any]:
+    return read(reader_of_images(**options), rows, batch_size)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -320,38 +329,37 @@ def test_processors_are_loaded_from_their_folders(tmp_path: Path) -> None:
 def test_the_right_choice_is_the_answer() -> None:
     rows = rows_of(question=["a b", "c"], choices=[["d", "e"], ["f", "g"]], label=["1", "0"])
     columns = Columns(prompt="Q {question} A", answer="choices", label="label")
-    options: dict[str, Any] = {"columns": columns, "config": causal_lm().config, "task": "text-generation"}
-    check_rows(rows, **options)
-    (batch,) = make_batches(rows, **options, processor=generative_tokenizer(), batch_size=2)
+    config = causal_lm().config
+    reader = reader_for("text-generation", columns=columns, config=config, processor=generative_tokenizer())
+    (batch,) = read(reader, rows, 2)
     assert labelled(batch) == ["e </s>", "f </s>"]
     for label, message in (("2", "number one of the 2 choices from 0, but row 1 .* has '2'"), ("", "has ''")):
         with pytest.raises(DataError, match=message):
-            check_rows(rows_of(question=["a", "c"], choices=[["d", "e"]] * 2, label=["1", label]), **options)
+            reader.check(rows_of(question=["a", "c"], choices=[["d", "e"]] * 2, label=["1", label]))
     with pytest.raises(DataError, match="leave data.label out where there is one answer"):
-        check_rows(rows_of(question=["a"], choices=["d"], label=["0"]), **options)
+        reader.check(rows_of(question=["a"], choices=["d"], label=["0"]))
     with pytest.raises(DataError, match="must have the column 'label', but it has question, choices, labels"):
-        check_rows(rows_of(question=["a"], choices=[["d"]], labels=["0"]), **options)
+        reader.check(rows_of(question=["a"], choices=[["d"]], labels=["0"]))
 
 
 def test_easy_vqa(shared: Path) -> None:
     rows = load_rows(files={"train": shared / "data" / "easy_vqa" / "train.parquet"}, split="train", samples=20)
     columns = Columns(image="image", prompt="Q {questions} A", answer="answers")
-    check_rows(rows, columns=columns, config=llava().config, task="image-text-to-text")
-    options: dict[str, Any] = {"columns": columns, "config": llava().config, "task": "image-text-to-text"}
-    options["processor"] = llava_processor()
-    drawn = draw_samples(rows, **options, samples=40, shuffle_seed=0)
+    reader = reader_of_images(columns)
+    reader.check(rows)
+    drawn = reader.draw(rows, samples=40, shuffle_seed=0)
     pairs = [
         (number, *pair)
         for number, row in enumerate(rows)
         for pair in zip(row["questions"], row["answers"], strict=True)
     ]
-    assert 40 < len(pairs) == len(draw_samples(rows, **options))
+    assert 40 < len(pairs) == len(reader.draw(rows))
     expected = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))[:40]]
     assert [(r["questions"], r["answers"]) for r in drawn] == [(question, answer) for _, question, answer in expected]
-    batches = make_batches(drawn, **options, batch_size=16)
+    batches = reader.batches(drawn, batch_size=16)
     assert [len(b["pixel_values"]) for b in batches] == [16, 16, 8]
     known = {"yes": "yes </s>", "no": "no </s>"}
     assert list(itertools.chain(*map(labelled, batches))) == [known.get(a, "<unk> </s>") for *_, a in expected]
     pictures = [rows[number]["image"].convert("RGB") for number, *_ in expected[:2]]
-    pixels = options["processor"].image_processor(pictures, return_tensors="pt")["pixel_values"]
+    pixels = reader.processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(batches[0]["pixel_values"][:2], pixels)

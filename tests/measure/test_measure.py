@@ -17,12 +17,14 @@ from transformers import (
 )
 
 from hies_export.errors import NonFiniteError, RecipeError
-from hies_export.measure import counts
-from hies_export.measure import latency as measure
+from hies_export.measure import counts, timing
+from hies_export.measure import environment as environment_module
 from hies_export.measure.compare import time_on
-from hies_export.measure.counts import count_flops, count_parameters, flops_per_layer
-from hies_export.measure.environment import environment
-from hies_export.measure.latency import compare_latency, paired_ratio, realised_share
+from hies_export.measure.counts import FlopCount, LayerFlops, count_flops, count_parameters, flops_per_layer
+from hies_export.measure.environment import environment, gpu_facts
+from hies_export.measure.latency import compare_latency
+from hies_export.measure.ratios import is_noisy, paired_ratio, realised_share
+from hies_export.measure.timing import Timing
 from hies_export.model.copies import parameter_bytes
 from hies_export.model.tokens import sequence_length, synthetic_batch
 from hies_export.prunable.attention import find_attention
@@ -109,15 +111,15 @@ def test_flops_of_every_layer_equal_the_formula(kept):
     slim = cut_bert(model, kept)
     *layers, outside = flops_per_layer(slim, batch, sites)
     for index, (layer, heads) in enumerate(zip(layers, kept, strict=True)):
-        assert layer == {
-            "layer": f"bert.encoder.layer.{index}",
-            "projections": 2 * rows * tokens * 4 * hidden * 8 * heads,
-            "products": 2 * rows * 2 * tokens * tokens * 8 * heads,
-            "other": 2 * rows * tokens * 2 * hidden * inner,
-        }
-    assert outside == {"layer": "", "projections": 0, "products": 0, "other": 2 * rows * hidden * (hidden + 3)}
-    parts = [row[part] for row in (*layers, outside) for part in ("projections", "products", "other")]
-    assert sum(parts) == count_flops(slim, batch)
+        assert layer == LayerFlops(
+            f"bert.encoder.layer.{index}",
+            projections=2 * rows * tokens * 4 * hidden * 8 * heads,
+            products=2 * rows * 2 * tokens * tokens * 8 * heads,
+            other=2 * rows * tokens * 2 * hidden * inner,
+        )
+    assert outside == LayerFlops("", projections=0, products=0, other=2 * rows * hidden * (hidden + 3))
+    total = sum(row.projections + row.products + row.other for row in (*layers, outside))
+    assert total == count_flops(slim, batch)
 
 
 def test_parameters_count_tied_weights_once():
@@ -351,16 +353,17 @@ def test_models_are_loaded_anew_and_each_is_the_first_in_turn(clock, monkeypatch
 
     monkeypatch.setitem(RUNTIMES, "loaded", Loaded)
     shapes = {(1, 8): {}, (2, 8): {}}
-    rows = time_on("loaded", "dense", "slim", batches=shapes, flops=dict.fromkeys(shapes, (10, 8)), repeats=30)
+    flops = {shape: FlopCount(10, 8, shape) for shape in shapes}
+    rows = time_on("loaded", "dense", "slim", batches=shapes, flops=flops, timing=Timing(repeats=30))
     assert loaded == ["dense", "slim", "dense", "slim", "dense", "dense", "dense", "dense", "slim", *loaded[:3]]
-    assert [(row["batch"], row["loads"], row["repeats"]) for row in rows] == [(1, 4, 32), (2, 4, 32)]
+    assert [(row.batch, row.loads, row.repeats) for row in rows] == [(1, 4, 32), (2, 4, 32)]
     # Against the mean of the copies: first dense, then slim, then control, then dense again are the fast ones.
-    assert rows[0]["ratio"] == pytest.approx(np.median([8 / 7.5, 4 / 10, 8 / 7.5, 8 / 7.5]))
-    assert (rows[0]["ratio_low"], rows[0]["control_ratio"]) == (pytest.approx(0.4), pytest.approx(1.5))
-    few = time_on("loaded", "dense", "slim", batches={(1, 8): {}}, flops={(1, 8): (10, 8)}, repeats=2)
-    assert (few[0]["loads"], few[0]["repeats"]) == (2, 2)
+    assert rows[0].ratio == pytest.approx(np.median([8 / 7.5, 4 / 10, 8 / 7.5, 8 / 7.5]))
+    assert (rows[0].ratio_low, rows[0].control_ratio) == (pytest.approx(0.4), pytest.approx(1.5))
+    (row,) = time_on("loaded", "dense", "slim", batches={(1, 8): {}}, flops=flops, timing=Timing(repeats=2))
+    assert (row.loads, row.repeats) == (2, 2)
     with pytest.raises(RecipeError, match="repeats must be at least 1, got 0"):
-        time_on("loaded", "dense", "slim", batches={(1, 8): {}}, flops={(1, 8): (10, 8)}, repeats=0)
+        time_on("loaded", "dense", "slim", batches={(1, 8): {}}, flops=flops, timing=Timing(repeats=0))
 
 
 def test_the_interval_depends_on_the_seed_only():
@@ -381,7 +384,7 @@ def test_the_step_of_a_decoder_is_timed_by_the_same_loop(clock):
 
 
 def test_memory_and_clock_are_those_of_a_gpu(clock, monkeypatch):
-    monkeypatch.setattr(measure, "gpu_facts", lambda: {"clocks.sm": "1410"})
+    monkeypatch.setattr(timing, "gpu_facts", lambda: {"clocks.sm": "1410"})
     dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
     assert compare_latency(dense, slim, control=control, batch={}, repeats=6).peak_bytes is None
     for runner, size in ((dense, 900), (slim, 600), (control, 800)):
@@ -400,11 +403,11 @@ def test_a_cuda_graph_is_not_compared_with_what_is_none(clock):
 
 def test_what_nvidia_smi_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert measure.gpu_facts() == {}
+    assert gpu_facts() == {}
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA A100, 550.54, 1095, 1410, [N/A], 400.00'\n")
     program.chmod(0o755)
-    found = measure.gpu_facts()
+    found = gpu_facts()
     assert found == {
         "name": "NVIDIA A100",
         "driver_version": "550.54",
@@ -414,7 +417,7 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch):
     facts = environment()
     assert (facts["gpu_driver"], facts["gpu_max_sm_mhz"], facts["gpu_max_memory_mhz"]) == ("550.54", "1410", None)
     program.write_text("#!/bin/sh\nexit 9\n")
-    assert measure.gpu_facts() == {}
+    assert gpu_facts() == {}
 
 
 def test_realised_share():
@@ -437,7 +440,7 @@ def test_environment_tells_versions_and_nobodys_name():
 
 
 def test_environment_without_a_package_says_none(monkeypatch):
-    assert measure._version("no-such-package-at-all") is None
+    assert environment_module._version("no-such-package-at-all") is None
 
 
 def test_a_control_that_misses_one_makes_the_comparison_noisy(clock):
@@ -448,9 +451,9 @@ def test_a_control_that_misses_one_makes_the_comparison_noisy(clock):
     assert found.noisy
     assert found.control.median == pytest.approx(1.03)
     beside = ((0.97, 1.0), (0.9, 0.97), (1.02, 1.1), (1.021, 1.1))
-    assert [measure.is_noisy(*ends) for ends in beside] == [False, True, False, True]
+    assert [is_noisy(*ends) for ends in beside] == [False, True, False, True]
     # One that holds 1 and half the world with it.
-    assert [measure.is_noisy(*ends) for ends in ((0.95, 1.049), (0.9, 1.1), (0.99, 1.1))] == [False, True, True]
+    assert [is_noisy(*ends) for ends in ((0.95, 1.049), (0.9, 1.1), (0.99, 1.1))] == [False, True, True]
 
 
 def test_outputs_that_are_no_numbers_are_not_timed(clock):

@@ -27,7 +27,7 @@ from hies_export.onnx.multimodal import image_text_batch
 from hies_export.onnx.parity import _real_tokens, compare_outputs
 from hies_export.onnx.repair import flatten_gemm_inputs, share_tied_weights
 from hies_export.prunable.attention import find_attention
-from hies_export.slim.cut import prune_heads
+from hies_export.slim.cut import prune_units
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, O
     torch.manual_seed(0)
     dense = llama()
     sites = find_attention(dense, {"input_ids": torch.randint(3, 99, (2, 8))})
-    slim = prune_heads(dense, random_plan(sites, uniform=False), sites)
+    slim = prune_units(dense, random_plan(sites, uniform=False), sites)
     folder = tmp_path_factory.mktemp("uneven") / "onnx"
     # An unpadded prompt of one row: the graph must read the mask and have open axes all the same.
     return slim, export_onnx(slim, folder, batch={"input_ids": torch.randint(3, 99, (1, 7))})

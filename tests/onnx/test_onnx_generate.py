@@ -16,18 +16,24 @@ from transformers import (
     CLIPImageProcessorPil,
     LlavaProcessor,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
 from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
+from hies_export.data.processors import load_processor
 from hies_export.errors import DataError, ExportError, RecipeError, RequestError
-from hies_export.generate.text import encode_prompts, generate_text, load_prompt_processor
+from hies_export.generate.text import encode_prompts, generate_text
 from hies_export.onnx.export import export_onnx
 from hies_export.onnx.generator import OnnxGenerator
 from hies_export.onnx.multimodal import image_text_batch
 from hies_export.pipeline.bench import bench
 from hies_export.runtimes.registry import load_runtime
+
+
+def prompt_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return load_processor(folder, task="text-generation", for_prompts=True)
 
 
 def save_tokenizer(folder: Path, *, pad: bool = True) -> PreTrainedTokenizerFast:
@@ -64,7 +70,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, 
 @pytest.mark.skipif(not (SHARED / "data" / "checkpoints" / "stories260K").is_dir(), reason="no ../shared data")
 def test_a_real_decoder_tells_torchs_stories(shared: Path, tmp_path: Path) -> None:
     checkpoint = shared / "data" / "checkpoints" / "stories260K"
-    model, tokenizer = load(checkpoint, dtype=torch.float32).eval(), load_prompt_processor(checkpoint)
+    model, tokenizer = load(checkpoint, dtype=torch.float32).eval(), prompt_tokenizer(checkpoint)
     prompts = ["Once upon a time", "Lily had a red ball and she wanted to", "The dog"]
     batch = encode_prompts(tokenizer, prompts)
     assert len(set(batch["attention_mask"].sum(1).tolist())) == 3
@@ -145,10 +151,10 @@ def test_a_decoder_prefills_alike_in_both_runtimes(decoder: tuple[PreTrainedMode
     real = batch["attention_mask"].bool().numpy()
     assert abs(want["logits"] - got["logits"])[real].max() < 1e-4
     rows = bench(folder, folder, shapes=[(2, 8)], repeats=6)
-    assert [(row["runtime"], row["phase"]) for row in rows] == [
+    assert [(row.runtime, row.phase) for row in rows] == [
         *(("onnxruntime-cpu", "prefill"), ("onnxruntime-cpu", "decode")),
     ]
-    assert rows[1]["dense_ms"] > 0
+    assert rows[1].dense_ms > 0
 
 
 def test_the_command_continues_prompts_as_the_checkpoint_does(
@@ -211,7 +217,7 @@ def test_the_commands_export_and_prompt_a_vision_language_model(
 
 def test_prompts_that_cannot_be_read(decoder: tuple[PreTrainedModel, Path, Path], tmp_path: Path) -> None:
     _, checkpoint, _ = decoder
-    tokenizer = load_prompt_processor(checkpoint)
+    tokenizer = prompt_tokenizer(checkpoint)
     with pytest.raises(DataError, match="at least one prompt is needed"):
         encode_prompts(tokenizer, [])
     with pytest.raises(DataError, match="at least one token, got ''"):
@@ -222,7 +228,7 @@ def test_prompts_that_cannot_be_read(decoder: tuple[PreTrainedModel, Path, Path]
     with pytest.raises(DataError, match=r"must be a file that Pillow decodes, and .*broken\.png is not"):
         encode_prompts(tokenizer, ["good"], [tmp_path / "broken.png"])
     with pytest.raises(DataError, match="prompts need a tokenizer, but none could be loaded"):
-        load_prompt_processor(tmp_path)
+        prompt_tokenizer(tmp_path)
     bert().save_pretrained(tmp_path / "encoder")
     save_tokenizer(tmp_path / "encoder")
     with pytest.raises(RequestError, match="must generate text to be prompted, and BertForSequenceClassification"):
@@ -231,6 +237,6 @@ def test_prompts_that_cannot_be_read(decoder: tuple[PreTrainedModel, Path, Path]
 
 def test_a_tokenizer_without_a_pad_token_pads_with_its_end(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, pad=False)
-    batch = encode_prompts(load_prompt_processor(tmp_path), ["good bad fine", "great"])
+    batch = encode_prompts(prompt_tokenizer(tmp_path), ["good bad fine", "great"])
     assert batch["input_ids"].tolist() == [[4, 5, 6], [2, 2, 8]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]

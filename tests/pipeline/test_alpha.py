@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from hies_export.evaluate.judge import standard_error
+from hies_export.legacy import KeptHeads
 from hies_export.pipeline.search import Judgement, choose_alpha
-from hies_export.values import HeadScores, KeptHeads, PruningPlan
+from hies_export.values import PruningPlan, Scores
 
 
-def plan_of(heads: int) -> tuple[HeadScores, PruningPlan]:
+def plan_of(heads: int) -> tuple[Scores, PruningPlan]:
     kept = tuple(range(heads))
-    return HeadScores("hies", {}, {}), PruningPlan({"layer": KeptHeads(kept, kept, 9, 9)}, "hies", None, 0)
+    return Scores("hies", {}, {}), PruningPlan({"layer": KeptHeads(kept, kept, 9, 9)}, "hies", None, 0)
 
 
 def chosen(judgements: dict[float, Judgement], *, higher_is_better: bool = True) -> float:

@@ -9,12 +9,11 @@ import torch
 from support.models import causal_lm
 
 from hies_export.calibrate.collect import collect_statistics
+from hies_export.legacy import check_cut, select_heads
 from hies_export.pipeline.prepare import load_dense
 from hies_export.prunable.attention import find_attention
-from hies_export.score.criteria import score_heads
-from hies_export.select.select import select_heads
-from hies_export.slim.check import check_cut
-from hies_export.slim.cut import prune_heads
+from hies_export.score.criteria import score_units
+from hies_export.slim.cut import prune_units
 
 hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
 
@@ -30,8 +29,8 @@ def test_hooks_around_every_layer_change_nothing() -> None:
     assert sites == find_attention(plain, batch)
     found, expected = (collect_statistics(m, [batch], sites) for m in (model, plain))
     assert all(torch.equal(found.his[name], expected.his[name]) for name in expected.his)
-    plan = select_heads(score_heads(found, alpha=0.5), sites, heads=0.5)
-    assert check_cut(model, prune_heads(model, plan, sites), plan, batch) < 1e-5
+    plan = select_heads(score_units(found, alpha=0.5), sites, heads=0.5)
+    assert check_cut(model, prune_units(model, plan, sites), plan, batch) < 1e-5
 
 
 def test_a_device_map_is_loaded(tmp_path: Path) -> None:

@@ -12,14 +12,15 @@ from support.models import llava, llava_processor
 from transformers import AutoModelForCausalLM
 
 from hies_export.calibrate.collect import collect_statistics
-from hies_export.data.batches import Columns, check_rows, draw_samples, load_processor, make_batches
+from hies_export.data.processors import load_processor
+from hies_export.data.reader import Columns
+from hies_export.data.registry import reader_for
 from hies_export.data.rows import load_rows
 from hies_export.evaluate.judge import compute_metrics, stability
 from hies_export.evaluate.predict import predict, references
+from hies_export.legacy import masked_heads, select_heads
 from hies_export.prunable.attention import find_attention
-from hies_export.score.criteria import score_heads
-from hies_export.select.select import select_heads
-from hies_export.slim.mask import masked_heads
+from hies_export.score.criteria import score_units
 
 
 def judged(
@@ -34,18 +35,14 @@ def judged(
 def test_stories_lose_a_quarter_of_their_groups(shared: Path) -> None:
     folder = shared / "data" / "checkpoints" / "stories260K"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    options: dict[str, Any] = {
-        "columns": Columns(text=("text",)),
-        "config": model.config,
-        "task": "text-generation",
-        "processor": load_processor(folder, task="text-generation"),
-        "max_length": 128,
-    }
+    processor = load_processor(folder, task="text-generation")
+    columns = Columns(text=("text",))
+    reader = reader_for("text-generation", columns=columns, config=model.config, processor=processor, max_length=128)
     rows = load_rows(files={"all": shared / "data" / "tinystories_cased" / "train.txt.gz"}, split="all")
-    check_rows(rows, columns=options["columns"], config=model.config, task="text-generation")
-    blocks = draw_samples(rows, **options, shuffle_seed=0)
-    calibration = make_batches(blocks.select(range(64)), **options, batch_size=16)
-    evaluation = make_batches(blocks.select(range(64, 164)), **options, batch_size=16)
+    reader.check(rows)
+    blocks = reader.draw(rows, shuffle_seed=0)
+    calibration = reader.batches(blocks.select(range(64)), batch_size=16)
+    evaluation = reader.batches(blocks.select(range(64, 164)), batch_size=16)
     sites = find_attention(model, calibration[0])
     dense = predict(model, evaluation)
     perplexity = compute_metrics(dense, references(evaluation), names=["perplexity"])["perplexity"]
@@ -53,7 +50,7 @@ def test_stories_lose_a_quarter_of_their_groups(shared: Path) -> None:
     statistics = collect_statistics(model, calibration, sites)
     found = {}
     for criterion in ("hies", "ad"):
-        plan = select_heads(score_heads(statistics, criterion=criterion, alpha=0.5), sites, heads=0.25)
+        plan = select_heads(score_units(statistics, criterion=criterion, alpha=0.5), sites, heads=0.25)
         assert plan.removed == 10
         values, share = judged(model, evaluation, plan, dense, ["perplexity", "token_accuracy"])
         print(f"{criterion}: {perplexity:.2f} -> {values['perplexity']:.2f}, {share:.1%} of predictions kept")
@@ -67,16 +64,15 @@ def test_stories_lose_a_quarter_of_their_groups(shared: Path) -> None:
 def test_questions_about_pictures(shared: Path) -> None:
     model, processor = llava(), llava_processor()
     columns = Columns(image="image", prompt="Q {questions} A", answer="answers")
-    options: dict[str, Any] = {"columns": columns, "config": model.config, "task": "image-text-to-text"}
-    options |= {"processor": processor}
+    reader = reader_for("image-text-to-text", columns=columns, config=model.config, processor=processor)
     rows = load_rows(files={"all": shared / "data" / "easy_vqa" / "train.parquet"}, split="all", samples=10)
-    drawn = draw_samples(rows, **options, samples=12, shuffle_seed=0)
-    batches = make_batches(drawn, **options, batch_size=5)
+    drawn = reader.draw(rows, samples=12, shuffle_seed=0)
+    batches = reader.batches(drawn, batch_size=5)
     sites = find_attention(model, batches[0])
     statistics = collect_statistics(model, batches, sites)
     assert statistics.samples == 12
     dense = predict(model, batches)
-    plan = select_heads(score_heads(statistics, criterion="hies", alpha=0.5), sites, heads=0.25)
+    plan = select_heads(score_units(statistics, criterion="hies", alpha=0.5), sites, heads=0.25)
     values, share = judged(model, batches, plan, dense, ["exact_match", "perplexity"])
     assert 0 <= values["exact_match"] <= 1 < values["perplexity"]
     assert 0 <= share <= 1

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hies_export.errors import PlanError, UnsupportedModelError
+from hies_export.legacy import KeptHeads, Projection, check_cut, select_heads
 from hies_export.prunable.attention import find_attention
-from hies_export.select.select import select_heads
-from hies_export.slim.check import check_cut, check_plan, weight_norms
-from hies_export.slim.cut import prune_heads
-from hies_export.values import HeadScores, KeptHeads, Projection, PruningPlan
+from hies_export.slim.check import check_selection, weight_norms
+from hies_export.slim.cut import prune_units
+from hies_export.values import PruningPlan, Scores
 
 
 def block(start: int, width: int, count: int, stride: int | None = None) -> tuple[tuple[int, ...], ...]:
@@ -87,9 +87,9 @@ def test_features_of_heads(name: str) -> None:
 def test_cut_equals_masked(name: str, unit: str) -> None:
     model, batch = LAYOUTS[name][0](), text_batch()
     sites = find_attention(model, batch)
-    scores = HeadScores("random", {}, {s.name: torch.rand(s.heads) for s in sites})
+    scores = Scores("random", {}, {s.name: torch.rand(s.heads) for s in sites})
     plan = select_heads(scores, sites, heads=0.34, unit=unit)
-    slim = prune_heads(model, plan, sites)
+    slim = prune_units(model, plan, sites)
     assert check_cut(model, slim, plan, batch) < 1e-5
     counts = [(len(k.query), len(k.key_value)) for k in plan.kept.values()]
     assert [(s.heads, s.key_value_heads) for s in find_attention(slim, batch)] == counts
@@ -185,19 +185,19 @@ def test_plans_that_break_groups_are_refused() -> None:
         kept = {s.name: whole for s in sites} | {sites[0].name: KeptHeads(query, key_value, 6, 3)}
         return PruningPlan(kept=kept, criterion="mine", alpha=None, seed=0)
 
-    check_plan(plan((0, 2, 5), (0, 1, 2)), sites)
+    check_selection(plan((0, 2, 5), (0, 1, 2)), sites)
     with pytest.raises(PlanError, match="goes when, and only when, its 2 query heads go"):
-        check_plan(plan((0, 1, 2, 3), (0, 1, 2)), sites)
+        check_selection(plan((0, 1, 2, 3), (0, 1, 2)), sites)
     with pytest.raises(PlanError, match=r"as many query heads as the others.*\[2, 1, 2\] per key/value head"):
-        check_plan(plan((0, 1, 2, 4, 5), (0, 1, 2)), sites)
+        check_selection(plan((0, 1, 2, 4, 5), (0, 1, 2)), sites)
 
 
 def test_a_plan_for_other_weights_is_refused() -> None:
     model, other = LAYOUTS["separate"][0](), LAYOUTS["separate"][0]()
     sites = find_attention(model, text_batch(labels=False))
-    scores = HeadScores("random", {}, {s.name: torch.rand(s.heads) for s in sites})
+    scores = Scores("random", {}, {s.name: torch.rand(s.heads) for s in sites})
     plan = select_heads(scores, sites, heads=0.34, model=weight_norms(model, sites))
-    prune_heads(model.to(torch.bfloat16), plan, sites)
+    prune_units(model.to(torch.bfloat16), plan, sites)
     torch.manual_seed(1)
     with pytest.raises(PlanError, match=r"layers.0.self_attn.o_proj had an L2 norm of .* make a plan for this model"):
-        prune_heads(shake(other), plan, sites)
+        prune_units(shake(other), plan, sites)

@@ -15,15 +15,14 @@ from transformers import PreTrainedModel
 
 from hies_export.calibrate.effects import Effects, LayerEffects, collect_effects
 from hies_export.errors import DataError, NonFiniteError, RecipeError
+from hies_export.legacy import AttentionSite, select_heads
 from hies_export.pipeline.choose import choose, write_choice
 from hies_export.pipeline.prepare import prepare
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
 from hies_export.score.compensated import removal_order, score_compensated
-from hies_export.score.criteria import score_heads
-from hies_export.select.select import select_heads
-from hies_export.values import AttentionSite
+from hies_export.score.criteria import score_units
 
 
 def regression_bert() -> PreTrainedModel:
@@ -228,4 +227,4 @@ def test_bad_requests() -> None:
     with pytest.raises(RecipeError, match="ridge must be above 0, got 0"):
         score_compensated(collect_effects(model, [batch], sites), sites, ridge=0)
     with pytest.raises(RecipeError, match="hies-compensated is scored by score_compensated"):
-        score_heads(None, criterion="hies-compensated")  # type: ignore[arg-type]
+        score_units(None, criterion="hies-compensated")  # type: ignore[arg-type]

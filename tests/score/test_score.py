@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from hies_export.errors import RecipeError
-from hies_export.score.criteria import CRITERIA, criterion, score_heads, uses_alpha
+from hies_export.legacy import HeadStatistics
+from hies_export.score.criteria import CRITERIA, criterion, score_units, uses_alpha
 from hies_export.score.normalize import DegenerateRangeWarning
-from hies_export.values import HeadStatistics
 
 
 def statistics(
@@ -34,7 +34,7 @@ def as_lists(scores: dict[str, Tensor]) -> list[list[float]]:
 
 
 def test_hies_by_hand() -> None:
-    found = score_heads(STATISTICS, criterion="hies", alpha=0.25)
+    found = score_units(STATISTICS, criterion="hies", alpha=0.25)
     # HIS^ = (s-1)/4, AE^ = (e-0.2)/0.8
     expected = [[0.25 * 0 + 0.75 * 1, 0.25 * 0.5 + 0.75 * 0.75], [0.25 * 0.25 + 0.75 * 0.5, 0.25 * 1 + 0.75 * 0]]
     assert as_lists(found.scores) == expected
@@ -42,32 +42,32 @@ def test_hies_by_hand() -> None:
 
 
 def test_normalising_each_layer() -> None:
-    found = score_heads(STATISTICS, criterion="his", normalize="layer")
+    found = score_units(STATISTICS, criterion="his", normalize="layer")
     assert as_lists(found.scores) == [[0, 1], [0, 1]]
-    assert as_lists(score_heads(STATISTICS, criterion="his").scores) == [[0, 0.5], [0.25, 1]]
+    assert as_lists(score_units(STATISTICS, criterion="his").scores) == [[0, 0.5], [0.25, 1]]
 
 
 def test_the_baselines_rank_as_they_are_named() -> None:
-    assert as_lists(score_heads(STATISTICS, criterion="ad").scores) == [[0, 0.25], [0.5, 1]]
-    assert as_lists(score_heads(STATISTICS, criterion="l2").scores) == [[1, 0], [0.5, round(1 / 3, 9)]]
-    at_zero = score_heads(STATISTICS, criterion="hies", alpha=0.0).scores
-    ad = score_heads(STATISTICS, criterion="ad").scores
+    assert as_lists(score_units(STATISTICS, criterion="ad").scores) == [[0, 0.25], [0.5, 1]]
+    assert as_lists(score_units(STATISTICS, criterion="l2").scores) == [[1, 0], [0.5, round(1 / 3, 9)]]
+    at_zero = score_units(STATISTICS, criterion="hies", alpha=0.0).scores
+    ad = score_units(STATISTICS, criterion="ad").scores
     assert all(torch.equal(at_zero[k], 1 - ad[k]) for k in ad)
 
 
 def test_random_follows_its_seed() -> None:
-    draws = [as_lists(score_heads(STATISTICS, criterion="random", seed=s).scores) for s in (0, 0, 1)]
+    draws = [as_lists(score_units(STATISTICS, criterion="random", seed=s).scores) for s in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
 
 
 def test_a_degenerate_range_scores_zero_and_warns() -> None:
     flat = statistics([[2.0, 2.0], [2.0, 2.0]], [[0.2, 0.4], [0.6, 1.0]])
     with pytest.warns(DegenerateRangeWarning, match="HIS is the same for every head"):
-        found = score_heads(flat, criterion="hies", alpha=0.5)
+        found = score_units(flat, criterion="hies", alpha=0.5)
     assert as_lists(found.scores) == [[0.5, 0.375], [0.25, 0]]
     half_flat = statistics([[2.0, 2.0], [1.0, 3.0]], [[0.2, 0.4], [0.6, 1.0]])
     with pytest.warns(DegenerateRangeWarning, match="HIS in layer0"):
-        assert as_lists(score_heads(half_flat, criterion="his", normalize="layer").scores) == [[0, 0], [0, 1]]
+        assert as_lists(score_units(half_flat, criterion="his", normalize="layer").scores) == [[0, 0], [0, 1]]
 
 
 def test_alpha_is_known_to_be_used() -> None:
@@ -77,7 +77,7 @@ def test_alpha_is_known_to_be_used() -> None:
 
 def test_all_problems_at_once() -> None:
     with pytest.raises(RecipeError) as error:
-        score_heads(STATISTICS, criterion="hise", alpha=1.0, normalize="both")
+        score_units(STATISTICS, criterion="hise", alpha=1.0, normalize="both")
     assert len(error.value.problems) == 3
     assert "criterion must be one of hies, his, ad, l2, random, " in str(error.value)
     assert ", got 'hise'" in str(error.value)
@@ -94,6 +94,6 @@ def test_a_criterion_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     from hies_export.score import criteria as score
 
     score.CRITERIA["his-squared"] = his_squared
-    found = score_heads(STATISTICS, criterion="his-squared")
+    found = score_units(STATISTICS, criterion="his-squared")
     assert as_lists(found.scores) == [[1, 9], [4, 25]]
     assert found.parameters == {"normalize": "model"}

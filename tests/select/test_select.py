@@ -6,18 +6,16 @@ import pytest
 import torch
 
 from hies_export.errors import NonFiniteError, PlanError, RecipeError
-from hies_export.select.select import select_heads
-from hies_export.values import AttentionSite, HeadScores, PruningPlan
+from hies_export.legacy import AttentionSite, select_heads
+from hies_export.values import PruningPlan, Scores
 
 
 def make_sites(*counts: int, group_size: int = 1) -> tuple[AttentionSite, ...]:
     return tuple(AttentionSite(f"l{i}", n * group_size, n, 8, 8, (), f"l{i}.o") for i, n in enumerate(counts))
 
 
-def make_scores(*layers: list[float]) -> HeadScores:
-    return HeadScores(
-        "hies", {"alpha": 0.5}, {f"l{i}": torch.tensor(v, dtype=torch.float64) for i, v in enumerate(layers)}
-    )
+def make_scores(*layers: list[float]) -> Scores:
+    return Scores("hies", {"alpha": 0.5}, {f"l{i}": torch.tensor(v, dtype=torch.float64) for i, v in enumerate(layers)})
 
 
 def kept(plan: PruningPlan) -> list[tuple[int, ...]]:

@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 from hies_export.calibrate.moments import Moments
 from hies_export.errors import DataError, RecipeError, RequestError
+from hies_export.legacy import KeptHeads, compensate_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import max_abs
-from hies_export.slim.cut import prune_heads
-from hies_export.slim.refit import FewTokensWarning, SingularInputsWarning, compensate_heads
-from hies_export.values import KeptHeads, PruningPlan
+from hies_export.slim.cut import prune_units
+from hies_export.slim.refit import FewTokensWarning, SingularInputsWarning
+from hies_export.values import PruningPlan
 
 
 def collected(model: PreTrainedModel, name: str, batches: list[dict[str, Tensor]]) -> tuple[np.ndarray, np.ndarray]:
@@ -166,7 +167,7 @@ def test_sequential_takes_inputs_from_the_layers_already_refitted() -> None:
     x, _ = collected(slim, last, batches)
     _, y = collected(dense, last, batches)
     moments = Moments.of(torch.from_numpy(x), torch.from_numpy(y))
-    original = prune_heads(dense, plan, sites).get_submodule(last).weight.detach().double()
+    original = prune_units(dense, plan, sites).get_submodule(last).weight.detach().double()
     expected, bias = moments.fit(original, ridge=0.01, centred=True)
     torch.testing.assert_close(slim.get_submodule(last).weight.detach().double(), expected, atol=1e-5, rtol=1e-4)
     assert bias is not None
@@ -200,7 +201,7 @@ def test_inputs_that_never_change_are_said_and_least_squares_left_out(make: Call
     with torch.no_grad():
         for parameter in (module.value if make is bert else module.v_proj).parameters():
             parameter.zero_()
-    slim = prune_heads(dense, plan, sites)
+    slim = prune_units(dense, plan, sites)
     said = rf"the inputs of {empty.name} is singular .*, so least squares cannot be fitted"
     with pytest.warns(SingularInputsWarning, match=said):
         fits = {fit.name: fit.method for fit in compensate_heads(dense, slim, plan, sites, batches)}

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from hies_export.calibrate.effects import collect_effects
 from hies_export.errors import DataError
+from hies_export.legacy import compensate_heads
 from hies_export.model.tokens import real_tokens
 from hies_export.prunable.attention import find_attention
 from hies_export.score.compensated import removal_order
-from hies_export.slim.refit import compensate_heads
 
 Batches = list[dict[str, Tensor]]
 

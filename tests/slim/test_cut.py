@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
 from hies_export.errors import CutMismatchError, PlanError, UnsupportedModelError
+from hies_export.legacy import KeptHeads, check_cut, select_heads
 from hies_export.prunable.attention import find_attention
-from hies_export.select.select import select_heads
-from hies_export.slim.check import check_cut, first_output, max_abs
-from hies_export.slim.cut import prune_heads
-from hies_export.values import HeadScores, KeptHeads, PruningPlan
+from hies_export.slim.check import first_output, max_abs
+from hies_export.slim.cut import prune_units
+from hies_export.values import PruningPlan, Scores
 
 
 @pytest.mark.parametrize("make", [bert, vit], ids=["bert", "vit"])
@@ -29,10 +29,10 @@ def test_a_slim_model_can_be_pruned_again(make: Callable[[], PreTrainedModel], t
     dense = make()
     batch = text_batch() if dense.main_input_name == "input_ids" else image_batch()
     sites = find_attention(dense, batch)
-    once = prune_heads(dense, random_plan(sites, uniform=False), sites)
+    once = prune_units(dense, random_plan(sites, uniform=False), sites)
     sites = find_attention(once, batch)
     plan = random_plan(sites, uniform=False, seed=1)
-    twice = prune_heads(once, plan, sites, inplace=True)
+    twice = prune_units(once, plan, sites, inplace=True)
     assert twice is once
     save_slim(twice, tmp_path / "slim", plan=plan, batch=batch)
     assert max_abs(first_output(load(tmp_path / "slim"), batch), first_output(twice, batch)) == 0
@@ -41,7 +41,7 @@ def test_a_slim_model_can_be_pruned_again(make: Callable[[], PreTrainedModel], t
 def test_slim_models_can_be_copied_and_pickled() -> None:
     dense, batch = bert(), text_batch()
     sites = find_attention(dense, batch)
-    slim = prune_heads(dense, random_plan(sites, uniform=False), sites)
+    slim = prune_units(dense, random_plan(sites, uniform=False), sites)
     for other in (copy.deepcopy(slim), pickle.loads(pickle.dumps(slim))):
         assert type(other) is type(slim)
         assert max_abs(first_output(other, batch), first_output(slim, batch)) == 0
@@ -52,7 +52,7 @@ def test_dtype_device_and_frozen_weights_are_kept() -> None:
     dense.bert.encoder.layer[0].attention.self.query.weight.requires_grad_(False)
     sites = find_attention(dense, batch)
     plan = random_plan(sites, uniform=True)
-    slim = prune_heads(dense, plan, sites)
+    slim = prune_units(dense, plan, sites)
     assert {p.dtype for p in slim.parameters()} == {torch.bfloat16}
     assert [n for n, p in slim.named_parameters() if not p.requires_grad] == [
         "bert.encoder.layer.0.attention.self.query.weight"
@@ -64,7 +64,7 @@ def test_a_wrong_cut_is_caught() -> None:
     dense, batch = bert(), text_batch()
     sites = find_attention(dense, batch)
     plan = random_plan(sites, uniform=True)
-    slim = prune_heads(dense, plan, sites)
+    slim = prune_units(dense, plan, sites)
     layer = slim.bert.encoder.layer[1].attention.self
     with torch.no_grad():
         layer.value.bias.add_(0.01)
@@ -87,14 +87,14 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 
     other = find_attention(vit(), image_batch())
     with pytest.raises(PlanError, match="3 are missing from it .* and 3 are not in the model"):
-        prune_heads(dense, plan, other)
+        prune_units(dense, plan, other)
     with pytest.raises(PlanError, match="is for 8 query and 8 key/value heads"):
-        prune_heads(dense, broken(kept=KeptHeads((0,), (0,), 8, 8)), sites)
+        prune_units(dense, broken(kept=KeptHeads((0,), (0,), 8, 8)), sites)
     for heads in ((), (1, 0), (0, 0), (5, 6), (-1, 0)):
         with pytest.raises(PlanError, match=r"ascending indices in \[0, 6\)"):
-            prune_heads(dense, broken(kept=KeptHeads(heads, heads, 6, 6)), sites)
+            prune_units(dense, broken(kept=KeptHeads(heads, heads, 6, 6)), sites)
     with pytest.raises(PlanError, match="goes when, and only when, its 1 query heads go"):
-        prune_heads(dense, broken(kept=KeptHeads((0, 1), (0, 2), 6, 6)), sites)
+        prune_units(dense, broken(kept=KeptHeads((0, 1), (0, 2), 6, 6)), sites)
 
 
 def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
     sites = find_attention(dense, batch)
     plan = random_plan(sites, uniform=False)
     for name in ("one", "two"):
-        save_slim(prune_heads(dense, plan, sites), tmp_path / name, plan=plan, batch=batch)
+        save_slim(prune_units(dense, plan, sites), tmp_path / name, plan=plan, batch=batch)
     files = sorted(p.name for p in (tmp_path / "one").iterdir())
     assert files == ["config.json", "hies_plan.json", "model.safetensors", "modeling_hies.py"]
     assert all((tmp_path / "one" / f).read_bytes() == (tmp_path / "two" / f).read_bytes() for f in files)
@@ -129,7 +129,7 @@ def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
 def test_scores_of_any_origin_can_be_selected_from() -> None:
     dense, batch = bert(), text_batch()
     sites = find_attention(dense, batch)
-    scores = HeadScores("mine", {}, {s.name: torch.arange(s.heads).double() for s in sites})
+    scores = Scores("mine", {}, {s.name: torch.arange(s.heads).double() for s in sites})
     plan = select_heads(scores, sites, heads=0.5)
-    slim = prune_heads(dense, plan, sites)
+    slim = prune_units(dense, plan, sites)
     assert [s.heads for s in find_attention(slim, batch)] == [3, 3, 3]

@@ -26,14 +26,15 @@ from transformers import PreTrainedModel
 from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
 from hies_export.errors import OutputExistsError, PlanError, RequestError, StepError
+from hies_export.legacy import KeptHeads
 from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output, weight_norms
 from hies_export.slim.config import is_slim
-from hies_export.slim.cut import prune_heads
+from hies_export.slim.cut import prune_units
 from hies_export.stream import shards
 from hies_export.stream.apply import MAX_SHARD_SIZE, apply_plan
-from hies_export.values import KeptHeads, PruningPlan
+from hies_export.values import PruningPlan
 
 DECODER = {
     "vocab_size": 100,
@@ -113,7 +114,7 @@ def in_memory(source: Path, target: Path, plan: PruningPlan | None = None, **opt
     model = load(source)
     sites = find_attention(model, batch_for(model))
     plan = plan or random_plan(sites, uniform=options.pop("uniform", False))
-    prune_heads(model, plan, sites).save_pretrained(target, **options)
+    prune_units(model, plan, sites).save_pretrained(target, **options)
     return plan
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.cli.main import main
+from hies_export.legacy import HeadStatistics
 from hies_export.prunable.attention import find_attention
 from hies_export.studies.theory import SHARES, orthogonality, spectral_norm, theory
-from hies_export.values import HeadStatistics
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 30), (30, 5), (40, 40)])

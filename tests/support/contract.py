@@ -20,14 +20,13 @@ from hies_export.calibrate.collect import collect_statistics
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.errors import ReloadMismatchError
+from hies_export.legacy import AttentionSite, check_cut, masked_heads, select_heads
 from hies_export.onnx.export import export_onnx
 from hies_export.prunable.attention import find_attention
-from hies_export.select.select import select_heads
-from hies_export.slim.check import check_cut, first_output, max_abs
+from hies_export.slim.check import first_output, max_abs
 from hies_export.slim.config import is_slim
-from hies_export.slim.cut import prune_heads
-from hies_export.slim.mask import masked_heads
-from hies_export.values import AttentionSite, HeadScores, PruningPlan
+from hies_export.slim.cut import prune_units
+from hies_export.values import PruningPlan, Scores
 from support.architectures import tiny
 
 
@@ -44,7 +43,7 @@ def random_plan(sites: Sequence[AttentionSite], *, uniform: bool, seed: int = 0)
     generator = torch.Generator().manual_seed(seed)
     scores = {s.name: torch.rand(s.heads, generator=generator, dtype=torch.float64) for s in sites}
     return select_heads(
-        HeadScores("random", {}, scores),
+        Scores("random", {}, scores),
         sites,
         heads=0.4,
         allocation="uniform" if uniform else "global",
@@ -76,7 +75,7 @@ class Subject:
     @cached_property
     def slim(self) -> dict[bool, PreTrainedModel]:
         """The uneven (False) and the uniform (True) cut."""
-        return {u: prune_heads(self.model, self.plan(u), self.sites) for u in (False, True)}
+        return {u: prune_units(self.model, self.plan(u), self.sites) for u in (False, True)}
 
     def config_alone(self) -> bool:
         """Whether the config can say a uniform cut, so that it needs no code of ours."""

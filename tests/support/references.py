@@ -6,9 +6,10 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export.legacy import AttentionSite
 from hies_export.prunable.attention import find_attention
-from hies_export.slim.cut import prune_heads
-from hies_export.values import AttentionSite, PruningPlan
+from hies_export.slim.cut import prune_units
+from hies_export.values import PruningPlan
 from support.contract import random_plan
 
 
@@ -17,7 +18,7 @@ def prepared(
 ) -> tuple[PreTrainedModel, PruningPlan, tuple[AttentionSite, ...]]:
     sites = find_attention(dense, batch)
     plan = random_plan(sites, uniform=False)
-    return prune_heads(dense, plan, sites), plan, sites
+    return prune_units(dense, plan, sites), plan, sites
 
 
 def kept_columns(plan: PruningPlan, site: AttentionSite) -> list[int]:

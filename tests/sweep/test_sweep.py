@@ -13,34 +13,34 @@ from typing import Any
 
 import pytest
 import torch
+from hies_export.calibrate.signals import collect_signals
 from support.models import bert, causal_lm, llama, save_project, text_batch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from hies_export.baselines.channels import masked_channels, select_channels
+from hies_export.baselines.names import JUDGED_ONLY
 from hies_export.baselines.slicing import collect_bases, fine_tuned, sliced
 from hies_export.calibrate.moments import collect_moments
-from hies_export.calibrate.signals import collect_signals
 from hies_export.cli.main import main
 from hies_export.data.lengths import by_length
 from hies_export.errors import OutputExistsError, RecipeError, RequestError
 from hies_export.evaluate.judge import compute_metrics, stability
 from hies_export.evaluate.predict import predict, references
+from hies_export.legacy import compensate_heads, select_heads
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
-from hies_export.pipeline.quality import evaluate
+from hies_export.pipeline.run import evaluate_run
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
-from hies_export.score.criteria import JUDGED_ONLY
-from hies_export.select.select import select_heads
-from hies_export.slim.cut import prune_heads
-from hies_export.slim.refit import compensate_heads, refit_heads
+from hies_export.slim.cut import prune_units
+from hies_export.slim.refit import refit
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.journal import Journal
 from hies_export.sweep.sweep import sweep, weighted_area
 from hies_export.sweep.tables import render_latex, render_markdown, sweep_tables
-from hies_export.values import HeadScores
+from hies_export.values import Scores
 
 # Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
@@ -93,13 +93,13 @@ def test_rows_are_what_a_single_run_of_each_finds(recipe_file: Path, tmp_path: P
         plan = choose(prepared, alone, progress=Silent()).plan
         if row["alpha_by"] == "auto":
             assert plan.alpha == row["alpha"]
-        slim = prune_heads(prepared.model, plan, prepared.sites)
+        slim = prune_units(prepared.model, plan, prepared.sites)
         if row["compensation"] != "none":
             batches = by_length(prepared.compensation, config=prepared.model.config)
             compensate_heads(prepared.model, slim, plan, prepared.sites, batches)
-        found = evaluate(prepared, slim, plan, alone, progress=Silent())
-        assert row["quality"] == found["metrics"]["accuracy"]["slim"]
-        assert row["stability"] == found["stability"]
+        found = evaluate_run(prepared, slim, plan, alone, progress=Silent())
+        assert row["quality"] == found.metrics["accuracy"].slim
+        assert row["stability"] == found.stability
         batch = next(iter(prepared.measured.values()))
         assert row["flops_ratio"] == count_flops(slim, batch) / count_flops(prepared.model, batch)
 
@@ -122,7 +122,7 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
     model, sites = prepared.model, prepared.sites
     dense = predict(model, prepared.evaluation)
     signals = collect_signals(model, prepared.calibration, sites)
-    plan = select_channels(HeadScores("", {}, signals["channel_taylor"]), sites, heads=0.5)
+    plan = select_channels(Scores("", {}, signals["channel_taylor"]), sites, heads=0.5)
     unlabelled = by_length(prepared.compensation, config=model.config)
     bases, targets = collect_bases(model, unlabelled, sites), predict(model, unlabelled)
     found = {}
@@ -236,9 +236,9 @@ def test_weighted_area_is_the_integral() -> None:
     assert weighted_area([0.5], [0.7]) == 0.7
 
 
-def random_scores(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> tuple[Any, HeadScores]:
+def random_scores(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> tuple[Any, Scores]:
     sites = find_attention(model, batch)
-    return sites, HeadScores("random", {}, {s.name: torch.rand(s.heads).double() for s in sites})
+    return sites, Scores("random", {}, {s.name: torch.rand(s.heads).double() for s in sites})
 
 
 @pytest.mark.parametrize("make", [bert, llama])
@@ -252,9 +252,9 @@ def test_refitting_from_moments_of_all_inputs_equals_a_pass_of_its_own(make: Any
     moments = collect_moments(model, sites, batches)
     for share in (0.25, 0.5):
         plan = select_heads(scores, sites, heads=share)
-        one, other = (prune_heads(model, plan, sites) for _ in range(2))
+        one, other = (prune_units(model, plan, sites) for _ in range(2))
         expected = compensate_heads(model, one, plan, sites, batches, method=method)
-        found = refit_heads(other, plan, sites, moments, method=method)
+        found = refit(other, plan, sites, moments, method=method)
         assert [f.ridge for f in found] == [f.ridge for f in expected]
         for name, parameter in other.named_parameters():
             torch.testing.assert_close(parameter, one.get_parameter(name), rtol=1e-5, atol=1e-6)

@@ -22,12 +22,13 @@ from support.models import causal_lm, save_project
 import hies_export
 from hies_export.cli.main import main
 from hies_export.errors import MissingRuntimeError, RequestError
+from hies_export.legacy import HeadStatistics
 from hies_export.measure.counts import count_flops
 from hies_export.model.tokens import synthetic_batch
 from hies_export.report.rows import CUT
 from hies_export.studies.explore import Exploration, lost_share, predict, read_exploration
 from hies_export.ui.page import draw, save, show
-from hies_export.values import HeadStatistics, PruningPlan
+from hies_export.values import PruningPlan
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""`optimum-cli hies ...` and `optimum-cli export hies MODEL DIR`: the command line of hies_export inside Optimum's.
+"""`optimum-cli hies ...` and `optimum-cli export hies MODEL DIR`: our command line inside Optimum's.
 
-optimum-cli imports this file at every start, so nothing heavy may be imported here, and there must be no
-`__init__.py` beside it: the folder is one of Optimum's namespaces.
+optimum-cli imports this file at every start, so it imports nothing heavy. There must be no `__init__.py` beside it: the
+folder is one of Optimum's namespaces.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
 
 
-class _Passed(BaseOptimumCLICommand):
-    """A command whose arguments, --help included, are those of a parser of hies_export, which `make_parser` makes."""
+class _ForwardedCommand(BaseOptimumCLICommand):
+    """A command that leaves all its arguments, `--help` included, to a parser of hies_export."""
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        """Take everything as it is."""
-        # Without a character that begins an option, all that follows is one list.
+        """Accept every argument as it is."""
+        # Where no character begins an option, --help and the like are arguments too.
         parser.prefix_chars = ""
         parser.add_argument("arguments", nargs=REMAINDER)
 
     def run(self) -> None:
-        """Parse, run, and exit with the code of hies-export."""
+        """Parse, run, and exit as hies-export does."""
         from hies_export.cli import main as cli
 
-        sys.exit(cli.main(self.args.arguments, parser=self.make_parser(cli)))
+        sys.exit(cli.main(self.args.arguments, parser=self.build_parser(cli)))
 
 
-class HiesCommand(_Passed):
+class HiesCommand(_ForwardedCommand):
     """`optimum-cli hies COMMAND ...` is `hies-export COMMAND ...`."""
 
     COMMAND = CommandInfo(name="hies", help="Remove attention heads without training, ship and measure what is left.")
 
     @staticmethod
-    def make_parser(cli: ModuleType) -> ArgumentParser:
-        """The parser of every command."""
+    def build_parser(cli: ModuleType) -> ArgumentParser:
+        """Return the parser of every command."""
         return cli.build_parser("optimum-cli hies")
 
 
-class HiesExportCommand(_Passed):
+class HiesExportCommand(_ForwardedCommand):
     """`optimum-cli export hies MODEL DIR ...` is `hies-export export MODEL -o DIR ...`."""
 
     COMMAND = CommandInfo(
@@ -50,8 +50,8 @@ class HiesExportCommand(_Passed):
     )
 
     @staticmethod
-    def make_parser(cli: ModuleType) -> ArgumentParser:
-        """The parser of the one command, with Optimum's two folders."""
+    def build_parser(cli: ModuleType) -> ArgumentParser:
+        """Return the parser of `export`, whose folder is an argument as in Optimum's own exporters."""
         return cli.build_optimum_export_parser()
 
 

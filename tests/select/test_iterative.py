@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from hies_export.select.steps import sizes_of_steps
 from support.models import causal_lm, llama, save_project, text_batch
 from torch import Tensor
 
 from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
 from hies_export.errors import RecipeError
+from hies_export.legacy import compensate_heads, select_heads
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
-from hies_export.select.select import select_heads
-from hies_export.select.steps import compose, sizes_of_steps
-from hies_export.slim.cut import prune_heads
-from hies_export.slim.refit import compensate_heads
+from hies_export.select.iterative import compose
+from hies_export.slim.cut import prune_units
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.sweep import sweep
-from hies_export.values import HeadScores, PruningPlan
+from hies_export.values import PruningPlan, Scores
 
 
 def naive_his(model: Any, sites: Any, batches: list[dict[str, Tensor]], gone: set[tuple[str, int]]) -> dict[Any, float]:
@@ -125,7 +125,7 @@ def test_later_steps_see_the_refitted_model(tmp_path: Path, monkeypatch: pytest.
     assert first is prepared.model
     one = recipe_of(tmp_path, budget={"heads": 4 / 18})
     plan = choose(prepared, one, progress=Silent()).plan
-    expected = prune_heads(prepared.model, plan, prepared.sites)
+    expected = prune_units(prepared.model, plan, prepared.sites)
     compensate_heads(prepared.model, expected, plan, prepared.sites, prepared.compensation)
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(second.get_parameter(name), parameter)
@@ -145,9 +145,9 @@ def test_sizes_add_up_and_plans_compose(make: Any, allocation: str) -> None:
         for size in sizes_of_steps(sites, heads=0.5, steps=steps, keep_layers=(), **options):
             new = select_heads(random_scores(now), now, **options | size(now))
             plan = new if plan is None else compose(plan, new)
-            after = prune_heads(slim, new, now)
+            after = prune_units(slim, new, now)
             # Cutting twice is cutting once by the plan of both.
-            for name, parameter in prune_heads(model, plan, sites).named_parameters():
+            for name, parameter in prune_units(model, plan, sites).named_parameters():
                 assert torch.equal(parameter, after.get_parameter(name))
             slim, now = after, find_attention(after, batch)
         assert plan is not None
@@ -156,8 +156,8 @@ def test_sizes_add_up_and_plans_compose(make: Any, allocation: str) -> None:
             assert len({len(kept.query) for kept in plan.kept.values()}) == 1
 
 
-def random_scores(sites: Any) -> HeadScores:
-    return HeadScores("random", {}, {s.name: torch.rand(s.heads, dtype=torch.float64) for s in sites})
+def random_scores(sites: Any) -> Scores:
+    return Scores("random", {}, {s.name: torch.rand(s.heads, dtype=torch.float64) for s in sites})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""Sum the entropies of attention rows in a forward pass: the one statistic that only attention has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..model.attention import AttentionCall
+from ..model.kernels import VisibleKeys, attend, attend_with_entropy
+from ..values import PrunableModule
+
+
+class Entropies:
+    """The attention function of calibration; it computes what the model's own does.
+
+    Attributes:
+        enabled: Whether entropies are computed at all.
+        recording: Whether they are kept. A pass that is repeated under gradient checkpointing must compute them again,
+            for checkpointing to match the two passes, but not count them twice.
+        rows: Module -> number of rows of its last call, which are samples.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[PrunableModule]):
+        self._names = {model.get_submodule(module.name): module.name for module in modules}
+        self._visible = VisibleKeys()
+        self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self.enabled = self.recording = False
+        self.rows: dict[str, int] = {}
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Return the heads' outputs, (batch, heads, query, value head_dim)."""
+        name = self._names.get(call.module)
+        if name is None or not self.enabled:
+            return attend(call, self._visible)
+        output, entropy, rows = attend_with_entropy(call, self._visible)
+        self.rows[name] = len(output)
+        if self.recording:
+            self._calls.setdefault(name, []).append((entropy, rows))
+        return output
+
+    def take(self) -> dict[str, tuple[Tensor, int]]:
+        """Return the entropies of the recorded batch, and forget them.
+
+        Returns:
+            Module -> (batch, units) float64 on CPU, in [0, 1], and the number of samples that had a row to count.
+        """
+        found = {}
+        for name, calls in self._calls.items():
+            mean = torch.stack([entropy for entropy, _ in calls]).mean(0).double().cpu()
+            found[name] = mean, int((calls[0][1] > 0).sum())
+        self._calls = {}
+        return found

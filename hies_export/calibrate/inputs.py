@@ -1,0 +1,77 @@
+"""Sum up what consumers read from their units: norms of activations and outputs, and the error of losing a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..model.linear import weight_of
+from ..model.tokens import real_tokens
+from ..values import PrunableModule
+
+# Relative to the mean of the diagonal, for the inverse of the moments.
+RIDGE = 1e-2
+
+GIVES = ("activation_l2", "output_norm", "obs")
+
+
+class InputSums:
+    """Sums over the real tokens of what every consumer W reads from its units, x_u of unit u.
+
+    It gives `activation_l2`, E |x_u|; `output_norm`, E |W_u x_u|, which needs no backward pass; and `obs`,
+    tr(W_u ((M + lambda I)^-1_uu)^-1 W_u^T) with M = E x x^T, the error that losing the unit leaves once the others have
+    made up for it (optimal brain surgeon, Hassibi and Stork 1992, by groups).
+    """
+
+    def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
+        self._model, self._modules = model, modules
+        self._activation = {m.name: torch.zeros(m.units, dtype=torch.float64) for m in modules}
+        self._written = {m.name: torch.zeros(m.units, dtype=torch.float64) for m in modules}
+        self._moments: dict[str, Tensor] = {}
+        self._tokens = dict.fromkeys(self._activation, 0)
+
+    def add(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Sequence[Tensor]]) -> None:
+        """Add a batch.
+
+        Args:
+            batch: What the model was given, on its device.
+            inputs: Module -> what its consumer read at each call, (batch, tokens, units * unit_width).
+        """
+        for module in self._modules:
+            name = module.name
+            weight = weight_of(self._model.get_submodule(module.consumer)).detach().double()
+            by_unit = weight.unflatten(1, (module.units, -1))  # (outputs, units, unit_width)
+            gram = torch.einsum("ohd,ohe->hde", by_unit, by_unit)  # |W_u x|^2 = x^T W_u^T W_u x
+            for x in inputs[name]:
+                real = x[real_tokens(self._model, name, batch, x)].double()  # (tokens, inputs)
+                units = real.unflatten(1, (module.units, -1))  # (tokens, units, unit_width)
+                self._activation[name] += units.norm(dim=-1).sum(0).cpu()
+                squares = torch.einsum("thd,hde,the->th", units, gram, units)
+                self._written[name] += squares.clamp(min=0).sqrt().sum(0).cpu()
+                self._moments[name] = self._moments.get(name, 0) + real.T @ real
+                self._tokens[name] += len(real)
+
+    def values(self) -> dict[str, dict[str, Tensor]]:
+        """Return statistic -> module -> (units,) float64 on CPU."""
+        tokens = self._tokens
+        return {
+            "activation_l2": {name: total / tokens[name] for name, total in self._activation.items()},
+            "output_norm": {name: total / tokens[name] for name, total in self._written.items()},
+            "obs": {m.name: self._obs(m, self._moments[m.name] / tokens[m.name]) for m in self._modules},
+        }
+
+    def _obs(self, module: PrunableModule, moments: Tensor) -> Tensor:
+        """Return (units,)."""
+        weight = weight_of(self._model.get_submodule(module.consumer)).detach().double()
+        damping = RIDGE * (moments.diagonal().mean().item() or 1.0)
+        identity = torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
+        inverse = torch.linalg.inv(moments + damping * identity)
+        scores = []
+        for unit in range(module.units):
+            block = slice(unit * module.unit_width, (unit + 1) * module.unit_width)
+            solved = torch.linalg.solve(inverse[block, block], weight[:, block].T)  # (unit_width, outputs)
+            scores.append((weight[:, block].T * solved).sum())
+        return torch.stack(scores).cpu()

@@ -1,0 +1,49 @@
+"""`hies-export apply`: cut the files of a checkpoint."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json, add_output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+
+HELP = "cut a checkpoint on disk by a plan, without loading it"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the plan, the checkpoint and the folder."""
+    parser.add_argument("plan", metavar="PLAN", type=Path, help="a plan.json")
+    parser.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id, with safetensors")
+    add_output(parser, required=True)
+    add_json(parser)
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    """Write the slim checkpoint, and return its sizes in bytes and the time it took."""
+    from ..stream.apply import apply_plan
+    from ..values import PruningPlan
+
+    plan = PruningPlan.from_file(options.plan)
+    applied = apply_plan(plan, options.model, options.output, overwrite=options.overwrite, progress=progress)
+    rate = applied.dense_bytes / 1e6 / applied.seconds
+    console.print(
+        f"written to {options.output}: {plan.removed} of {plan.heads} heads removed, "
+        f"{applied.dense_bytes / 1e6:.1f} MB before, "
+        f"{applied.slim_bytes / 1e6:.1f} MB after, in {applied.seconds:.1f} s ({rate:.0f} MB/s of the dense "
+        "checkpoint)",
+        markup=False,
+        soft_wrap=True,
+    )
+    return {
+        "folder": str(options.output),
+        "heads": {"total": plan.heads, "removed": plan.removed},
+        "bytes": {"dense": applied.dense_bytes, "slim": applied.slim_bytes},
+        "seconds": applied.seconds,
+        "megabytes_per_second": rate,
+    }

@@ -1,0 +1,52 @@
+"""`hies-export architectures`: what was tried with every model type."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+
+HELP = "show which model types can be scored, cut, reloaded, trained and exported, and why others cannot"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the model types."""
+    parser.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="as in config.json; default: all")
+    add_json(parser)
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    """Show and return which steps each model type passed."""
+    from rich.table import Table
+
+    from ..prunable.architectures import STEPS, counts, read_table, why_not
+
+    table = read_table(options.model_types)
+    # Not report.plain_table: this command answers at once, without torch.
+    lines = Table("model type", "class", *STEPS, box=None, pad_edge=False, header_style="bold")
+    for name, entry in table["types"].items():
+        without = "not run" if entry["kind"] == "tried" else entry["kind"]
+        results = [entry.get("steps", {}).get(step, without) for step in STEPS]
+        lines.add_row(name, entry.get("class", ""), *(_mark(result) for result in results))
+    console.print(lines)
+    for name in options.model_types:
+        reason = why_not(table["types"][name]) or "everything holds"
+        console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
+    if not options.model_types:
+        number = counts(table)
+        held = ", ".join(f"{step} {number[step]}" for step in STEPS)
+        console.print(f"{number['types']} model types, {number['tried']} tried: {held}. Why not: name the model type.")
+    return table
+
+
+def _mark(result: str) -> str:
+    """Return one word for the result of a step."""
+    if result in ("yes", "refused", "failed", "not tried", "not run"):
+        return result
+    return "n/a" if result.startswith("n/a") else "no"

@@ -1,0 +1,80 @@
+"""`hies-export generate`: text from an exported or a torch model."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RequestError
+from .arguments import add_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+
+HELP = "continue prompts, or answer questions about images, greedily with an ONNX folder"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the model, and prompts or questions."""
+    parser.add_argument("folder", metavar="FOLDER", help="ONNX folder; or a checkpoint, which runs in torch")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", dest="prompts", metavar="TEXT", action="append", help="may be repeated")
+    asked.add_argument(
+        "--questions", metavar="FILE", type=Path, help="MM-Vet's or VizWiz's JSON; --image is then the folder of images"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="file for the answers to --questions, as MM-Vet's grader reads",
+    )
+    parser.add_argument(
+        "--image", dest="images", metavar="FILE", type=Path, action="append", default=[], help="one, or one per prompt"
+    )
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=20, help="at most (default: 20)")
+    add_json(parser)
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    """Continue prompts, or answer a file of questions, and return the texts."""
+    if options.questions is not None:
+        return _answer(options, console, progress)
+    from ..generate.text import generate_text
+
+    progress.stage("generate")
+    texts = generate_text(options.folder, options.prompts, images=options.images, max_new_tokens=options.max_new_tokens)
+    results = [{"prompt": prompt, "text": text} for prompt, text in zip(options.prompts, texts, strict=True)]
+    for result in results:
+        console.print(f"> {result['prompt']}\n{result['text']}\n", markup=False, soft_wrap=True)
+    return {"folder": str(options.folder), "results": results}
+
+
+def _answer(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    from ..checkpoint.folders import replace_file
+    from ..generate.questions import VqaAccuracy, answer_questions, read_questions
+    from ..values import dump_json
+
+    if options.output is None or len(options.images) != 1:
+        raise RequestError("--questions needs -o FILE for the answers and one --image, the folder of the images")
+    questions = read_questions(options.questions)
+    progress.stage("generate")
+    answers = answer_questions(
+        options.folder,
+        questions,
+        images=options.images[0],
+        max_new_tokens=options.max_new_tokens,
+        progress=partial(progress.track, name="generate"),
+    )
+    replace_file(options.output, dump_json(answers))
+    console.print(f"written to {options.output}: {len(answers)} answers", markup=False)
+    result: dict[str, Any] = {"folder": str(options.folder), "answers": len(answers)}
+    if all(question.answers for question in questions):
+        references = [list(question.answers) for question in questions]
+        result |= VqaAccuracy().compute(predictions=[answers[q.id] for q in questions], references=references)
+        console.print(f"VQA accuracy {result['vqa_accuracy']:.4f}")
+    return result

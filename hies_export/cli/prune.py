@@ -1,0 +1,55 @@
+"""`hies-export prune`: a slim checkpoint and nothing else."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import add_recipe, read_recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+
+HELP = "score, select, cut and save, without export and measurement"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the recipe and `--plan`."""
+    add_recipe(parser)
+    parser.add_argument("--plan", metavar="FILE", type=Path, help="cut by this plan instead of scoring")
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> None:
+    """Write a slim checkpoint, cut by a given plan or by one made now."""
+    from ..checkpoint.folders import refuse_existing
+    from ..pipeline.choose import choose
+    from ..pipeline.prepare import prepare
+    from ..pipeline.run import prune
+    from ..slim.check import check_plan, check_weights, weight_norms
+    from ..values import PruningPlan
+    from .terminal import print_plan
+
+    recipe = read_recipe(options)
+    refuse_existing(recipe.output, overwrite=options.overwrite)
+    given = None if options.plan is None else PruningPlan.from_file(options.plan)
+    progress.stage("load")
+    prepared = prepare(recipe)
+    if given is not None:
+        check_plan(given, prepared.sites)
+        check_weights(given, weight_norms(prepared.model, prepared.sites))
+        plan, refit = given, None
+    else:
+        choice = choose(prepared, recipe, progress=progress)
+        plan, refit = choice.plan, choice.refit
+    _, _, cut_max_abs, reload_max_abs = prune(
+        prepared, plan, recipe, recipe.output, overwrite=options.overwrite, refit=refit, progress=progress
+    )
+    print_plan(plan, console)
+    console.print(
+        f"\nwritten to {recipe.output}; cut against masked {cut_max_abs:.2g}, reloaded against saved "
+        f"{reload_max_abs:.2g}",
+        markup=False,
+    )

@@ -1,0 +1,54 @@
+"""`hies-export push`: a finished run on the Hub."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+
+HELP = "push a finished run to the Hub: checkpoint, ONNX, report and model card"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the run, the repository and what its card says."""
+    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run's folder")
+    parser.add_argument("repository", metavar="USER/REPO", help="made if there is none")
+    parser.add_argument("--private", action="store_true", help="make the repository private")
+    parser.add_argument("--revision", metavar="BRANCH", default="main", help="branch to commit to (default: main)")
+    parser.add_argument("--message", metavar="TEXT", help="commit message (default: the report's headline)")
+    parser.add_argument("--license", metavar="ID", help="of the model, where the dense model's card names none")
+    parser.add_argument("--base-model", metavar="ID", help="Hub id of the dense model, where it was read from a folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace whatever the repository holds")
+    add_json(parser)
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    """Upload the run, and return the repository, its URL, the files and their size."""
+    from ..hub.push import push_to_hub
+
+    pushed = push_to_hub(
+        options.folder,
+        options.repository,
+        private=options.private,
+        revision=options.revision,
+        message=options.message,
+        license=options.license,
+        base_model=options.base_model,
+        overwrite=options.overwrite,
+        progress=progress,
+    )
+    console.print(
+        f"{len(pushed.files)} files, {pushed.bytes / 1e6:.1f} MB, are now in {pushed.repository}: {pushed.url}\n"
+        f'load it with: hies_export.load("{pushed.repository}")',
+        markup=False,
+        soft_wrap=True,
+    )
+    return asdict(pushed)

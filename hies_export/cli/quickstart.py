@@ -1,0 +1,51 @@
+"""`hies-export quickstart`: the whole program on a small model, offline."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json, add_output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+
+HELP = "train a small model on bundled data and prune it, without a network"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the folder and `--json`."""
+    add_output(parser, help="folder to write (default: runs/quickstart)", default=Path("runs/quickstart"))
+    add_json(parser)
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    """Train, run a recipe on the trained model, say what to try next, and return the report's summary."""
+    from ..checkpoint.folders import new_folder
+    from ..pipeline.quickstart import prepare_quickstart
+    from ..pipeline.run import run as run_recipe
+    from ..recipe import PruningRecipe
+    from ..report.report import print_report
+
+    with new_folder(options.output, overwrite=options.overwrite) as folder:
+        recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=progress))
+        report = run_recipe(recipe, progress=progress)
+    print_report(report, console)
+    where = options.output
+    console.print(
+        f"\nA ViT was trained on handwritten digits, and half of its heads were removed. In {where}:\n"
+        f"  {where}/run/slim    the slim checkpoint: hies_export.load({str(where / 'run' / 'slim')!r})\n"
+        f"  {where}/run/onnx    the same for ONNX Runtime\n"
+        f"  {where}/run/report.html\n"
+        "Try next:\n"
+        f"  hies-export run {where}/recipe.yaml --set prune.budget.heads=0.25 -o {where}/quarter\n"
+        f"  hies-export inspect {where}/run/slim\n"
+        f"  hies-export bench {where}/model {where}/run/slim --runtime onnxruntime-cpu --shape 64\n"
+        "and then a recipe for your own model: see recipes/bert-sst2.yaml",
+        markup=False,
+        soft_wrap=True,
+    )
+    return report.summary()

@@ -1,0 +1,56 @@
+"""`hies-export report`: a finished run or benchmark, shown again."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RequestError
+from .arguments import add_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+
+HELP = "show a finished run, or the saved JSON of a bench, again"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the folder and what to draw."""
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, help="a run's folder, or a file with what `bench --json` printed"
+    )
+    parser.add_argument(
+        "--figures", metavar="DIR", type=Path, help="draw head maps and latency as PNG and SVG; needs the extra 'plots'"
+    )
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write it as one self-contained page")
+    add_json(parser)
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    """Print the report, draw what was asked for, and return the report's values."""
+    from ..checkpoint.folders import replace_file
+    from ..report.bench import Bench, print_bench, read_report, render_bench
+    from ..report.html import render_html
+    from ..report.plots import draw_report
+    from ..report.report import Report, print_report
+
+    found = read_report(options.folder)
+    if isinstance(found, Bench):
+        if options.figures is not None:
+            raise RequestError(f"figures are drawn of a run, but {options.folder} is what a bench found; use --html")
+        page, values = render_bench(found), asdict(found)
+        print_bench(found, console)
+    else:
+        page, values = render_html(found), found.summary()
+        print_report(found, console)
+    if options.html is not None:
+        replace_file(options.html, page)
+        progress.stage(f"written: {options.html}")
+    if options.figures is not None and isinstance(found, Report):
+        files = draw_report(found, options.figures)
+        progress.stage(f"drawn in {options.figures}: {', '.join(file.name for file in files)}")
+    return values

@@ -1,0 +1,36 @@
+"""`hies-export run`: every stage of a recipe."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json, add_recipe, read_recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+
+HELP = "run every stage of a recipe: score, cut, save, evaluate, export, measure"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the recipe and `--json`."""
+    add_recipe(parser)
+    add_json(parser)
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    """Run the recipe, print its report, and return the report's summary."""
+    from ..pipeline.run import run as run_recipe
+    from ..report.report import print_report
+
+    recipe = read_recipe(options)
+    report = run_recipe(recipe, overwrite=options.overwrite, progress=progress)
+    print_report(report, console)
+    console.print(
+        f"\nwritten to {recipe.output}: slim/ (checkpoint), onnx/, report.html, report.md, report.json, plan.json",
+        markup=False,
+    )
+    return report.summary()

@@ -1,0 +1,36 @@
+"""`hies-export score`: scores and a plan, nothing cut."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+from .arguments import add_recipe, read_recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+
+HELP = "score the heads and write scores.json and plan.json"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the recipe."""
+    add_recipe(parser)
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> None:
+    """Score, select, and write scores.json and plan.json."""
+    from ..checkpoint.folders import new_folder
+    from ..pipeline.choose import choose, write_choice
+    from ..pipeline.prepare import prepare
+    from .terminal import print_plan
+
+    recipe = read_recipe(options)
+    with new_folder(recipe.output, overwrite=options.overwrite) as folder:
+        progress.stage("load")
+        choice = choose(prepare(recipe), recipe, progress=progress)
+        write_choice(folder, choice)
+    print_plan(choice.plan, console)
+    console.print(f"\nwritten to {recipe.output}: scores.json, plan.json", markup=False)

@@ -1,0 +1,90 @@
+"""`hies-export sweep`: many ways to prune one model, judged side by side."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RequestError
+from .arguments import add_json, add_recipe, read_recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+    from ..sweep.grid import SweepGrid
+
+HELP = "judge many ways to prune, in tables and figures; a sweep that was stopped resumes"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the recipe and the grid."""
+    add_recipe(parser)
+    parser.add_argument("--criteria", metavar="A,B,...", help="default: hies,his,ad,l2,random")
+    parser.add_argument("--alphas", metavar="A,B,...", help="numbers, auto (per sparsity), auto-area; default: auto")
+    parser.add_argument("--sparsities", metavar="S,T,...", help="shares of heads (default: 0.1,0.3,0.5,0.7)")
+    parser.add_argument("--seeds", metavar="M,N,...", help="of the calibration rows (default: 0,1,2)")
+    parser.add_argument("--calibration-sizes", metavar="M,N,...", help="rows (default: the recipe's)")
+    parser.add_argument("--compensations", metavar="A,B,...", help="none, bias, least_squares (default: none)")
+    parser.add_argument("--no-figures", action="store_true", help="draw nothing; figures need the extra 'plots'")
+    add_json(parser)
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
+    from ..sweep.sweep import sweep
+    from ..sweep.tables import sweep_tables, terminal_table
+
+    if not options.no_figures:
+        from ..report.style import require_matplotlib
+
+        require_matplotlib()
+    recipe = read_recipe(options)
+    grid = _read_grid(options, calibration_size=recipe.calibration.samples)
+    result = sweep(recipe, grid, recipe.output, overwrite=options.overwrite, progress=progress)
+    if not options.no_figures:
+        from ..sweep.curves import draw_figures
+
+        progress.stage("draw")
+        draw_figures(recipe.output)
+    for table in sweep_tables(result.rows):
+        console.print(f"\n{table.title}", markup=False)
+        console.print(terminal_table(table))
+    for name, how in table.differences.items():
+        console.print(f"{name} differs from the original: {how}", markup=False, soft_wrap=True)
+    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
+    console.print(f"\n{result.evaluations} models judged; {spent}", markup=False, soft_wrap=True)
+    console.print(f"written to {recipe.output}: sweep.json, sweep.csv, tables.md, tables.tex", markup=False)
+    return {"rows": result.rows, "seconds": result.seconds, "evaluations": result.evaluations}
+
+
+def _read_grid(options: Namespace, *, calibration_size: int) -> SweepGrid:
+    from ..sweep.grid import SweepGrid
+
+    given = {
+        "criteria": _split("criteria", options.criteria, str),
+        "alphas": _split("alphas", options.alphas, _number_or_word),
+        "sparsities": _split("sparsities", options.sparsities, float),
+        "seeds": _split("seeds", options.seeds, int),
+        "calibration_sizes": _split("calibration-sizes", options.calibration_sizes, int) or (calibration_size,),
+        "compensations": _split("compensations", options.compensations, str),
+    }
+    return SweepGrid(**{name: values for name, values in given.items() if values is not None})
+
+
+def _split(name: str, text: str | None, convert: Callable[[str], Any]) -> tuple[Any, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(convert(part.strip()) for part in text.split(",") if part.strip())
+    except ValueError:
+        kind = "whole numbers" if convert is int else "numbers"
+        raise RequestError(f"--{name} takes {kind}, separated by commas, got {text!r}") from None
+
+
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

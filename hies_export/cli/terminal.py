@@ -1,0 +1,90 @@
+"""What a terminal shows beside results: progress, warnings, log records."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from ..values import PruningPlan
+
+T = TypeVar("T")
+
+
+class TerminalProgress:
+    """Progress on a terminal: a line per stage, and a bar for a loop while it runs."""
+
+    def __init__(self, console: Console):
+        self.console = console
+
+    def stage(self, name: str) -> None:
+        """Print the stage's name."""
+        self.console.print(f"[dim]·[/dim] {name}")
+
+    def track(self, items: Sequence[T], name: str) -> Iterable[T]:
+        """Return the items behind a bar, which only a terminal shows."""
+        from rich.progress import track
+
+        hidden = not self.console.is_terminal
+        return track(items, description=f"  {name}", console=self.console, transient=True, disable=hidden)
+
+
+@contextlib.contextmanager
+def show_messages(console: Console, *, verbose: bool, silence_libraries: bool) -> Iterator[None]:
+    """Print this package's warnings and log records as single lines while the block runs.
+
+    Args:
+        console: Where to.
+        verbose: Print the warnings of other packages too, and leave their logs and progress bars alone.
+        silence_libraries: Otherwise turn off the logs and progress bars of transformers and datasets. Imports both.
+    """
+
+    def show(message: Any, category: Any, *_: Any, **__: Any) -> None:
+        if verbose or category.__module__.startswith("hies_export"):
+            console.print(f"warning: {message}", markup=False, style="yellow", soft_wrap=True)
+
+    handler = _ConsoleHandler(console)
+    logger = logging.getLogger("hies_export")
+    logger.addHandler(handler)
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        if silence_libraries and not verbose:
+            import datasets
+            from transformers.utils import logging as transformers_logging
+
+            transformers_logging.set_verbosity_error()
+            transformers_logging.disable_progress_bar()
+            datasets.disable_progress_bars()
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: Console):
+        super().__init__(logging.WARNING)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.console.print(f"{record.levelname.lower()}: {record.getMessage()}", markup=False, style="yellow")
+
+
+def print_plan(plan: PruningPlan, console: Console) -> None:
+    """Print which heads of every module the plan keeps."""
+    from ..report.report import head_map, head_map_text
+
+    console.print(head_map_text(head_map(plan)))
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """Print a result as one line on standard output, after everything that was printed there."""
+    sys.stdout.flush()
+    print(json.dumps(result))

@@ -1,0 +1,30 @@
+"""`hies-export ui`: a page to explore other plans."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+
+HELP = "explore other plans of a finished run or sweep in the browser"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the folder and how to serve it."""
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a run's or a sweep's folder")
+    parser.add_argument("--port", metavar="N", type=int, help="where to listen (default: a free one from 7860)")
+    parser.add_argument("--no-browser", action="store_true", help="do not open the page, only serve it")
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> None:
+    """Serve the page until it is interrupted."""
+    from ..ui.page import show
+
+    page = show(options.folder, port=options.port, open_browser=not options.no_browser)
+    console.print(f"{page.local_url} shows {options.folder}; Ctrl-C ends it", markup=False)
+    page.block_thread()

@@ -1,0 +1,49 @@
+"""`hies-export upgrade`: a slim checkpoint from one that transformers 4 pruned."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json, add_output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..progress import Progress
+
+HELP = "convert a checkpoint whose heads transformers 4 pruned, and which transformers 5 cannot load, into a slim one"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the checkpoint and the folder."""
+    parser.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id, with pruned_heads in its config")
+    add_output(parser, required=True)
+    add_json(parser)
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    """Write the slim checkpoint, and return its heads and how far it differs when it is loaded again."""
+    from ..checkpoint.folders import refuse_existing
+    from ..checkpoint.save import save_slim
+    from ..checkpoint.version4 import load_version4
+    from ..model.tokens import synthetic_batch
+    from .export import load_processor_if_any
+    from .terminal import print_plan
+
+    refuse_existing(options.output, overwrite=options.overwrite)
+    progress.stage("load")
+    model, plan = load_version4(options.model)
+    progress.stage("save")
+    reload_max_abs = save_slim(
+        model,
+        options.output,
+        plan=plan,
+        batch=synthetic_batch(model, batch=2, sequence=16),
+        processor=load_processor_if_any(options.model, model),
+        overwrite=options.overwrite,
+    )
+    print_plan(plan, console)
+    console.print(f"\nwritten to {options.output}; reloaded against saved {reload_max_abs:.2g}", markup=False)
+    heads = {"total": plan.heads, "removed": plan.removed}
+    return {"folder": str(options.output), "heads": heads, "reload_max_abs": reload_max_abs}

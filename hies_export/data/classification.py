@@ -1,0 +1,107 @@
+"""Read texts, pairs of texts or images, each with a class or a number as its label."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import datasets
+import torch
+
+from ..errors import DataError, listed
+from .images import as_images, image_of_row
+from .labels import read_labels
+from .reader import Batch, Reader, batched
+from .targets import is_regression
+from .tokens import check_vocabulary, settle_padding, token_limit
+
+
+class ClassificationReader(Reader):
+    """Reads what a model classifies and, where `columns.label` names the column, labels.
+
+    Batches have `labels` (batch,): int64 classes, or float32 for regression.
+    """
+
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Check that every row has a label that the model knows."""
+        if self.columns.label:
+            read_labels(rows, column=self.columns.label, config=self.config)
+
+    def batches(self, samples: datasets.Dataset, *, batch_size: int) -> list[Batch]:
+        """Encode the inputs of each batch, and put its labels beside them."""
+        labels: torch.Tensor | None = None
+        if self.columns.label:
+            dtype = torch.float32 if is_regression(self.config) else torch.int64
+            labels = torch.tensor(read_labels(samples, column=self.columns.label, config=self.config), dtype=dtype)
+        encode, found = self.encoder(samples), []
+        for part in batched(range(len(samples)), batch_size):
+            batch = encode(part)
+            found.append(batch if labels is None else batch | {"labels": labels[part]})
+        return found
+
+    @abstractmethod
+    def encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
+        """Return a function from the numbers of some samples to the model's inputs."""
+
+
+class TextReader(ClassificationReader):
+    """Reads one or two text columns.
+
+    Batches have `input_ids`, `attention_mask` and what else the tokenizer gives, (batch, longest of the batch), padded
+    on the tokenizer's side.
+    """
+
+    def input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
+        """Return the text columns."""
+        if not 1 <= len(self.columns.text) <= 2:
+            raise DataError(
+                f"text-classification needs one or two data.text columns, got {len(self.columns.text)}; the data has "
+                f"{listed(rows.column_names)}"
+            )
+        return self.columns.text
+
+    def encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
+        """Tokenise, cut and pad."""
+        settle_padding(self.processor, self.config)
+        limit = token_limit(self.processor, self.config, self.max_length)
+        # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
+        segments = None if getattr(self.config, "type_vocab_size", 0) >= 2 else False
+        texts = samples.select_columns(list(self.columns.text))
+
+        def encode(part: list[int]) -> Batch:
+            columns = texts[part]
+            encoded = self.processor(
+                *(columns[name] for name in self.columns.text),
+                padding=True,
+                truncation=limit is not None,
+                max_length=limit,
+                return_attention_mask=True,
+                return_token_type_ids=segments,
+                return_tensors="pt",
+            )
+            check_vocabulary(encoded["input_ids"], self.config)
+            return dict(encoded)
+
+        return encode
+
+
+class ImageReader(ClassificationReader):
+    """Reads an image column; batches have `pixel_values`, (batch, 3, height, width)."""
+
+    def input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
+        """Return the image column."""
+        if self.columns.image is None:
+            raise DataError(
+                "image-classification needs a data.image column, got 0; the data has " + listed(rows.column_names)
+            )
+        return (self.columns.image,)
+
+    def encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
+        """Decode and preprocess."""
+        column = str(self.columns.image)
+        images = as_images(samples, column)
+
+        def encode(part: list[int]) -> Batch:
+            return dict(self.processor([image_of_row(images, column, row) for row in part], return_tensors="pt"))
+
+        return encode

@@ -1,0 +1,138 @@
+"""Read images, prompts about them, and answers, by the model's own processor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import datasets
+import PIL.Image
+import torch
+
+from ..errors import DataError, listed
+from .generation import GenerationReader, check_answer, with_positions
+from .images import as_images, image_of_row
+from .prompts import answer_text, filled, tokenise
+from .reader import Batch, batched
+from .targets import IGNORED
+from .tokens import check_vocabulary
+
+logger = logging.getLogger(__name__)
+
+# Of the images of a data set, how many may fail to decode.
+TOLERATED_SHARE = 0.01
+
+
+class ImageTextReader(GenerationReader):
+    """Reads images, prompts and answers; labels are on the answer.
+
+    Nothing is cut: without its image's tokens or its first words a prompt is another prompt. Of the images one in a
+    hundred may fail to decode; such samples are left out.
+    """
+
+    def input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
+        """Return the image column; prompts and answers are checked as targets."""
+        if self.columns.image is None or not self.prompted:
+            raise DataError(
+                "image-text-to-text needs data.image, data.prompt and data.answer, but not all are given; the data has "
+                + listed(rows.column_names)
+            )
+        return (self.columns.image,)
+
+    def batches(self, samples: datasets.Dataset, *, batch_size: int) -> list[Batch]:
+        """Make batches of the samples whose image decodes."""
+        tokenizer, limit = self.prepare_tokenizer()
+        texts, column = self.texts(samples), str(self.columns.image)
+        good = _decodable(as_images(samples, column), column)
+        found = []
+        for part in batched(good, batch_size):
+            rows = [row for row, _ in part]
+            pairs = [self._prompt_and_answer(texts[row]) for row in rows]
+            answer_tokens = []
+            for row, pair in zip(rows, pairs, strict=True):
+                ids, count = tokenise(*pair, tokenizer)
+                check_answer(len(ids), count, row, limit)
+                answer_tokens.append(count)
+            encoded = self._encode([image for _, image in part], pairs, tokenizer)
+            for row, length in zip(rows, encoded["attention_mask"].sum(-1).tolist(), strict=True):
+                if limit is not None and length > limit:
+                    raise DataError(
+                        f"image, prompt and answer must fit into max_length ({limit} tokens), but row {row} (from 0) "
+                        f"has {length}; raise max_length, or shorten the prompt"
+                    )
+            check_vocabulary(encoded["input_ids"], self.config)
+            found.append(with_positions(encoded, self.config, _labels(encoded, answer_tokens)))
+        return found
+
+    def _prompt_and_answer(self, row: dict[str, Any]) -> tuple[str, str]:
+        prompt, answer = filled(row, **self.template)
+        return with_image_token(prompt, self.processor), answer
+
+    def _encode(self, images: Sequence[PIL.Image.Image], pairs: Sequence[tuple[str, str]], tokenizer: Any) -> Batch:
+        texts = [prompt + answer_text(prompt, answer, tokenizer) for prompt, answer in pairs]
+        # Chat templates write the begin-of-text token themselves.
+        special = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
+        return dict(
+            self.processor(
+                images=[[image] for image in images],
+                text=texts,
+                padding=True,
+                add_special_tokens=special,
+                return_tensors="pt",
+            )
+        )
+
+
+def _labels(batch: Batch, answer_tokens: Sequence[int]) -> torch.Tensor:
+    """The answers' tokens: the last real ones, whatever the image took in front of them."""
+    mask = batch["attention_mask"]
+    tokens_to_the_end = mask.flip(-1).cumsum(-1).flip(-1)
+    is_answer = mask.bool() & (tokens_to_the_end <= torch.tensor(answer_tokens)[:, None])
+    return batch["input_ids"].where(is_answer, IGNORED)
+
+
+def with_image_token(prompt: str, processor: Any) -> str:
+    """Say in a prompt where the image is: where the prompt says it itself, by the chat template, or in a line before.
+
+    Raises:
+        DataError: The processor has neither a chat template nor an image token.
+    """
+    token = getattr(processor, "image_token", None)
+    if token is not None and token in prompt:
+        return prompt
+    if getattr(processor, "chat_template", None):
+        content = [{"type": "image"}, {"type": "text", "text": prompt}]
+        turn = [{"role": "user", "content": content}]
+        return str(processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
+    if token is None:
+        raise DataError(
+            f"an image needs a place in the prompt, but {type(processor).__name__} has neither a chat template nor an "
+            "image token; write the model's own placeholder into data.prompt"
+        )
+    return f"{token}\n{prompt}"
+
+
+def _decodable(rows: datasets.Dataset, column: str) -> Iterator[tuple[int, PIL.Image.Image]]:
+    """Row and image of every row whose image decodes; one in a hundred may not."""
+    failures: list[str] = []
+    for row in range(len(rows)):
+        try:
+            image = image_of_row(rows, column, row)
+        except DataError as error:
+            failures.append(f"row {row} ({error.__cause__})")
+            if len(failures) > TOLERATED_SHARE * len(rows):
+                raise DataError(
+                    f"at most {TOLERATED_SHARE:.0%} of the images may fail to decode, but of the first {row + 1} of "
+                    f"{len(rows)} rows {len(failures)} in {column!r} do (counted from 0): {', '.join(failures[:5])}"
+                ) from error
+        else:
+            yield row, image
+    if failures:
+        logger.warning(
+            "%d of %d images in %r do not decode and are left out: %s",
+            len(failures),
+            len(rows),
+            column,
+            ", ".join(failures),
+        )

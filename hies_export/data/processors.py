@@ -1,0 +1,79 @@
+"""Load what turns text and images into tensors: a tokenizer, an image processor, or a processor of both."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+
+from ..errors import DataError, root_cause
+from ..tasks import Task, find_task
+
+logger = logging.getLogger(__name__)
+
+REMEDY = "save the one the model was trained with into that folder with save_pretrained"
+
+
+def load_processor(path: str | Path, *, task: str, revision: str | None = None, for_prompts: bool = False) -> Any:
+    """Load the tokenizer, the image processor, or the processor of both that a task needs.
+
+    Images always go through the Pillow backend, so results do not depend on torchvision being installed. Code of the
+    checkpoint is neither executed nor asked about.
+
+    Args:
+        path: A checkpoint folder or Hub id.
+        task: One of `TASKS`.
+        revision: A branch, tag or commit of the Hub id.
+        for_prompts: Prepare it for prompts to be continued: it pads on the left, and with its end-of-text or unknown
+            token where it has no padding token.
+
+    Raises:
+        DataError: The checkpoint has none that can be loaded, or prompts cannot be padded.
+        RequestError: The task is not one of these.
+    """
+    wanted = find_task(task)
+    loader, what = _loader(wanted)
+    needs = f"prompts need {what}" if for_prompts else f"{task} needs {what}"
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if revision is not None:
+        options["revision"] = revision
+    if wanted.images:
+        options["backend"] = "pil"
+    try:
+        loaded = loader.from_pretrained(path, **options)
+    except Exception as error:  # transformers, tokenizers, json and the Hub: each raises its own kind
+        raise DataError(f"{needs}, but none could be loaded from {path} ({root_cause(error)}); {REMEDY}") from error
+    if not wanted.text:
+        return loaded
+    if wanted.images and not (hasattr(loaded, "tokenizer") and hasattr(loaded, "image_processor")):
+        raise DataError(f"{needs}, but {path} has only a {type(loaded).__name__}; {REMEDY}")
+    tokenizer = getattr(loaded, "tokenizer", loaded)
+    # Where the files are missing, transformers 5 makes a tokenizer of nothing but special tokens.
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    if len(set(tokenizer.get_vocab().values()) - special) < 2:
+        raise DataError(f"{needs}, but the one of {path} has no vocabulary; {REMEDY}")
+    if for_prompts:
+        _pad_prompts(tokenizer, path)
+    return loaded
+
+
+def _loader(task: Task) -> tuple[Any, str]:
+    """The Auto class that loads what a task needs, and a name for the latter."""
+    if not task.images:
+        return AutoTokenizer, "a tokenizer"
+    if not task.text:
+        return AutoImageProcessor, "an image processor"
+    return AutoProcessor, "a processor of images and text"
+
+
+def _pad_prompts(tokenizer: Any, path: str | Path) -> None:
+    """Make a tokenizer pad on the left; which token it pads with does not matter, as it is masked out."""
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        stand_in = tokenizer.eos_token or tokenizer.unk_token
+        if stand_in is None:
+            raise DataError(f"the tokenizer of {path} must have a pad, eos or unk token to pad prompts with")
+        logger.info("the tokenizer has no pad token: prompts are padded with %s, masked out", stand_in)
+        tokenizer.pad_token = stand_in

@@ -1,0 +1,193 @@
+"""What the readers of all tasks share: load the rows of a split, check them, draw samples, make batches."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import datasets
+import numpy as np
+import torch
+
+from ..errors import DataError, listed
+from .images import holds_images
+from .labels import STRINGS, kind_of
+from .rows import load_rows
+
+Batch = dict[str, torch.Tensor]
+AnyReader = TypeVar("AnyReader", bound="Reader")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of the rows a task reads.
+
+    Args:
+        text: The text column, or two of them for sentence pairs; one for plain text to generate.
+        image: The image column.
+        label: The column of labels of a classification, None for unlabelled rows; of generated text, the column that
+            says which of the choices in `answer` is right.
+        prompt: A template over the columns, such as "Question: {question}\\nAnswer:".
+        answer: The column with what is to follow the prompt.
+    """
+
+    text: tuple[str, ...] = ()
+    image: str | None = None
+    label: str | None = None
+    prompt: str | None = None
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Reader(ABC):
+    """Turns rows into samples, and samples into batches, for one task and one model.
+
+    Attributes:
+        columns: The columns to read.
+        config: The model's configuration. Its labels, problem type, positions and vocabulary are read.
+        processor: From `load_processor`; only `check` does without.
+        max_length: Tokens a text is cut to; None for as many as tokenizer and model take. Plain text to generate is
+            cut into blocks of so many, by default of 512 if the model takes them. A prompt with an answer loses its
+            first tokens, but never one of the answer's; one with an image is refused when it is too long.
+        packing: Whether plain text to generate is packed into blocks; otherwise every row is a sample.
+    """
+
+    columns: Columns
+    config: Any
+    processor: Any = None
+    max_length: int | None = None
+    packing: bool = True
+    # Whether a row is a sample, so that no more rows have to be looked at than samples are wanted.
+    a_row_is_a_sample: ClassVar[bool] = True
+
+    def load(
+        self,
+        split: str,
+        *,
+        name: str | None = None,
+        files: Mapping[str, str | Path] | None = None,
+        samples: int | None = None,
+        shuffle_seed: int | None = None,
+    ) -> datasets.Dataset:
+        """Load a split, check its rows and draw samples from them.
+
+        Args:
+            split: As `load_rows` takes it, and so `name` and `files`.
+            name: A Hub dataset, or
+            files: local ones.
+            samples: As `draw` takes it, and so `shuffle_seed`.
+            shuffle_seed: Draw in a seeded random order.
+
+        Returns:
+            Samples for `batches`.
+
+        Raises:
+            DataError: As `load_rows`, `check` and `draw`.
+        """
+        wanted: dict[str, Any] = {"samples": samples, "shuffle_seed": shuffle_seed}
+        rows = load_rows(name=name, files=files, split=split, **(wanted if self.a_row_is_a_sample else {}))
+        self.check(rows)
+        return rows if self.a_row_is_a_sample else self.draw(rows, **wanted)
+
+    def check(self, rows: datasets.Dataset) -> None:
+        """Check that the model can be fed with these rows, before anything is computed.
+
+        Args:
+            rows: From `load_rows`.
+
+        Raises:
+            DataError: A column is missing or of the wrong kind, a row has no text, image or usable label, or the
+                prompt names no column.
+        """
+        columns, inputs = self.columns, self.input_columns(rows)
+        for column in (*inputs, *([columns.label] if columns.label else [])):
+            if column not in rows.column_names:
+                raise DataError(f"the data must have the column {column!r}, but it has {listed(rows.column_names)}")
+        for column in inputs:
+            feature = rows.features[column]
+            if column == columns.image and not holds_images(feature):
+                raise DataError(f"the column {column!r} must hold images, but it holds {kind_of(feature)}")
+            if column != columns.image and getattr(feature, "dtype", None) not in STRINGS:
+                raise DataError(f"the column {column!r} must hold text, but it holds {kind_of(feature)}")
+            # An Image feature is one step from its storage; asking the table avoids decoding every image here.
+            for row, value in enumerate(rows.with_format("arrow")[column][:]):
+                if not value.is_valid:
+                    raise DataError(f"every row must have a {column!r}, but row {row} (from 0) has none")
+        self.check_targets(rows)
+
+    @abstractmethod
+    def input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
+        """Return the text or image columns that are read as they are.
+
+        Raises:
+            DataError: `columns` names others than the task needs.
+        """
+
+    @abstractmethod
+    def check_targets(self, rows: datasets.Dataset) -> None:
+        """Check labels or answers.
+
+        Raises:
+            DataError: A row has none that the model can learn from.
+        """
+
+    def draw(
+        self, rows: datasets.Dataset, *, samples: int | None = None, shuffle_seed: int | None = None
+    ) -> datasets.Dataset:
+        """Turn rows into one row per sample, then take as many as wanted, so that samples are what is counted.
+
+        Args:
+            rows: Those that `check` accepted, all and in their own order.
+            samples: How many; None for all. When there are fewer, all are returned.
+            shuffle_seed: Take them in a seeded random order.
+
+        Raises:
+            DataError: The rows give no samples, or max_length is more than the model can take.
+        """
+        found = self.as_samples(rows)
+        order: Sequence[int] | np.ndarray = range(len(found))
+        if shuffle_seed is not None:
+            order = np.random.default_rng(shuffle_seed).permutation(len(found))
+        return found.select(order[:samples], keep_in_memory=True)
+
+    def as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
+        """Return one row per sample."""
+        return rows
+
+    @abstractmethod
+    def batches(self, samples: datasets.Dataset, *, batch_size: int) -> list[Batch]:
+        """Turn samples into batches for `model(**batch)`, in their order.
+
+        A tokenizer without a padding token gets one (the config's, else its end-of-text token), and a config without
+        `pad_token_id` gets the tokenizer's: both are changed in place, with a logged warning.
+
+        Args:
+            samples: From `draw` or `load`.
+            batch_size: Samples per batch; the last one may have fewer.
+
+        Raises:
+            DataError: batch_size is below 1; an image does not decode (of images to talk about, more than one in a
+                hundred; others are left out, with a logged warning); max_length is more than the model can take.
+        """
+
+    def unlabelled(self: AnyReader) -> AnyReader:
+        """Return the reader of the same samples without their label column."""
+        return replace(self, columns=replace(self.columns, label=None))
+
+
+def batched(items: Iterable[Item], batch_size: int) -> Iterator[list[Item]]:
+    """Yield so many items at a time; the last batch may have fewer.
+
+    Raises:
+        DataError: batch_size is below 1.
+    """
+    if batch_size < 1:
+        raise DataError(f"batch_size must be at least 1, got {batch_size}")
+    remaining = iter(items)
+    while part := list(itertools.islice(remaining, batch_size)):
+        yield part

@@ -1,0 +1,90 @@
+"""Turn paired times into a ratio with an interval, and say when noise makes it worthless.
+
+Two things make a ratio uncertain: the rounds differ, and so do the copies that are loaded. Copies of one ONNX graph,
+each loaded anew in one process, ran at 1.00 to 1.05 of the first one's time, and kept to that from one half of their
+rounds to the other (dev/LOG.md). So models are loaded several times, and the bootstrap draws loads and copies as well
+as rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+BOOTSTRAP_SAMPLES = 2000
+DRAWN_AT_A_TIME = 1 << 20
+# A comparison says nothing if its control's interval misses 1 by more than this, or is wider than WIDEST_CONTROL:
+# [0.9, 1.1] holds 1, and would hold a tenth saved or lost as well.
+NOISE_LIMIT = 0.02
+WIDEST_CONTROL = 0.1
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Latency of one run, in milliseconds."""
+
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+
+    @classmethod
+    def of(cls, times_ms: np.ndarray) -> Percentiles:
+        """Take them from the times of all runs, of shape (runs,)."""
+        return cls(*(float(value) for value in np.percentile(times_ms, (50, 90, 99))))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median of paired ratios, and its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def paired_ratio(base_ms: Sequence[np.ndarray], other_ms: Sequence[np.ndarray], seed: int = 0) -> Ratio:
+    """Return the median of other / mean of the base's copies, run by run, with a 95 % percentile bootstrap interval.
+
+    The bootstrap draws again what another measurement would draw anew: the loads, the copies within each load, and
+    their rounds (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 3.8: hierarchical data).
+
+    Args:
+        base_ms: By load, times of shape (rounds, copies).
+        other_ms: By load, times of shape (rounds,), each taken in the same round as the base's.
+        seed: Of the resampling.
+    """
+    rounds = np.array([len(times) for times in other_ms])
+    loads, longest, copies = len(rounds), rounds.max(), base_ms[0].shape[1]
+    base, other = np.empty((loads, longest, copies)), np.empty((loads, longest))
+    for number, count in enumerate(rounds):
+        base[number, :count], other[number, :count] = base_ms[number], other_ms[number]
+    random, medians = np.random.default_rng(seed), []
+    # As many draws at a time as keep this in tens of megabytes, however many the rounds.
+    size = min(BOOTSTRAP_SAMPLES, max(1, DRAWN_AT_A_TIME // (loads * longest)))
+    for done in range(0, BOOTSTRAP_SAMPLES, size):
+        draws = min(size, BOOTSTRAP_SAMPLES - done)
+        load = random.integers(loads, size=(draws, loads, 1))
+        place = (random.random((draws, loads, longest)) * rounds[load]).astype(int)
+        copy = random.integers(copies, size=(draws, loads, 1, copies))
+        drawn = other[load, place] / base[load[..., None], place[..., None], copy].mean(axis=-1)
+        medians.append(np.median(drawn.reshape(draws, -1), axis=1))
+    low, high = np.percentile(np.concatenate(medians), (2.5, 97.5))
+    ratios = np.concatenate([one / many.mean(axis=1) for one, many in zip(other_ms, base_ms, strict=True)])
+    return Ratio(float(np.median(ratios)), float(low), float(high))
+
+
+def is_noisy(control_low: float, control_high: float) -> bool:
+    """Whether the machine was too busy for a comparison, judged by the interval of its control.
+
+    The control is one model against itself, so its interval should hold 1 and be narrow. It is noisy if it misses 1 by
+    more than `NOISE_LIMIT`, or is wider than `WIDEST_CONTROL`.
+    """
+    misses = control_low > 1 + NOISE_LIMIT or control_high < 1 - NOISE_LIMIT
+    return misses or control_high - control_low > WIDEST_CONTROL
+
+
+def realised_share(latency_ratio: float, flops_ratio: float) -> float | None:
+    """Return the share of the FLOPs saved that was saved in time too; None where no FLOPs were saved."""
+    return None if flops_ratio == 1 else (1 - latency_ratio) / (1 - flops_ratio)

@@ -1,0 +1,119 @@
+"""Say in one row what a comparison found: a row of report.json's `latency`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .counts import Both, FlopCount, Shape
+from .latency import LatencyComparison
+from .ratios import realised_share
+from .timing import Phase
+
+
+@dataclass(frozen=True)
+class LatencyRow:
+    """Two models on one runtime at one shape; `asdict` is the row of report.json, its keys in this order.
+
+    Attributes:
+        runtime: Name of the runtime.
+        provider: Where both ran, asked of the runtime itself.
+        dtype: What they computed in; "dense / slim" where that differs.
+        phase: "forward"; of a model that generates "prefill" or "decode".
+        batch: Rows of the batch.
+        sequence: Tokens per row, as the attention sees them.
+        dense_ms: Median time of the dense model.
+        slim_ms: Median time of the slim model.
+        ratio: Median of the paired ratios slim / dense.
+        ratio_low: Lower end of its 95 % interval.
+        ratio_high: Upper end of it.
+        realised: Share of the FLOPs saved that was saved in time; None where there is none, and of a decode step.
+        flops_ratio: FLOPs slim / dense; None of a decode step.
+        tokens_per_second: Of a decode step, new tokens per second over all rows; else None.
+        dense_p90_ms: Nine runs in ten took no longer.
+        dense_p99_ms: 99 runs in 100 took no longer.
+        slim_p90_ms: As for dense.
+        slim_p99_ms: As for dense.
+        control_ratio: Median of the paired ratios of the dense model to itself (A/A).
+        control_low: Lower end of its 95 % interval.
+        control_high: Upper end of it.
+        noisy: Whether the control shows that the ratio means nothing.
+        repeats: Timed runs of each model.
+        loads: How many times the models were loaded for them.
+        threads: CPU threads within an operator.
+        cuda_graph: Whether replays of CUDA graphs were timed.
+        peak_bytes: Device memory at the peak of a run; None on the CPU.
+        gpu_clock_mhz: The GPU's clock right after the last run; None on the CPU.
+    """
+
+    runtime: str
+    provider: str
+    dtype: str
+    phase: Phase
+    batch: int
+    sequence: int
+    dense_ms: float
+    slim_ms: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    realised: float | None
+    flops_ratio: float | None
+    tokens_per_second: Both[float] | None
+    dense_p90_ms: float
+    dense_p99_ms: float
+    slim_p90_ms: float
+    slim_p99_ms: float
+    control_ratio: float
+    control_low: float
+    control_high: float
+    noisy: bool
+    repeats: int
+    loads: int
+    threads: int
+    cuda_graph: bool
+    peak_bytes: Both[int] | None
+    gpu_clock_mhz: float | None
+
+    @classmethod
+    def of(
+        cls,
+        found: LatencyComparison,
+        *,
+        runtime: str,
+        shape: Shape,
+        phase: Phase = "forward",
+        flops: FlopCount | None = None,
+    ) -> LatencyRow:
+        """Write a comparison as a row; without `flops` it has no realised share of the saving."""
+        dense, slim, batch = found.dense, found.slim, shape[0]
+        decoded = Both(1000 * batch / dense.p50_ms, 1000 * batch / slim.p50_ms) if phase == "decode" else None
+        return cls(
+            runtime=runtime,
+            provider=found.provider,
+            dtype=" / ".join(dict.fromkeys(found.dtypes)),
+            phase=phase,
+            batch=batch,
+            sequence=shape[1],
+            dense_ms=dense.p50_ms,
+            slim_ms=slim.p50_ms,
+            ratio=found.ratio.median,
+            ratio_low=found.ratio.low,
+            ratio_high=found.ratio.high,
+            realised=None if flops is None else realised_share(found.ratio.median, flops.ratio),
+            flops_ratio=None if flops is None else flops.ratio,
+            tokens_per_second=decoded,
+            dense_p90_ms=dense.p90_ms,
+            dense_p99_ms=dense.p99_ms,
+            slim_p90_ms=slim.p90_ms,
+            slim_p99_ms=slim.p99_ms,
+            control_ratio=found.control.median,
+            control_low=found.control.low,
+            control_high=found.control.high,
+            noisy=found.noisy,
+            repeats=found.repeats,
+            loads=found.loads,
+            threads=found.threads,
+            cuda_graph=found.cuda_graph,
+            peak_bytes=None if found.peak_bytes is None else Both(*found.peak_bytes),
+            gpu_clock_mhz=found.clock_mhz,
+        )

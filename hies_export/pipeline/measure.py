@@ -1,0 +1,127 @@
+"""Export, count and time the two models of a run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..measure import counts
+from ..measure.compare import time_on
+from ..measure.counts import Both, FlopCount, LayerFlops, Shape
+from ..measure.rows import LatencyRow
+from ..measure.timing import Timing
+from ..model.copies import convert, parameter_bytes
+from ..model.tokens import first_samples
+from ..onnx.export import OnnxExport, export_onnx
+from ..progress import Progress
+from ..recipe import PruningRecipe
+from ..runtimes.registry import RUNTIMES
+from .prepare import Prepared
+
+
+@dataclass(frozen=True)
+class StoredBytes(Both[int]):
+    """Bytes of the dense and slim weights, and of the slim model's ONNX folder (graph and weights)."""
+
+    onnx: int
+
+
+@dataclass(frozen=True)
+class FlopsByLayer(Both[list[LayerFlops]]):
+    """The FLOPs of both models layer by layer, at a (batch, sequence)."""
+
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What a cut saved; `asdict` has the fields of report.json.
+
+    Attributes:
+        parameters: Number of parameters.
+        bytes: Size of the weights.
+        flops: Floating-point operations of one forward pass, at the first shape that is measured.
+        flops_per_layer: The same, layer by layer.
+        cache_bytes_per_token: Bytes that a token adds to the key/value cache; None without a cache.
+        latency: One row per runtime, dtype, phase and shape.
+    """
+
+    parameters: Both[int]
+    bytes: StoredBytes
+    flops: FlopCount
+    flops_per_layer: FlopsByLayer
+    cache_bytes_per_token: Both[int] | None
+    latency: list[LatencyRow]
+
+
+def export(
+    prepared: Prepared, model: PreTrainedModel, recipe: PruningRecipe, folder: Path, *, dtype: str | None = None
+) -> OnnxExport:
+    """Export a model, dense or slim, as the recipe asks, or in another dtype."""
+    return export_onnx(
+        model,
+        folder,
+        batch=first_samples(prepared.calibration[0]),
+        processor=prepared.processor,
+        provider=recipe.export.provider,
+        dtype=dtype or recipe.export.dtype,
+    )
+
+
+def measure_both(
+    prepared: Prepared, slim: PreTrainedModel, onnx: OnnxExport, recipe: PruningRecipe, *, progress: Progress
+) -> Measurements:
+    """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape."""
+    dense, batches = prepared.model, prepared.measured
+    flops = counts.count_both_flops(dense, slim, batches)
+    shape = next(iter(batches))
+    dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], prepared.sites) for m in (dense, slim))
+    cache = [counts.cache_bytes_per_token(model) for model in (dense, slim)]
+    return Measurements(
+        parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),
+        bytes=StoredBytes(parameter_bytes(dense), parameter_bytes(slim), onnx.bytes),
+        flops=flops[shape],
+        flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),
+        cache_bytes_per_token=None if cache[0] is None or cache[1] is None else Both(cache[0], cache[1]),
+        latency=_time(prepared, slim, onnx, recipe, flops=flops, progress=progress),
+    )
+
+
+def _time(
+    prepared: Prepared,
+    slim: PreTrainedModel,
+    onnx: OnnxExport,
+    recipe: PruningRecipe,
+    *,
+    flops: Mapping[Shape, FlopCount],
+    progress: Progress,
+) -> list[LatencyRow]:
+    """Time both models dtype by dtype; graphs of the dense model and of other dtypes are removed afterwards."""
+    timing = Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds)
+    rows = []
+    for dtype in recipe.measure.dtypes or (None,):
+        runtimes = [name for name in prepared.runtimes if dtype is None or dtype in RUNTIMES[name].dtypes]
+        # Beside the slim one, so that both are read from the same disk.
+        with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
+            graphs = (Path(temporary) / "onnx", onnx.folder)
+            if not all(RUNTIMES[name].reads_models for name in runtimes):
+                progress.stage("export the dense model, to compare with")
+                export(prepared, prepared.model, recipe, graphs[0], dtype=dtype)
+                if dtype not in (None, recipe.export.dtype):
+                    graphs = (graphs[0], Path(temporary) / "slim")
+                    export(prepared, slim, recipe, graphs[1], dtype=dtype)
+            progress.stage("measure" if dtype is None else f"measure in {dtype}")
+            for name in runtimes:
+                sources: Any = graphs
+                if RUNTIMES[name].reads_models:
+                    wanted = None if dtype is None else getattr(torch, dtype)
+                    sources = [convert(model, dtype=wanted) for model in (prepared.model, slim)]
+                batches = prepared.measured
+                rows += time_on(name, *sources, batches=batches, flops=flops, timing=timing, track=progress.track)
+    return rows

@@ -1,0 +1,131 @@
+"""Choose how many bundles each module loses within a budget of cost, given what the modules save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import PlanError
+from ..values import Scores, Units
+from .bundles import bundle_count, lost_scores
+from .constraints import NONE, Constraints, removable_counts
+from .knapsack import least_loss
+
+# Costs are whole numbers of this share of the dense model's, rounded so that no budget is exceeded.
+GRID = 100_000
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """What the modules save with every number of bundles removed, as shares of the dense model's cost.
+
+    Attributes:
+        what: "FLOPs", or "latency" and where.
+        saved: Per module, by its dotted name, the share saved with 0, 1, 2, ... bundles removed.
+        measured: What was timed: rows of kept (share of the bundles), ratio, ratio_low, ratio_high, control_low,
+            control_high; empty for FLOPs.
+    """
+
+    what: str
+    saved: Mapping[str, tuple[float, ...]]
+    measured: tuple[Mapping[str, float], ...] = ()
+
+    def ratio(self, counts: Mapping[str, int]) -> float:
+        """Return the predicted cost, as a share of the dense model's, with so many bundles removed from each module."""
+        return 1.0 - sum(self.saved[name][count] for name, count in counts.items())
+
+
+def counts_within(
+    scores: Scores,
+    modules: Sequence[Units],
+    table: CostTable,
+    *,
+    ratio: float,
+    constraints: Constraints = NONE,
+) -> list[int]:
+    """Choose how many bundles each module loses, so that the least score is lost within a budget of cost.
+
+    It is exact up to the rounding of each module's cost to 1/100,000 of the dense model's. Under `uniform` it takes the
+    smallest share of the heads that meets the budget.
+
+    Args:
+        scores: From `score_units`.
+        modules: Those that may lose units.
+        table: What they save.
+        ratio: Cost at the most, as a share of the dense model's.
+        constraints: What the selection is subject to.
+
+    Returns:
+        Per module, for `select_units(..., counts=...)`.
+
+    Raises:
+        PlanError: The budget cannot be met; the message says the best there is.
+    """
+    check_reachable(modules, table, ratio=ratio, constraints=constraints)
+    if constraints.allocation == "uniform":
+        return next(c for c in _uniform_counts(modules, constraints) if _ratio(table, modules, c) <= ratio)
+    options = removable_counts(modules, constraints)
+    saved = [[table.saved[module.name][k] for k in option] for module, option in zip(modules, options, strict=True)]
+    # A timed table need not be monotone: costs count from the most that a module can save.
+    costs = [[math.ceil((max(row) - s) * GRID - 1e-6) for s in row] for row in saved]
+    limit = math.floor((ratio - 1 + sum(max(row) for row in saved)) * GRID + 1e-6)
+    lost = [lost_scores(scores.scores[module.name], module, unit=constraints.unit) for module in modules]
+    losses = [[row[k] for k in option] for row, option in zip(lost, options, strict=True)]
+    best, trace = least_loss(costs, losses, limit)
+    chosen = trace(int(best.argmin()))
+    return [option[place] for option, place in zip(options, chosen, strict=True)]
+
+
+def check_reachable(
+    modules: Sequence[Units], table: CostTable, *, ratio: float, constraints: Constraints = NONE
+) -> None:
+    """Refuse a budget of cost that no selection meets.
+
+    Raises:
+        PlanError: There is none; the message says the best there is.
+    """
+    if constraints.allocation == "uniform":
+        best = min((_ratio(table, modules, counts) for counts in _uniform_counts(modules, constraints)), default=1.0)
+    else:
+        options = removable_counts(modules, constraints)
+        best = 1.0 - sum(
+            max(table.saved[module.name][k] for k in option) for module, option in zip(modules, options, strict=True)
+        )
+    if best > ratio:
+        given = {name: getattr(constraints, name) for name in ("unit", "min_heads", "keep_layers", "multiple_of")}
+        limits = ", ".join(f"{name} {value}" for name, value in given.items() if value not in (1, (), [], "group"))
+        raise PlanError(
+            f"the budget asks for {table.what} at most {ratio:g} of dense, but cutting all heads that may go"
+            f"{f' ({limits})' if limits else ''} gives {best:.3f}, the best there is; raise the target"
+            + (" or loosen the constraints" if limits else "")
+        )
+
+
+def shares_to_try(modules: Sequence[Units], constraints: Constraints) -> list[float]:
+    """Return the shares of heads worth trying, ascending: every number of bundles once."""
+    bundles = [bundle_count(module, constraints.unit) for module in modules]
+    most = sum(bundles) if constraints.allocation == "global" else max(bundles)
+    return [k / most for k in range(1, most)]
+
+
+def _uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[list[int]]:
+    """Return removals of the same share of every module, ascending, as far as the constraints allow."""
+    options = removable_counts(modules, constraints)
+    found: list[list[int]] = []
+    for share in shares_to_try(modules, constraints):
+        wanted = [
+            round(share * bundle_count(module, constraints.unit)) if len(option) > 1 else 0
+            for module, option in zip(modules, options, strict=True)
+        ]
+        counts = [max(k for k in o if k <= w) for o, w in zip(options, wanted, strict=True)]
+        # Beyond what min_heads leaves, the modules would no longer lose the same share.
+        if any(w > o[-1] for w, o in zip(wanted, options, strict=True)):
+            break
+        if any(counts) and counts not in found:
+            found.append(counts)
+    return found
+
+
+def _ratio(table: CostTable, modules: Sequence[Units], counts: Sequence[int]) -> float:
+    return table.ratio({module.name: count for module, count in zip(modules, counts, strict=True)})

@@ -1,0 +1,51 @@
+"""Bundle the units that go together.
+
+By default (`unit: group`) a bundle is a group: a key/value head with its query heads, which in ordinary attention is
+one head. Under `unit: query` the groups stay, and a bundle is one unit of every group, the n-th worst of each, so that
+the groups stay even. A bundle's score is the mean of its units'.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from ..errors import NonFiniteError
+from ..values import Units
+
+
+def bundle_count(module: Units, unit: str) -> int:
+    """Return the number of bundles of a module."""
+    return module.groups if unit == "group" or module.group_size == 1 else module.group_size
+
+
+def lost_scores(scores: Tensor, module: Units, *, unit: str = "group") -> list[float]:
+    """Return the total score that a module loses with its 0, 1, 2, ... worst bundles."""
+    worst_first = [score for score, _ in ranked_bundles(scores, module, unit)]
+    return [float(total) for total in np.cumsum([0.0, *worst_first])]
+
+
+def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float, tuple[int, ...]]]:
+    """Return score and units of every bundle of a module, worst first; ties go to the later unit.
+
+    Raises:
+        NonFiniteError: A score is NaN or infinite, which has no place in an order.
+    """
+    wrong = (~scores.isfinite()).nonzero().flatten().tolist()
+    if wrong:
+        raise NonFiniteError(
+            f"every score must be a finite number, but head {wrong[0]} of {module.name} has {scores[wrong[0]].item()}; "
+            "check the criterion, and the model's dtype"
+        )
+    values = scores.double().view(module.groups, module.group_size).tolist()
+    units = [[g * module.group_size + j for j in range(module.group_size)] for g in range(module.groups)]
+    if unit == "group" or module.group_size == 1:
+        found = [(sum(v) / len(v), tuple(h)) for v, h in zip(values, units, strict=True)]
+    else:
+        ranked = [
+            sorted(zip(v, h, strict=True), key=lambda item: (item[0], -item[1]))
+            for v, h in zip(values, units, strict=True)
+        ]
+        # Their means ascend, as every group's own scores do.
+        return [(sum(v for v, _ in b) / len(b), tuple(h for _, h in b)) for b in zip(*ranked, strict=True)]
+    return sorted(found, key=lambda item: (item[0], -item[1][0]))

@@ -1,0 +1,64 @@
+"""`--help`: complete for every command, and answered at once."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hies_export import cli
+from hies_export.cli.main import main
+
+SHARED = {"__init__", "main", "arguments", "terminal"}
+COMMANDS = sorted({path.stem for path in Path(cli.__file__).parent.glob("*.py")} - SHARED)
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit, match="^0$"):
+        main([*arguments, "--help"])
+    return capsys.readouterr().out
+
+
+def test_every_file_is_a_command_with_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = dict(re.findall(r"^    (\w+)\s+(\S.*)$", help_of(capsys), re.MULTILINE))
+    assert sorted(listed) == COMMANDS
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_argument_is_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, name)
+    assert text.startswith(f"usage: hies-export {name} ")
+    _, *sections = re.split(r"^(?:positional arguments|options):\n", text, flags=re.MULTILINE)
+    entries = re.split(r"\n  (?=\S)", "\n" + "".join(section.split("\n\n")[0] for section in sections))[1:]
+    assert any(entry.startswith("-v, --verbose") for entry in entries)
+    for entry in entries:
+        assert re.search(r"\S\s{2,}\S", entry), f"{name} does not say what {entry} is"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_with_a_result_print_it_as_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = importlib.import_module(f"hies_export.cli.{name}")
+    returns = inspect.signature(command.run).return_annotation
+    assert ("--json" in help_of(capsys, name)) == (returns != "None")
+
+
+def test_help_needs_no_library_and_little_time() -> None:
+    code = f"""
+import sys, time
+from hies_export.cli.main import main
+for arguments in [], *([name] for name in {COMMANDS}):
+    try:
+        main([*arguments, "--help"])
+    except SystemExit:
+        pass
+print(time.process_time(), *sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, *modules = done.stdout.splitlines()[-1].split()
+    assert not {"torch", "transformers", "datasets", "numpy", "pydantic", "yaml", "rich"} & set(modules)
+    assert float(seconds) < 1  # importing torch alone takes longer

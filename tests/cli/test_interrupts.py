@@ -1,0 +1,72 @@
+"""Ctrl-C and SIGTERM: exit code 130 wherever they come, and the caller's handlers afterwards.
+
+That nothing half-written stays is tested with a whole run, in tests/pipeline.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+INTERRUPTED = "interrupted; nothing half-written was left behind\n"
+
+
+def interrupt(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(5)
+
+
+@pytest.fixture(autouse=True)
+def _same_handlers_afterwards():
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_both_signals_are_130(number: int, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda console, progress: interrupt(number)) == 130
+    assert capsys.readouterr() == ("", INTERRUPTED)
+
+
+def test_a_library_that_raises_something_else_does_not_hide_it(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: object) -> None:
+        try:
+            interrupt()
+        except KeyboardInterrupt:
+            raise RuntimeError("the export failed") from None
+
+    assert run_command(run) == 130
+    assert capsys.readouterr().err == INTERRUPTED
+
+
+def test_it_comes_through_when_python_is_in_a_finaliser(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def run(*_: object) -> None:
+        Interrupting()
+        time.sleep(5)
+
+    assert run_command(run) == 130
+    assert capsys.readouterr().err == INTERRUPTED
+
+
+def test_outside_the_main_thread_the_host_program_decides(run_command: Callable[..., int]) -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(run_command(lambda console, progress: None)))
+    thread.start()
+    thread.join()
+    assert codes == [0]

@@ -1,0 +1,58 @@
+"""`--json`: one line, last on standard output, whatever was printed before."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import save_text_model
+
+from hies_export.cli.main import main
+
+
+def test_the_result_is_the_last_line_and_only_when_asked_for(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(console: Any, progress: Any) -> dict[str, Any]:
+        progress.stage("load")
+        console.print("a table")
+        return {"heads": 3, "text": "two\nlines"}
+
+    assert run_command(run, json=True) == 0
+    out, err = capsys.readouterr()
+    table, result = out.splitlines()
+    assert table == "a table"
+    assert json.loads(result) == {"heads": 3, "text": "two\nlines"}
+    assert "load" in err
+    assert run_command(run) == 0
+    assert capsys.readouterr().out == "a table\n"
+
+
+def test_a_file_gets_it_last_too(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as file:
+        command = [sys.executable, "-m", "hies_export", "architectures", "bert", "--json"]
+        subprocess.run(command, stdout=file, check=True)
+    *table, result = (tmp_path / "out").read_text().splitlines()
+    assert "model type" in table[0]
+    assert list(json.loads(result)["types"]) == ["bert"]
+
+
+def test_inspect_gives_the_reason_why_a_model_cannot_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    save_text_model(tmp_path)
+    config = DebertaV2Config(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    DebertaV2ForSequenceClassification(config).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path), "--json"]) == 2
+    out, err = capsys.readouterr()
+    result = json.loads(out.splitlines()[-1])
+    assert result["can_be_cut"] is False
+    assert "computes its own" in result["reason"]
+    assert f"error: {result['reason']}" in err

@@ -1,0 +1,69 @@
+"""Standard error: stages, our warnings and log records; of the libraries only what `--verbose` asks for."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+from hies_export.cli.terminal import TerminalProgress
+
+
+class OurWarning(UserWarning):
+    """As if defined in the package."""
+
+
+OurWarning.__module__ = "hies_export.somewhere"
+
+
+def warn(*_: object) -> None:
+    warnings.simplefilter("always")
+    warnings.warn("ours [1]", OurWarning, stacklevel=1)
+    warnings.warn("theirs", UserWarning, stacklevel=1)
+    logging.getLogger("hies_export.somewhere").warning("a record of %d", 3)
+    logging.getLogger("hies_export.somewhere").info("a detail")
+
+
+def test_our_messages_are_single_lines(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(warn) == 0
+    assert capsys.readouterr() == ("", "warning: ours [1]\nwarning: a record of 3\n")
+
+
+def test_verbose_shows_those_of_the_libraries(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(warn, verbose=True) == 0
+    assert capsys.readouterr().err == "warning: ours [1]\nwarning: theirs\nwarning: a record of 3\n"
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_only_without_verbose_transformers_is_silenced(verbose: bool, run_command: Callable[..., int]) -> None:
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_info()
+    try:
+        assert run_command(lambda console, progress: None, verbose=verbose) == 0
+        assert transformers_logging.get_verbosity() == (logging.INFO if verbose else logging.ERROR)
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def test_nothing_stays_attached(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    handlers, show = list(logging.getLogger("hies_export").handlers), warnings.showwarning
+    run_command(warn)
+    assert logging.getLogger("hies_export").handlers == handlers
+    assert warnings.showwarning is show
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_bar_is_for_terminals_and_a_stage_for_all(terminal: bool) -> None:
+    file = io.StringIO()
+    progress = TerminalProgress(Console(file=file, force_terminal=terminal, width=80))
+    progress.stage("score")
+    assert list(progress.track([1, 2, 3], "score heads")) == [1, 2, 3]
+    assert "score\n" in file.getvalue()
+    assert ("score heads" in file.getvalue()) == terminal

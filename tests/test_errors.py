@@ -1,0 +1,54 @@
+"""The tree of errors that is drawn, and what it promises."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hies_export import errors
+from hies_export.errors import HiesError, RecipeError, RequestError, StepError, did_you_mean, listed, require_package
+
+
+def drawn_tree() -> dict[str, str | None]:
+    """Name -> name of the parent, read from the indentation of the drawing."""
+    parents: dict[str, str | None] = {}
+    above: dict[int, str] = {}
+    for prefix, name in re.findall(r"^    ([│├└─ ]*)(\w+)", errors.__doc__ or "", re.MULTILINE):
+        depth = len(prefix) // 4
+        above[depth] = name
+        parents[name] = above.get(depth - 1) if depth else None
+    return parents
+
+
+def test_the_drawing_is_the_tree() -> None:
+    defined = [value for value in vars(errors).values() if getattr(value, "__module__", "") == errors.__name__]
+    classes = [value for value in defined if isinstance(value, type)]
+    tree = {value.__name__: None if value is HiesError else value.__bases__[0].__name__ for value in classes}
+    assert drawn_tree() == tree
+
+
+def test_exit_codes_follow_the_branches() -> None:
+    for name in drawn_tree():
+        error = getattr(errors, name)
+        assert error.exit_code == (2 if issubclass(error, RequestError) else 1)
+        assert issubclass(error, (RequestError, StepError)) or error is HiesError
+
+
+def test_all_problems_of_a_recipe_are_in_its_message() -> None:
+    assert str(RecipeError(["one"])) == "one"
+    assert str(RecipeError(["one", "two"])) == "2 problems:\n  - one\n  - two"
+
+
+def test_a_missing_package_comes_with_the_command_that_installs_it() -> None:
+    require_package("torch", who="models need", package="torch", extra="cpu")
+    message = r'figures need Lines, which is not installed; install it with: pip install "hies-export\[plots\]" or not'
+    with pytest.raises(errors.MissingRuntimeError, match=message):
+        require_package("no_such_module", who="figures need", package="Lines", extra="plots", otherwise=" or not")
+
+
+def test_words_in_messages() -> None:
+    assert did_you_mean("tourch", ["torch", "onnxruntime-cpu"]) == "; did you mean 'torch'?"
+    assert did_you_mean("xyz", ["torch"]) == ""
+    assert listed(range(3)) == "0, 1, 2"
+    assert listed(range(22)).endswith("18, 19 and 2 more")
