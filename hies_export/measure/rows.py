@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from .counts import Both, FlopCount, Shape
 from .latency import LatencyComparison
 from .ratios import realised_share
+from .record import Record
 from .timing import Phase
 
 
-@dataclass(frozen=True)
-class LatencyRow:
-    """Two models on one runtime at one shape; `asdict` is the row of report.json, its keys in this order.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LatencyRow(Record):
+    """Two models on one runtime at one shape; the fields are the keys of report.json, in its order.
+
+    Rows of older versions lack what has a default here.
 
     Attributes:
         runtime: Name of the runtime.
@@ -46,9 +49,9 @@ class LatencyRow:
     """
 
     runtime: str
-    provider: str
-    dtype: str
-    phase: Phase
+    provider: str = ""
+    dtype: str = "float32"
+    phase: Phase = "forward"
     batch: int
     sequence: int
     dense_ms: float
@@ -56,23 +59,23 @@ class LatencyRow:
     ratio: float
     ratio_low: float
     ratio_high: float
-    realised: float | None
-    flops_ratio: float | None
-    tokens_per_second: Both[float] | None
-    dense_p90_ms: float
-    dense_p99_ms: float
-    slim_p90_ms: float
-    slim_p99_ms: float
+    realised: float | None = None
+    flops_ratio: float | None = None
+    tokens_per_second: Both[float] | None = None
+    dense_p90_ms: float | None = None
+    dense_p99_ms: float | None = None
+    slim_p90_ms: float | None = None
+    slim_p99_ms: float | None = None
     control_ratio: float
     control_low: float
     control_high: float
-    noisy: bool
-    repeats: int
-    loads: int
-    threads: int
-    cuda_graph: bool
-    peak_bytes: Both[int] | None
-    gpu_clock_mhz: float | None
+    noisy: bool = False
+    repeats: int | None = None
+    loads: int = 1
+    threads: int | None = None
+    cuda_graph: bool = False
+    peak_bytes: Both[int] | None = None
+    gpu_clock_mhz: float | None = None
 
     @classmethod
     def of(

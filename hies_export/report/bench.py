@@ -10,9 +10,10 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 from rich.console import Console
 
+from ..measure.rows import LatencyRow
 from .drawing import latency_bars
 from .jinja import render
-from .report import LatencyRow, Report
+from .report import Report
 from .rows import environment_table, latency_table
 from .terminal import plain_table
 from .text import environment_text, latency_text

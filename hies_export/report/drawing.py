@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .report import LatencyRow
+from ..measure.rows import LatencyRow
 from .rows import CUT, UnitMap, pair_text, ratio_text, row_name
 
 

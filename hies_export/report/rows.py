@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..measure.counts import Both
+from ..measure.rows import LatencyRow
 from ..values import PruningPlan
-from .report import DenseSlim, LatencyRow, Report
+from .report import Report
 from .text import agreement
 
 KEPT, CUT = "■", "·"
@@ -75,7 +77,7 @@ def unit_maps(report: Report) -> tuple[UnitMap, ...]:
 def size_rows(report: Report) -> list[SizeRow]:
     """Return the sizes of both models, from parameters to the cache."""
     batch, sequence = report.flops.shape
-    sizes: list[tuple[str, DenseSlim | None, str]] = [
+    sizes: list[tuple[str, Both[Any] | None, str]] = [
         ("parameters", report.parameters, ""),
         ("checkpoint weights", report.bytes, "B"),
         (f"FLOPs at {batch} x {sequence}", report.flops, ""),
@@ -209,7 +211,7 @@ def ratio_text(row: LatencyRow) -> str:
     return "noisy" if row.noisy else f"{row.ratio:.3f} [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
 
 
-def pair_text(values: DenseSlim | None, *, scale: float = 1.0) -> str:
+def pair_text(values: Both[Any] | None, *, scale: float = 1.0) -> str:
     """Return "dense → slim" of two numbers, multiplied by `scale`; empty without numbers."""
     numbers = [values.dense * scale, values.slim * scale] if values else []
     return " → ".join(f"{number:.0f}" if number >= 100 else f"{number:.3g}" for number in numbers)

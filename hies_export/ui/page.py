@@ -147,13 +147,13 @@ def _predicted(exploration: Exploration, measured: Measured, lost: float) -> _Pr
         ("same predictions", measured.stability, True, ".1%"),
     )
     rows, curves = [], {}
-    for name, values, higher_is_better, form in kinds:
+    for name, values, more_is_better, form in kinds:
         if not values:
             continue
-        found = predict(measured.lost, values, lost, higher_is_better=higher_is_better)
+        found = predict(measured.lost, values, lost, higher_is_better=more_is_better)
         error = "" if found.error is None else f"± {found.error:{form}}"
         rows.append([name, f"{found.bound} {found.value:{form}}".strip(), error])
-        curves[name] = _curve(name, measured.lost, values, lost, higher_is_better)
+        curves[name] = _curve(name, measured.lost, values, lost, more_is_better)
     header = ("", "predicted", "mean error" if any(row[2] for row in rows) else "")
     return _Prediction(len(measured.lost), measured.how, Table(header, rows), curves)
 
