@@ -43,16 +43,8 @@ class UnitMap:
         return [line.count(KEPT) for line in self.marks.values()]
 
 
-@dataclass(frozen=True)
-class SizeRow:
-    """A size of both models.
-
-    Attributes:
-        name: What is counted.
-        dense, slim: The two sizes with their unit, as text.
-        change: Of the slim model, in percent, as text.
-        ratio: The slim model's size as a share of the dense one's.
-    """
+class SizeRow(NamedTuple):
+    """A size of both models with its unit, the change in percent, and the slim model's share of the dense one's."""
 
     name: str
     dense: str
@@ -96,7 +88,7 @@ def comparison_table(report: Report) -> Table:
     before = report.details.get("uncompensated")
     rows = [
         ("attention heads", f"{heads.total}", f"{heads.kept}", _change(heads.total, heads.kept)),
-        *((size.name, size.dense, size.slim, size.change) for size in size_rows(report)),
+        *(size[:4] for size in size_rows(report)),
         _quality_row(quality.metric, quality),
         (agreement(report), "", f"{report.stability:.1%}", ""),
         *(_quality_row(name, values) for name, values in report.details.get("benchmarks", {}).items()),
