@@ -482,10 +482,11 @@ def record(out: Path, *, package: Path, only: Sequence[str], folder: Path) -> in
             failed = True
             found[name] = {"error": process.stderr[-2000:]}
             print(f"{name} failed:\n{process.stderr[-2000:]}", file=sys.stderr)
-            continue
-        found[name] = {"inputs": digest_inputs(folder / model), **what_came_out(folder / "runs" / name)}
-        print(f"{name}: {time.perf_counter() - before:.1f} s", file=sys.stderr, flush=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+        else:
+            found[name] = {"inputs": digest_inputs(folder / model), **what_came_out(folder / "runs" / name)}
+            print(f"{name}: {time.perf_counter() - before:.1f} s", file=sys.stderr, flush=True)
+        # After every recipe, so that an interruption loses nothing that is done.
+        out.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{len(found)} recipes in {time.perf_counter() - started:.0f} s, written to {out}", file=sys.stderr)
     return int(failed)
 
@@ -623,13 +624,13 @@ def heads_removed(recorded: Mapping[str, Any]) -> str:
 
 
 def say(a: Any, b: Any) -> str:
-    """Say "yes" where two values are equal, else how many of their parts differ, by how much, and where."""
+    """Say "yes" where two values are equal, else how many differences there are, the largest, and where it is."""
     found = list(differences(a, b, ""))
     if not found:
         return "yes"
     largest, where = max(found, key=lambda item: item[0])
     by = "" if math.isinf(largest) else f", by up to {largest:.3g}"
-    return f"**no**: {len(found)} differ{by}" + (f", at {where}" if where else "")
+    return f"**no**: differences: {len(found)}{by}" + (f", at {where}" if where else "")
 
 
 def differences(a: Any, b: Any, where: str) -> Iterator[tuple[float, str]]:

@@ -1,8 +1,9 @@
-"""Tiny models every test file may use, and an environment without network."""
+"""Fixtures that several folders use, and an environment without network."""
 
 from __future__ import annotations
 
 import os
+import shutil
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -18,9 +19,8 @@ import torch
 from huggingface_hub import constants
 from support.hub import TOKEN, Hub
 from support.models import MODELS, SHARED
-from transformers import (
-    PreTrainedModel,
-)
+from support.runs import without_tracing
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 
@@ -47,6 +47,23 @@ def shared() -> Path:
     if not (SHARED / "models").is_dir():
         pytest.skip("no ../shared: real models and data are not here")
     return SHARED
+
+
+@pytest.fixture
+def untraced() -> Iterator[None]:
+    """Let runs write an ONNX file that is no graph, in a fraction of the time."""
+    with without_tracing():
+        yield
+
+
+@pytest.fixture
+def chromium() -> str:
+    """A headless Chromium: $CHROME_PATH, or one on the path."""
+    names = (os.environ.get("CHROME_PATH", ""), "chromium", "chromium-browser", "google-chrome", "chrome")
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no Chromium here: set CHROME_PATH, or install one")
+    return found
 
 
 @pytest.fixture

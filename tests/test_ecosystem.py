@@ -15,7 +15,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from support.contract import random_plan
+from support.cuts import random_cut
 from support.models import WORDS, bert, causal_lm, generative_tokenizer, save_text_model, shake, text_batch, vit
 from transformers import (
     AutoModelForCausalLM,
@@ -41,9 +41,7 @@ def save_cut(
     dense: PreTrainedModel, batch: dict[str, torch.Tensor], folder: Path, *, uniform: bool, processor: Any = None
 ) -> Path:
     """Remove four heads of ten and save."""
-    sites = hies_export.find_attention(dense, batch)
-    plan = random_plan(sites, uniform=uniform)
-    slim = hies_export.prune_heads(dense, plan, sites)
+    slim, plan, _ = random_cut(dense, batch, uniform=uniform)
     hies_export.save_slim(slim, folder, plan=plan, batch=batch, processor=processor)
     return folder
 

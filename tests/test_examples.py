@@ -1,14 +1,13 @@
-"""The example scripts, as a newcomer starts them: a fresh process, no arguments, no network."""
+"""The example scripts, as a newcomer starts them: no arguments, no network, in a folder of their own."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from support.runs import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 # What each of them must have said: numbers that its words claim.
@@ -24,16 +23,17 @@ SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.py") if "__main__"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_an_example_does_what_it_says(path: Path, tmp_path: Path) -> None:
+def test_an_example_does_what_it_says(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, temporary = tmp_path / "here", tmp_path / "temporary"
     here.mkdir()
     temporary.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(path)], cwd=here, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert re.search(SAID[path.stem], done.stdout), done.stdout
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    run_script(path)
+    out = capsys.readouterr().out
+    assert re.search(SAID[path.stem], out), out
     # Nothing of ours is left behind; ONNX Runtime and torch leave files of their own.
     assert [*here.iterdir(), *temporary.glob("tmp*")] == []
 

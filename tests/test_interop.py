@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.contract import random_plan
+from support.cuts import random_cut
 from support.hub import TOKEN, Hub
 from support.models import bert, causal_lm, generative_tokenizer, image_batch, save_text_model, text_batch, vit
 from support.reports import make_report
@@ -28,9 +28,7 @@ import hies_export
 from hies_export.checkpoint.save import save_slim
 from hies_export.hub.push import push_to_hub
 from hies_export.onnx import export
-from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output
-from hies_export.slim.cut import prune_units
 
 ROOT = Path(__file__).parents[1]
 PYTHON = Path(os.environ.get("HIES_INTEROP_PYTHON", ROOT / ".interop" / "bin" / "python"))
@@ -107,9 +105,7 @@ def test_exports_of_uneven_heads_are_served(
 ) -> None:
     make, class_name, task = CASES[name]
     dense, processor, batch, asked = make(tmp_path)
-    sites = find_attention(dense, batch)
-    plan = random_plan(sites, uniform=False)
-    slim = prune_units(dense, plan, sites)
+    slim, plan, _ = random_cut(dense, batch)
     heads = [len(kept.key_value) for kept in plan.kept.values()]
     assert len(set(heads)) > 1
     if place == "Hub":

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.runs import run_script
 
 PAPER = Path(__file__).parents[1] / "recipes" / "paper"
 PUBLISHED = json.loads((PAPER / "published.json").read_text())
@@ -51,10 +50,10 @@ def test_every_published_task_has_a_recipe_and_averages_are_the_papers() -> None
         ("llava", "vizwiz", [r"\| vizwiz \| exact_match \| his \| 48.00 \| \d+\.\d\d \|"]),
     ],
 )
-def test_tables_run_reduced(table: str, tasks: str, rows: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, str(PAPER / "table.py"), table, "--smoke", "--tasks", tasks, "-o", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_tables_run_reduced(
+    table: str, tasks: str, rows: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_script(PAPER / "table.py", table, "--smoke", "--tasks", tasks, "-o", tmp_path)
     page = (tmp_path / f"{table}.md").read_text()
     assert all(re.search(row, page) for row in rows), page
-    assert page in done.stdout
+    assert page in capsys.readouterr().out

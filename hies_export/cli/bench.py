@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,12 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         min_seconds=options.min_seconds,
         track=progress.track,
     )
-    result = {"a": str(options.first), "b": str(second), "latency": rows, "environment": environment()}
+    result = {
+        "a": str(options.first),
+        "b": str(second),
+        "latency": [asdict(row) for row in rows],
+        "environment": environment(),
+    }
     print_bench(Bench.from_values(result), console)
     return result
 

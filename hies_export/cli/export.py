@@ -72,16 +72,14 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 
 def load_processor_if_any(path: str, model: Any) -> Any:
     """Return the checkpoint's tokenizer or processor, or None, with a warning, where it has none."""
-    from ..data.batches import load_processor
+    from ..data.processors import load_processor
     from ..errors import DataError
-    from ..generate.text import load_prompt_processor
     from ..onnx.multimodal import is_vision_language
 
-    task = "image-classification" if model.main_input_name == "pixel_values" else "text-classification"
+    both = is_vision_language(model)
+    one = "image-classification" if model.main_input_name == "pixel_values" else "text-classification"
     try:
-        if is_vision_language(model):
-            return load_prompt_processor(path, images=True)
-        return load_processor(path, task=task)
+        return load_processor(path, task="image-text-to-text" if both else one, for_prompts=both)
     except DataError as error:
         logging.getLogger(__name__).warning("the folder gets no tokenizer or image processor: %s", error)
         return None

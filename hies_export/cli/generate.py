@@ -56,7 +56,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 
 def _answer(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     from ..checkpoint.folders import replace_file
-    from ..generate.questions import VqaAccuracy, answer_questions, read_questions
+    from ..generate.questions import answer_questions, mean_vqa_accuracy, read_questions
     from ..values import dump_json
 
     if options.output is None or len(options.images) != 1:
@@ -74,7 +74,7 @@ def _answer(options: Namespace, console: Console, progress: Progress) -> dict[st
     console.print(f"written to {options.output}: {len(answers)} answers", markup=False)
     result: dict[str, Any] = {"folder": str(options.folder), "answers": len(answers)}
     if all(question.answers for question in questions):
-        references = [list(question.answers) for question in questions]
-        result |= VqaAccuracy().compute(predictions=[answers[q.id] for q in questions], references=references)
+        given = [list(question.answers) for question in questions]
+        result["vqa_accuracy"] = mean_vqa_accuracy([answers[question.id] for question in questions], given)
         console.print(f"VQA accuracy {result['vqa_accuracy']:.4f}")
     return result

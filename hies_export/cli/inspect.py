@@ -45,8 +45,8 @@ def _inspect_heads(options: Namespace, console: Console) -> dict[str, Any]:
     from ..model.tokens import synthetic_batch
     from ..pipeline.bench import model_shapes
     from ..prunable.attention import find_attention
-    from ..report.layers import layer_table
-    from ..report.report import plain_table
+    from ..report.rows import layer_table
+    from ..report.terminal import plain_table
     from ..slim.config import is_slim
     from .terminal import print_json
 
@@ -59,20 +59,22 @@ def _inspect_heads(options: Namespace, console: Console) -> dict[str, Any]:
     }
     console.print(f"{result['class']}, {result['parameters'] / 1e6:.2f} M parameters" + ", slim" * result["slim"])
     try:
-        sites = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
+        found = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
     except UnsupportedModelError as error:
         # The reason is a result, and the exit code is still that of the error.
         if options.json:
             print_json(result | {"can_be_cut": False, "reason": str(error)})
         raise
-    lines = [(s.name, str(s.heads), str(s.key_value_heads), str(s.query_dim)) for s in sites]
+    lines = [(m.name, str(m.units), str(m.groups), str(m.key_width)) for m in found]
     console.print(plain_table(("attention module", "heads", "key/value", "head width"), lines))
-    console.print(f"{sum(s.heads for s in sites)} heads; all of them can be scored and cut")
+    console.print(f"{sum(m.units for m in found)} heads; all of them can be scored and cut")
     size, sequence = model_shapes(model, ())[0]
-    layers = flops_per_layer(model, synthetic_batch(model, batch=size, sequence=sequence), sites)
+    layers = [
+        asdict(layer) for layer in flops_per_layer(model, synthetic_batch(model, batch=size, sequence=sequence), found)
+    ]
     console.print(f"\nfloating-point operations at {size} x {sequence}")
     console.print(plain_table(*layer_table(layers)))
-    modules = [{"name": s.name, "heads": s.heads, "key_value_heads": s.key_value_heads} for s in sites]
+    modules = [{"name": m.name, "heads": m.units, "key_value_heads": m.groups} for m in found]
     return result | {"can_be_cut": True, "attention": modules, "flops_per_layer": layers}
 
 
@@ -95,7 +97,7 @@ def _inspect_theory(options: Namespace, console: Console, progress: Progress) ->
 
 
 def _print_theory(found: Theory, console: Console) -> None:
-    from ..report.report import plain_table
+    from ..report.terminal import plain_table
 
     lines = [
         (name, f"{n.output:.3g}", f"{n.blocks.max():.3g}", f"{n.activation.mean():.3g}", _range(n.deficit.tolist()))

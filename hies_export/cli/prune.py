@@ -28,7 +28,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from ..pipeline.choose import choose
     from ..pipeline.prepare import prepare
     from ..pipeline.run import prune
-    from ..slim.check import check_plan, check_weights, weight_norms
+    from ..slim.check import check_selection, check_weights, weight_norms
     from ..values import PruningPlan
     from .terminal import print_plan
 
@@ -38,18 +38,16 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     progress.stage("load")
     prepared = prepare(recipe)
     if given is not None:
-        check_plan(given, prepared.sites)
+        check_selection(given.kept, prepared.sites)
         check_weights(given, weight_norms(prepared.model, prepared.sites))
         plan, refit = given, None
     else:
         choice = choose(prepared, recipe, progress=progress)
         plan, refit = choice.plan, choice.refit
-    _, _, cut_max_abs, reload_max_abs = prune(
-        prepared, plan, recipe, recipe.output, overwrite=options.overwrite, refit=refit, progress=progress
-    )
+    pruned = prune(prepared, plan, recipe, recipe.output, overwrite=options.overwrite, refit=refit, progress=progress)
     print_plan(plan, console)
     console.print(
-        f"\nwritten to {recipe.output}; cut against masked {cut_max_abs:.2g}, reloaded against saved "
-        f"{reload_max_abs:.2g}",
+        f"\nwritten to {recipe.output}; cut against masked {pruned.cut_max_abs:.2g}, reloaded against saved "
+        f"{pruned.reload_max_abs:.2g}",
         markup=False,
     )

@@ -28,7 +28,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..pipeline.quickstart import prepare_quickstart
     from ..pipeline.run import run as run_recipe
     from ..recipe import PruningRecipe
-    from ..report.report import print_report
+    from ..report.terminal import print_report
 
     with new_folder(options.output, overwrite=options.overwrite) as folder:
         recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=progress))

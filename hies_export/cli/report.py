@@ -36,7 +36,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..report.bench import Bench, print_bench, read_report, render_bench
     from ..report.html import render_html
     from ..report.plots import draw_report
-    from ..report.report import Report, print_report
+    from ..report.report import Report
+    from ..report.terminal import print_report
 
     found = read_report(options.folder)
     if isinstance(found, Bench):

@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Run the recipe, print its report, and return the report's summary."""
     from ..pipeline.run import run as run_recipe
-    from ..report.report import print_report
+    from ..report.terminal import print_report
 
     recipe = read_recipe(options)
     report = run_recipe(recipe, overwrite=options.overwrite, progress=progress)

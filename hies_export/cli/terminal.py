@@ -79,7 +79,8 @@ class _ConsoleHandler(logging.Handler):
 
 def print_plan(plan: PruningPlan, console: Console) -> None:
     """Print which heads of every module the plan keeps."""
-    from ..report.report import head_map, head_map_text
+    from ..report.rows import head_map
+    from ..report.terminal import head_map_text
 
     console.print(head_map_text(head_map(plan)))
 

@@ -50,7 +50,10 @@ def cut_bundles(
         removed: By the name of a module, how many bundles it loses; the others lose none.
         unit: As in `Constraints`.
     """
-    kept = {module.name: keep_first(module, bundle_count(module, unit) - removed.get(module.name, 0), unit) for module in modules}
+    kept = {
+        module.name: keep_first(module, bundle_count(module, unit) - removed.get(module.name, 0), unit)
+        for module in modules
+    }
     return prune_units(share_weights(model), kept, modules, inplace=True)
 
 

@@ -120,8 +120,8 @@ def flops_per_layer(
         modules: The attention modules, of the dense model or of this one: only their names are read.
 
     Returns:
-        One per layer, in the order of `modules`. The last one, its `layer` empty, is what lies outside of the layers with
-        attention: embeddings and heads.
+        One per layer, in the order of `modules`. The last one, its `layer` empty, is what lies outside of the layers
+        with attention: embeddings and heads.
     """
     found = _flops(model, batch)
     parts: dict[str, list[int]] = {}  # layer -> [projections, products]

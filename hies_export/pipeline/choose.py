@@ -194,8 +194,8 @@ class _Chooser:
             progress=lambda batches: self._progress.track(batches, "score"),
         )
 
-    def _candidates(self, statistics: Statistics) -> dict[float | None, Scores]:
-        """Return the scores to choose from, by alpha; a single entry where there is no choice."""
+    def _candidates(self, statistics: Statistics) -> dict[float, Scores]:
+        """Return the scores to choose from, by alpha; a single entry, under any number, where there is no choice."""
         prune, seed = self._recipe.prune, self._recipe.calibration.seed
         if prune.criterion == COMPENSATED:
             effects = collect_effects(
@@ -206,12 +206,14 @@ class _Chooser:
             )
             scored = self._prepared.scored
             return {
-                None: score_compensated(
+                0.0: score_compensated(
                     effects, scored, progress=lambda modules: self._progress.track(modules, "greedy removal")
                 )
             }
-        automatic = prune.alpha == "auto"
-        alphas = ALPHAS if automatic and uses_alpha(prune.criterion) else (0.0 if automatic else prune.alpha,)
+        if prune.alpha != "auto":
+            alphas: tuple[float, ...] = (prune.alpha,)
+        else:
+            alphas = ALPHAS if uses_alpha(prune.criterion) else (0.0,)
         options: dict[str, Any] = {"criterion": prune.criterion, "normalize": prune.normalize, "seed": seed}
         return {alpha: score_units(statistics, alpha=alpha, **options) for alpha in alphas}
 

@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hies_export.calibrate.signals import collect_signals
 from support.models import bert, causal_lm, llama, text_batch, vit
 from torch import Tensor
 
 from hies_export.baselines.channels import masked_channels, select_channels
-from hies_export.baselines.names import CHANNELS, JUDGED_ONLY
+from hies_export.baselines.names import JUDGED_ONLY
 from hies_export.baselines.slicing import collect_bases, fine_tuned, sliced
+from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.weights import sum_by_channel
 from hies_export.errors import DataError, RecipeError, UnsupportedModelError
 from hies_export.evaluate.predict import predict
 from hies_export.legacy import select_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
+from hies_export.select.constraints import Constraints
 from hies_export.values import Scores
 
 
@@ -57,18 +58,16 @@ def rows_and_columns(model: Any, site: Any) -> list[list[tuple[Tensor, Any]]]:
 def test_channels_are_masked_as_if_their_weights_were_zero(make: Any) -> None:
     model, batch = make(), text_batch(4, 12)
     sites = find_attention(model, batch)
-    scores = Scores(
-        CHANNELS, {}, {s.name: torch.rand(s.key_value_heads * s.value_dim, dtype=torch.float64) for s in sites}
-    )
+    scores = {s.name: torch.rand(s.groups * s.unit_width, dtype=torch.float64) for s in sites}
     dense = logits_of(model, batch)
     for share in (0.25, 0.5):
-        plan = select_channels(scores, sites, heads=share, min_heads=1)
+        stay = select_channels(scores, sites, heads=share, constraints=Constraints())
         zeroed = copy.deepcopy(model)
         gone = 0
         for site in sites:
-            kept = plan.kept[site.name].query
-            values = scores.scores[site.name]
-            assert min(values[list(kept)]) >= 0
+            kept = stay[site.name].nonzero().flatten().tolist()
+            values = scores[site.name]
+            assert min(values[kept]) >= 0
             for channel, parts in enumerate(rows_and_columns(zeroed, site)):
                 if channel in kept:
                     continue
@@ -84,7 +83,7 @@ def test_channels_are_masked_as_if_their_weights_were_zero(make: Any) -> None:
             hidden = model.get_submodule(site.output).weight.shape[0]
             of_heads += lost * site.value_dim * hidden * (2 + 2 * site.group_size)
         assert gone == of_heads > 0
-        with masked_channels(model, sites, plan):
+        with masked_channels(model, sites, stay):
             found = logits_of(model, batch)
         torch.testing.assert_close(found, logits_of(zeroed, batch), rtol=1e-4, atol=1e-5)
         assert (found - dense).abs().max() > 1e-3
@@ -95,7 +94,7 @@ def test_channels_are_masked_as_if_their_weights_were_zero(make: Any) -> None:
 def test_the_channels_of_least_taylor_importance_go(make: Any) -> None:
     model, batch = make(), text_batch(4, 12)
     sites = find_attention(model, batch)
-    found = collect_signals(model, [batch], sites)["channel_taylor"]
+    found = collect_statistics(model, [batch], sites, needs=["channel_taylor"])["channel_taylor"]
     (model(**batch).loss * 4).backward()
     everything: list[tuple[float, str, int]] = []
     for site in sites:
@@ -112,27 +111,27 @@ def test_the_channels_of_least_taylor_importance_go(make: Any) -> None:
         if wanted and len(kept[name]) > sites[0].value_dim:
             kept[name].remove(channel)
             wanted -= 1
-    plan = select_channels(Scores(CHANNELS, {}, found), sites, heads=0.5)
-    assert {name: set(part.query) for name, part in plan.kept.items()} == kept
+    stay = select_channels(found, sites, heads=0.5, constraints=Constraints())
+    assert {name: set(mask.nonzero().flatten().tolist()) for name, mask in stay.items()} == kept
 
 
 def test_uniform_channels_and_constraints() -> None:
     model, batch = bert(), text_batch(2, 8)
     sites = find_attention(model, batch)
-    scores = Scores(CHANNELS, {}, {s.name: torch.rand(48, dtype=torch.float64) for s in sites})
-    plan = select_channels(scores, sites, heads=0.5, allocation="uniform", keep_layers=(0,))
-    assert [len(kept.query) for kept in plan.kept.values()] == [48, 24, 24]
+    scores = {s.name: torch.rand(48, dtype=torch.float64) for s in sites}
+    uniform = Constraints(allocation="uniform", keep_layers=(0,))
+    stay = select_channels(scores, sites, heads=0.5, constraints=uniform)
+    assert [int(mask.sum()) for mask in stay.values()] == [48, 24, 24]
     narrow = {s.name: torch.zeros(48, dtype=torch.float64) + i for i, s in enumerate(sites)}
-    plan = select_channels(Scores(CHANNELS, {}, narrow), sites, heads=0.5, min_heads=2)
-    assert [len(kept.query) for kept in plan.kept.values()] == [16, 16, 40]
+    stay = select_channels(narrow, sites, heads=0.5, constraints=Constraints(min_heads=2))
+    assert [int(mask.sum()) for mask in stay.values()] == [16, 16, 40]
 
 
 def test_heads_of_other_widths_have_no_channels() -> None:
     sites = find_attention(bert(), text_batch(2, 8))
-    odd = (sites[0], replace(sites[1], value_dim=4), sites[2])
-    scores = Scores(CHANNELS, {}, {})
+    odd = (sites[0], replace(sites[1], unit_width=4), sites[2])
     with pytest.raises(UnsupportedModelError, match="equally wide in q, k, v and o of all layers, but .* 8 and 4"):
-        select_channels(scores, odd, heads=0.5)
+        select_channels({}, odd, heads=0.5, constraints=Constraints())
 
 
 @pytest.mark.parametrize("make", [bert, llama, causal_lm])
@@ -148,7 +147,7 @@ def test_slices_are_the_singular_vectors_of_what_attention_reads_and_writes(make
     seen: dict[str, list[Tensor]] = {}
     handles = []
     for site in sites:
-        for name, what in ((site.projections[0].name, 0), (site.output, 1)):
+        for name, what in ((site.producers[0], 0), (site.output, 1)):
 
             def keep(module: Any, x: Any, y: Any, key: str = f"{site.name} {what}", what: int = what) -> None:
                 seen.setdefault(key, []).append((x[0], y)[what])
@@ -174,8 +173,8 @@ def test_slices_are_the_singular_vectors_of_what_attention_reads_and_writes(make
             # The same by changing the weights: W P for what is read, P W for what is written.
             with torch.no_grad():
                 if what == 0:
-                    for projection in site.projections:
-                        layer = reference.get_submodule(projection.name)
+                    for name in site.producers:
+                        layer = reference.get_submodule(name)
                         layer.weight.copy_(layer.weight.double() @ projector)
                 else:
                     layer = reference.get_submodule(site.output)
@@ -224,7 +223,7 @@ def test_a_short_fine_tune_comes_nearer_and_is_undone(make: Any) -> None:
         untuned = distance()
         with fine_tuned(model, sites, batches, targets, epochs=10, rate=1e-3):
             assert distance() < 0.9 * untuned
-            names = {n for s in sites for n in (*(p.name for p in s.projections), s.output)}
+            names = {n for s in sites for n in (*s.producers, s.consumer)}
             changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
             assert {name.rpartition(".")[0] for name in changed} == names
     for name, parameter in model.named_parameters():

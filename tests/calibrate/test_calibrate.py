@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from support.contract import naive_statistics
 from support.models import bert, image_batch, llama, text_batch, vit
+from support.references import naive_statistics
 from torch import Tensor
 
 from hies_export.calibrate.collect import collect_statistics

@@ -1,20 +1,21 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hies_export.calibrate.signals import RIDGE, collect_signals
 from support.generative import padded, unpadded, with_images
 from support.models import bert, causal_lm, llama, llava, text_batch
 from torch import Tensor
 
 from hies_export.calibrate.collect import collect_statistics
+from hies_export.calibrate.inputs import RIDGE
 from hies_export.errors import DataError, RecipeError
 from hies_export.prunable.attention import find_attention
-from hies_export.score.criteria import SIGNAL_CRITERIA, score_units
+from hies_export.score.criteria import CRITERIA, score_units
 from hies_export.score.normalize import min_max
+
+EXTRA = ("activation_l2", "output_norm", "obs", "taylor")
 
 
 def read_by_output(model: Any, site: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
@@ -39,7 +40,7 @@ def test_signals_equal_loops_over_tokens_and_weights(make: Any) -> None:
     batches = [text_batch(4, 10), text_batch(3, 12)]
     before = {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()}
     sites = find_attention(model, batches[0])
-    found = collect_signals(model, batches, sites)
+    found = collect_statistics(model, batches, sites, needs=EXTRA)
     assert {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()} == before
     for batch in batches:
         (model(**batch).loss * len(batch["labels"])).backward()
@@ -84,7 +85,7 @@ def test_signals_of_decoders_and_of_both_towers(make: Any, side: str) -> None:
     if make is llava:
         batches = [with_images(batch) for batch in batches]
     sites = find_attention(model, batches[0])
-    found = collect_signals(model, batches, sites)
+    found = collect_statistics(model, batches, sites, needs=EXTRA)
     read: dict[str, list[Tensor]] = {site.name: [] for site in sites}
     for site in sites:
         model.get_submodule(site.output).register_forward_hook(
@@ -122,22 +123,23 @@ def test_every_baseline_scores_by_its_signal() -> None:
     model, batches = bert(num_hidden_layers=8), [text_batch(4, 10)]
     sites = find_attention(model, batches[0])
     statistics = collect_statistics(model, batches, sites)
-    for name in SIGNAL_CRITERIA:
-        with pytest.raises(RecipeError, match="needs statistics with signals"):
+    for name in ("activation-l2", "output-norm", "obs", "llm-pruner-block", "ae + activation-l2"):
+        missing = next(need for need in CRITERIA[name].needs if need in EXTRA)
+        with pytest.raises(RecipeError, match=f"needs statistics with {missing}; collect them with collect_statistics"):
             score_units(statistics, criterion=name)
-    statistics = replace(statistics, signals=collect_signals(model, batches, sites))
+    statistics = collect_statistics(model, batches, sites, needs=EXTRA)
 
     def scores(name: str, **options: float) -> Tensor:
         return torch.stack(list(score_units(statistics, criterion=name, **options).scores.values()))  # type: ignore[arg-type]
 
-    norm = torch.stack(list(statistics.signals["activation_l2"].values()))
+    norm = torch.stack(list(statistics["activation_l2"].values()))
     spread = (norm - norm.min()) / (norm.max() - norm.min())
     assert torch.allclose(scores("activation-l2"), spread)
     entropy = torch.stack(list(min_max(statistics.entropy, normalize="model", what="").values()))
     assert torch.allclose(scores("ae + activation-l2", alpha=0.3), 0.3 * spread + 0.7 * (1 - entropy))
     block = scores("llm-pruner-block")
     assert block[[0, 1, 2, 7]].min() >= 1 > block[3:7].min()
-    assert torch.equal(scores("obs").flatten().argsort(), torch.cat(list(statistics.signals["obs"].values())).argsort())
+    assert torch.equal(scores("obs").flatten().argsort(), torch.cat(list(statistics["obs"].values())).argsort())
 
 
 def test_bad_input_is_refused() -> None:
@@ -146,6 +148,6 @@ def test_bad_input_is_refused() -> None:
     batch["input_ids"] %= 32
     sites = find_attention(model, batch)
     with pytest.raises(DataError, match="needs labels"):
-        collect_signals(model, [batch], sites)
+        collect_statistics(model, [batch], sites, needs=["taylor"])
     with pytest.raises(DataError, match="at least one sample"):
-        collect_signals(model, [], sites)
+        collect_statistics(model, [], sites, needs=["obs"])

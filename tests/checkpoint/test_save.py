@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.contract import random_plan
+from support.cuts import random_cut
 from support.models import bert, image_batch, text_batch, vit
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.checkpoint.classes import load_config
@@ -19,60 +18,49 @@ from hies_export.checkpoint.folders import new_folder
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.errors import OutputExistsError, ReloadMismatchError, RequestError
-from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output
-from hies_export.slim.cut import prune_units
 from hies_export.values import PruningPlan
-
-
-def slim_of(dense: PreTrainedModel, batch: dict[str, Tensor], *, uniform: bool) -> tuple[PreTrainedModel, PruningPlan]:
-    sites = find_attention(dense, batch)
-    plan = random_plan(sites, uniform=uniform)
-    return prune_units(dense, plan, sites), plan
-
 
 # Run where this package cannot be imported, as on a machine that has only torch and transformers.
 ELSEWHERE = """
-import sys
+import json, sys
 sys.modules["hies_export"] = None
 import torch, transformers
-folder, auto_class, remote = sys.argv[1], sys.argv[2], sys.argv[3] == "remote"
-options = {"trust_remote_code": True} if remote else {}
-model = getattr(transformers, auto_class).from_pretrained(folder, **options).eval()
-batch = torch.load(folder + "/../batch.pt")
-torch.save(model(**batch)[0].detach(), folder + "/../output.pt")
-print(type(model).__module__)
+for name, auto_class, remote in json.loads(sys.argv[1]):
+    options = {"trust_remote_code": True} if remote else {}
+    model = getattr(transformers, auto_class).from_pretrained(name + "/slim", **options).eval()
+    torch.save(model(**torch.load(name + "/batch.pt"))[0].detach(), name + "/output.pt")
+    print(type(model).__module__)
 """
+FOLDERS = {
+    "uneven bert": (bert, "AutoModelForSequenceClassification", False, True),
+    "uneven bert without its head": (bert, "AutoModel", False, True),
+    "uniform bert": (bert, "AutoModelForSequenceClassification", True, True),
+    "uneven vit": (vit, "AutoModelForImageClassification", False, True),
+    "uneven vit without its head": (vit, "AutoModel", False, True),
+    "uniform vit": (vit, "AutoModelForImageClassification", True, False),
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "auto_class", "uniform", "remote"),
-    [
-        (bert, "AutoModelForSequenceClassification", False, True),
-        (bert, "AutoModel", False, True),
-        (bert, "AutoModelForSequenceClassification", True, True),
-        (vit, "AutoModelForImageClassification", False, True),
-        (vit, "AutoModel", False, True),
-        (vit, "AutoModelForImageClassification", True, False),
-    ],
-)
-def test_a_fresh_process_without_this_package(
-    make, auto_class: str, uniform: bool, remote: bool, tmp_path: Path
-) -> None:
-    dense = make()
-    batch = text_batch(labels=False) if dense.main_input_name == "input_ids" else image_batch(labels=False)
-    slim, plan = slim_of(dense, batch, uniform=uniform)
-    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
-    torch.save(batch, tmp_path / "batch.pt")
-    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "slim"), auto_class, "remote" if remote else "stock"]
-    module = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.split()[-1]
-    assert module.startswith("transformers_modules." if remote else "transformers.models.")
-    expected = first_output(slim if auto_class != "AutoModel" else slim.base_model, batch)
-    torch.testing.assert_close(torch.load(tmp_path / "output.pt"), expected, atol=1e-5, rtol=1e-5)
+def test_a_fresh_process_without_this_package(tmp_path: Path) -> None:
+    expected = {}
+    for name, (make, auto_class, uniform, _) in FOLDERS.items():
+        dense = make()
+        batch = text_batch(labels=False) if make is bert else image_batch(labels=False)
+        slim, plan, _ = random_cut(dense, batch, uniform=uniform)
+        save_slim(slim, tmp_path / name / "slim", plan=plan, batch=batch)
+        torch.save(batch, tmp_path / name / "batch.pt")
+        expected[name] = first_output(slim if auto_class != "AutoModel" else slim.base_model, batch)
+    asked = json.dumps([(name, auto_class, remote) for name, (_, auto_class, _, remote) in FOLDERS.items()])
+    command = [sys.executable, "-c", ELSEWHERE, asked]
+    modules = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.splitlines()
+    for (name, (*_, remote)), module in zip(FOLDERS.items(), modules, strict=True):
+        assert module.startswith("transformers_modules." if remote else "transformers.models."), name
+        torch.testing.assert_close(torch.load(tmp_path / name / "output.pt"), expected[name], atol=1e-5, rtol=1e-5)
 
 
 def test_without_trust_the_load_fails_loudly(tmp_path: Path) -> None:
-    slim, plan = slim_of(bert(), text_batch(), uniform=False)
+    slim, plan, _ = random_cut(bert(), text_batch())
     save_slim(slim, tmp_path / "slim", plan=plan, batch=text_batch())
     from transformers import BertForSequenceClassification
 
@@ -81,7 +69,7 @@ def test_without_trust_the_load_fails_loudly(tmp_path: Path) -> None:
 
 
 def test_load_does_not_execute_the_folders_code(tmp_path: Path) -> None:
-    slim, plan = slim_of(bert(), text_batch(), uniform=False)
+    slim, plan, _ = random_cut(bert(), text_batch())
     save_slim(slim, tmp_path / "slim", plan=plan, batch=text_batch())
     (tmp_path / "slim" / "modeling_hies.py").write_text("raise RuntimeError('executed')")
     load(tmp_path / "slim")
@@ -103,7 +91,7 @@ def test_the_shipped_code_imports_only_torch_and_transformers() -> None:
 def test_two_saves_keep_every_weight(tmp_path: Path) -> None:
     """transformers 5 renames keys by class on loading, and skips classes from outside: a silent trap."""
     batch = image_batch()
-    slim, plan = slim_of(vit(), batch, uniform=False)
+    slim, plan, _ = random_cut(vit(), batch)
     save_slim(slim, tmp_path / "one", plan=plan, batch=batch)
     load(tmp_path / "one").save_pretrained(tmp_path / "two")
     load(tmp_path / "two").save_pretrained(tmp_path / "three")
@@ -114,7 +102,7 @@ def test_two_saves_keep_every_weight(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["missing", "changed"])
 def test_what_does_not_come_back_is_not_kept(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = image_batch()
-    slim, plan = slim_of(vit(), batch, uniform=False)
+    slim, plan, _ = random_cut(vit(), batch)
     whole = type(slim).save_pretrained
 
     def save_damaged(self: PreTrainedModel, folder: Path) -> None:
@@ -133,16 +121,16 @@ def test_what_does_not_come_back_is_not_kept(damage: str, tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt("No time left")])
 def test_nothing_half_written_is_left(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = text_batch()
-    slim, plan = slim_of(bert(), batch, uniform=False)
+    slim, plan, _ = random_cut(bert(), batch)
 
     def fail(self: PruningPlan) -> str:
         raise error
 
     monkeypatch.setattr(PruningPlan, "to_json", fail)  # after the weights were written
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error), match="No (space|time) left"):
         save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
     assert list(tmp_path.iterdir()) == []
 
@@ -188,7 +176,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_dtype_is_the_checkpoints_own_unless_asked(tmp_path: Path) -> None:
-    slim, plan = slim_of(bert(), text_batch(), uniform=False)
+    slim, plan, _ = random_cut(bert(), text_batch())
     save_slim(slim.half(), tmp_path / "slim", plan=plan, batch=text_batch())
     assert load(tmp_path / "slim").dtype == torch.float16
     assert load(tmp_path / "slim", dtype=torch.float32).dtype == torch.float32

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.families import gpt2
 from support.models import bert, image_batch, shake, text_batch, vit
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     PreTrainedModel,
     RobertaConfig,
     RobertaForSequenceClassification,
@@ -111,9 +110,7 @@ def test_as_many_heads_in_every_layer_need_no_code_where_the_config_can_say_it(t
 
 def test_fused_projections_too(tmp_path: Path) -> None:
     """GPT-2: one layer of queries, keys and values, weights transposed. Cut by this package, whose cut is tested."""
-    model = shake(
-        GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=48, n_layer=3, n_head=6, n_positions=32, n_inner=32))
-    )
+    model = gpt2()
     batch = {"input_ids": torch.randint(3, 100, (2, 9))}
     sites = find_attention(model, batch)
     kept = {s.name: tuple(h for h in range(6) if h not in PRUNED.get(i, ())) for i, s in enumerate(sites)}

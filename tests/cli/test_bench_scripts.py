@@ -13,17 +13,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.runs import run_script
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 def gpu_bench(out: Path, *options: str) -> dict[str, Any]:
-    command = [str(BENCH / "gpu.sh"), "--dry", "--repeats", "2", "--out", str(out), *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, env={**os.environ, "PYTHON": sys.executable}
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert f"written to {out}" in done.stdout
+    run_script(BENCH / "gpu.py", "--dry", "--repeats", 2, "--out", out, *options)
     assert out.with_suffix(".html").read_text().startswith("<!doctype html>")
     return json.loads(out.read_text())
 
@@ -75,7 +71,13 @@ def test_what_takes_too_long_or_breaks_is_named_and_the_rest_goes_on(
 
 @pytest.mark.slow
 def test_what_has_no_time_is_named(tmp_path: Path) -> None:
-    found = gpu_bench(tmp_path / "gpu.json", "--minutes", "0")
+    out = tmp_path / "gpu.json"
+    command = [str(BENCH / "gpu.sh"), "--dry", "--minutes", "0", "--out", str(out)]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"written to {out}" in done.stdout
+    found = json.loads(out.read_text())
     assert not any(table["rows"] for table in found["tables"])
     assert "tiny ViT, torch, float32: the 0 minutes were over before it began" in found["missing"]
     assert len(found["missing"]) == 9

@@ -33,6 +33,7 @@ def both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return run
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_run_writes_the_same_plan_either_way(both, tmp_path: Path) -> None:
     recipe = save_project(
         tmp_path,

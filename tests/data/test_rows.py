@@ -118,7 +118,7 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
 def test_nothing_is_printed(tmp_path, capfd):
     load(write_jsonl(tmp_path / "a.jsonl", RECORDS))
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n1,2,3\n")
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="bad.csv"):
         load(tmp_path / "bad.csv")
     assert capfd.readouterr() == ("", "")
 

@@ -66,7 +66,7 @@ def test_predict_restores_the_mode_of_every_module():
 
 def test_predict_restores_the_mode_after_a_failure():
     model = tiny_bert().train()
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="index out of range"):
         predict(model, [{"input_ids": torch.full((1, 2), 99)}])
     assert model.training
 

@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard, constants
 from support.hub import TOKEN, Hub, check_metadata
 from support.models import save_project
 from support.reports import make_report
+from support.runs import without_tracing
 
 import hies_export
 from hies_export.cli.main import main
@@ -81,7 +82,8 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(tmp_path: Path) -
     )
     card = "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\nbase_model: some/bert\n---\n# Dense\n"
     (tmp_path / "project" / "model" / "README.md").write_text(card)
-    assert main(["run", str(tmp_path / "project" / "recipe.yaml")]) == 0
+    with without_tracing():
+        assert main(["run", str(tmp_path / "project" / "recipe.yaml")]) == 0
     run = tmp_path / "project" / "out"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     printed = []

@@ -263,10 +263,10 @@ def test_garbage_collection_is_off_while_timing_and_back_on_after_a_failure(cloc
 
     def fail(done, total):
         seen.append(gc.isenabled())
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("in between")
 
     runners = trio(clock, [1.0], [1.0], [1.0])
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="in between"):
         compare_latency(runners[0], runners[1], batch={}, progress=fail)
     assert seen == [False]
     assert gc.isenabled()

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedMo
 from transformers.masking_utils import AttentionMaskInterface
 
 from hies_export.errors import UnsupportedModelError
-from hies_export.model import attention
+from hies_export.model import attention, kernels
 from hies_export.model.attention import AttentionCall, use_attention
 from hies_export.model.kernels import VisibleKeys, attend, attend_with_entropy
 
@@ -118,15 +118,15 @@ def test_output_and_entropy_equal_the_attention_map(name: str) -> None:
 def test_slices_of_rows_are_stitched_together(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     call = CALLS[name]()
     bias, _, _ = VisibleKeys()(call)
-    key, value = attention._repeat_groups(call)
+    key, value = kernels._repeat_groups(call)
     gradients, outputs, entropies = [], [], []
     for elements in (2**22, call.query.shape[0] * call.query.shape[1] * LENGTH * 2):
-        monkeypatch.setattr(attention, "_MAP_ELEMENTS", elements)
+        monkeypatch.setattr(kernels, "_MAP_ELEMENTS", elements)
         query = call.query.clone().requires_grad_()
         sliced = dataclasses.replace(call, query=query)
-        outputs.append(attention._explicit_output(sliced, key, value, bias))
+        outputs.append(kernels._explicit_output(sliced, key, value, bias))
         gradients.append(torch.autograd.grad(outputs[-1].square().sum(), query)[0])
-        entropies.append(attention._explicit_entropy(call, key, bias))
+        entropies.append(kernels._explicit_entropy(call, key, bias))
     for whole, parts in (outputs, gradients, entropies):
         torch.testing.assert_close(whole, parts)
 

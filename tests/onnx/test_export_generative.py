@@ -12,12 +12,10 @@ import onnxruntime
 import pytest
 import torch
 import transformers
-from support.contract import random_plan
-from support.exported import TEXT, VISION, llama, llava, padded_prompts
-from support.models import shake
-from transformers import (
-    PreTrainedModel,
-)
+from support.cuts import random_cut
+from support.exported import TEXT, VISION, endless_llama, endless_llava, padded_prompts
+from support.families import architecture, decoder
+from transformers import PreTrainedModel
 
 from hies_export.errors import DataError, ParityError, UnsupportedModelError
 from hies_export.onnx import export as export_module
@@ -26,8 +24,6 @@ from hies_export.onnx.generator import OnnxGenerator
 from hies_export.onnx.multimodal import image_text_batch
 from hies_export.onnx.parity import _real_tokens, compare_outputs
 from hies_export.onnx.repair import flatten_gemm_inputs, share_tied_weights
-from hies_export.prunable.attention import find_attention
-from hies_export.slim.cut import prune_units
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
@@ -37,9 +33,7 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, OnnxExport]:
     torch.manual_seed(0)
-    dense = llama()
-    sites = find_attention(dense, {"input_ids": torch.randint(3, 99, (2, 8))})
-    slim = prune_units(dense, random_plan(sites, uniform=False), sites)
+    slim, _, _ = random_cut(endless_llama(), {"input_ids": torch.randint(3, 99, (2, 8))})
     folder = tmp_path_factory.mktemp("uneven") / "onnx"
     # An unpadded prompt of one row: the graph must read the mask and have open axes all the same.
     return slim, export_onnx(slim, folder, batch={"input_ids": torch.randint(3, 99, (1, 7))})
@@ -118,39 +112,16 @@ def test_names_axes_sizes_and_files_are_optimums(uneven: tuple[PreTrainedModel, 
     assert exported.max_abs < 1e-4
 
 
-def config(name: str, **options: object) -> PreTrainedModel:
-    shape = TEXT | {"num_hidden_layers": 2} | options
-    return shake(
-        getattr(transformers, f"{name}ForCausalLM")(
-            getattr(transformers, name + ("TextConfig" if name == "Gemma3" else "Config"))(**shape)
-        )
-    )
-
-
-def gpt2() -> PreTrainedModel:
-    shape = {"vocab_size": 100, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 30, "eos_token_id": None}
-    return shake(transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, pad_token_id=0)))
-
-
-def opt() -> PreTrainedModel:
-    shape = {"hidden_size": 48, "word_embed_proj_dim": 48, "ffn_dim": 32, "num_attention_heads": 6}
-    return shake(
-        transformers.OPTForCausalLM(
-            transformers.OPTConfig(
-                vocab_size=100, num_hidden_layers=2, max_position_embeddings=64, eos_token_id=None, **shape
-            )
-        )
-    )
-
-
+SHORT = TEXT | {"num_hidden_layers": 2}
+ALONE = {"num_hidden_layers": 2, "eos_token_id": None}  # every head has keys of its own
 DECODERS = {
-    "sliding window": lambda: config("Mistral", sliding_window=5),
-    "head width of its own": lambda: config("Qwen3", head_dim=16),
-    "biases": lambda: config("Qwen2"),
-    "soft cap and window": lambda: config("Gemma2", head_dim=8, sliding_window=4, attn_logit_softcapping=0.5),
-    "fused projections": lambda: config("Phi3"),
-    "Conv1D, tied embeddings, few positions": gpt2,
-    "learned positions with an offset": opt,
+    "sliding window": decoder("Mistral", **SHORT, sliding_window=5),
+    "head width of its own": decoder("Qwen3", **SHORT, head_dim=16),
+    "biases": decoder("Qwen2", **SHORT),
+    "soft cap and window": decoder("Gemma2", **SHORT, head_dim=8, sliding_window=4, attn_logit_softcapping=0.5),
+    "fused projections": decoder("Phi3", **SHORT),
+    "Conv1D, tied embeddings, few positions": architecture("GPT2", "LMHeadModel", **ALONE, max_position_embeddings=30),
+    "learned positions with an offset": architecture("OPT", "ForCausalLM", **ALONE, word_embed_proj_dim=48, ffn_dim=32),
 }
 
 
@@ -172,7 +143,7 @@ def test_decoders_generate_as_in_torch(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fused_for_cuda_in_half_precision_with_weights_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "PROTOBUF_LIMIT_BYTES", 1000)
-    model = llama(tie_word_embeddings=True)
+    model = endless_llama(tie_word_embeddings=True)
     exported = export_onnx(model, tmp_path / "onnx", batch=padded_prompts(), provider="cuda", dtype="float16")
     assert exported.fused_ops["MultiHeadAttention"] == 3
     assert exported.checked_on == "CPUExecutionProvider"
@@ -193,11 +164,11 @@ def test_a_decoder_that_differs_is_a_parity_error_and_nothing_is_kept(
     original = export_module.trace_decoder
 
     def of_another_model(model, prompt, provider):
-        return original(llama(num_hidden_layers=1), prompt, provider)
+        return original(endless_llama(num_hidden_layers=1), prompt, provider)
 
     monkeypatch.setattr(export_module, "trace_decoder", of_another_model)
     with pytest.raises(ParityError, match="differs by .* on the given batch; nothing was kept"):
-        export_onnx(llama(num_hidden_layers=1), tmp_path / "onnx", batch=padded_prompts())
+        export_onnx(endless_llama(num_hidden_layers=1), tmp_path / "onnx", batch=padded_prompts())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -273,7 +244,7 @@ def test_a_gemm_gets_its_matrix(trans: int) -> None:
 @pytest.fixture(scope="module")
 def exported_llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, OnnxExport]:
     torch.manual_seed(0)
-    model = llava()
+    model = endless_llava()
     batch = image_text_batch(model, batch=1)
     return model, export_onnx(model, tmp_path_factory.mktemp("llava") / "onnx", batch=batch)
 
@@ -343,7 +314,7 @@ def test_images_that_cannot_be_exported_are_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_module, "trace_vision_language", None)
-    model = llava()
+    model = endless_llava()
     batch = image_text_batch(model)
 
     def refused(error: type[Exception], match: str, model: PreTrainedModel = model, **changed: object) -> None:

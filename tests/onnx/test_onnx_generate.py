@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import torch
 from PIL import Image
-from support.exported import llama, llava, padded_prompts
+from support.exported import endless_llama, endless_llava, padded_prompts
 from support.models import SHARED, WORDS, bert
 from transformers import (
     AutoTokenizer,
@@ -59,7 +59,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, 
     """A tiny LLaMA: the model, its checkpoint, its ONNX folder."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("decoder")
-    model = llama(eos_token_id=2)
+    model = endless_llama(eos_token_id=2)
     model.save_pretrained(folder / "model")
     save_tokenizer(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -180,7 +180,7 @@ def test_the_command_continues_prompts_as_the_checkpoint_does(
 def test_the_commands_export_and_prompt_a_vision_language_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = llava()
+    model = endless_llava()
     model.save_pretrained(tmp_path / "model")
     crop = {"height": 16, "width": 16}
     LlavaProcessor(

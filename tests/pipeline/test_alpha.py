@@ -1,32 +1,48 @@
+"""The choice of alpha against judgements given by hand."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hies_export.evaluate.judge import standard_error
-from hies_export.legacy import KeptHeads
-from hies_export.pipeline.search import Judgement, choose_alpha
-from hies_export.values import PruningPlan, Scores
+from hies_export.evaluate.judge import Judgement, standard_error
+from hies_export.pipeline.search import HeldOut, choose_alpha
+from hies_export.values import Kept, Scores, Selection
 
 
-def plan_of(heads: int) -> tuple[Scores, PruningPlan]:
-    kept = tuple(range(heads))
-    return Scores("hies", {}, {}), PruningPlan({"layer": KeptHeads(kept, kept, 9, 9)}, "hies", None, 0)
+class Given(HeldOut):
+    """Judges a selection by the number of heads it keeps, as a table says, and notes what it is asked."""
+
+    def __init__(self, by_heads: dict[int, Judgement], metric: str = "accuracy"):
+        self._by_heads, self._name = by_heads, metric
+        self.asked: list[int] = []
+
+    @property
+    def metric(self) -> str:
+        return self._name
+
+    def judgement(self, selection: Selection) -> Judgement:
+        self.asked.append(len(selection["layer"].units))
+        return self._by_heads[self.asked[-1]]
 
 
-def chosen(judgements: dict[float, Judgement], *, higher_is_better: bool = True) -> float:
-    """Every alpha has a plan of its own: one head more than the one before."""
+def scores_for(heads: int) -> Scores:
+    return Scores("hies", {"heads": heads}, {})
+
+
+def selection_of(scores: Scores) -> Selection:
+    return {"layer": Kept(tuple(range(scores.parameters["heads"])), 20)}
+
+
+def chosen(judgements: dict[float, Judgement], *, metric: str = "accuracy") -> float:
+    """Every alpha has a selection of its own: one head more than the one before."""
     heads = {alpha: i + 1 for i, alpha in enumerate(judgements)}
-    by_heads = {heads[alpha]: judgement for alpha, judgement in judgements.items()}
-    choice = choose_alpha(
-        lambda alpha: plan_of(heads[alpha]),
-        lambda plan: by_heads[len(plan.kept["layer"].query)],
-        alphas=tuple(judgements),
-        higher_is_better=higher_is_better,
-    )
+    held_out = Given({heads[alpha]: judgement for alpha, judgement in judgements.items()}, metric)
+    choice = choose_alpha({alpha: scores_for(n) for alpha, n in heads.items()}, selection_of, held_out)
     assert [point["alpha"] for point in choice.curve] == list(judgements)
     assert [point["stability"] for point in choice.curve] == [j.stability for j in judgements.values()]
-    return next(alpha for alpha, n in heads.items() if n == len(choice.plan.kept["layer"].query))
+    assert len(choice.selection["layer"].units) == choice.scores.parameters["heads"]
+    return next(alpha for alpha, n in heads.items() if n == choice.scores.parameters["heads"])
 
 
 def test_quality_decides_beyond_one_standard_error() -> None:
@@ -35,17 +51,16 @@ def test_quality_decides_beyond_one_standard_error() -> None:
 
 def test_of_perplexities_the_lowest_is_best() -> None:
     beyond = {0.1: Judgement(9.0, 0.1, 0.2), 0.5: Judgement(8.0, 0.1, 0.1), 0.9: Judgement(12.0, 0.1, 0.9)}
-    assert chosen(beyond, higher_is_better=False) == 0.5
+    assert chosen(beyond, metric="perplexity") == 0.5
     within = {0.1: Judgement(8.0, 0.5, 0.2), 0.5: Judgement(8.4, 0.1, 0.3), 0.9: Judgement(8.6, 0.1, 0.9)}
-    assert chosen(within, higher_is_better=False) == 0.5
+    assert chosen(within, metric="perplexity") == 0.5
     tie = {0.1: Judgement(8.0, 0.5, 0.5), 0.5: Judgement(8.1, 0.5, 0.5)}
-    assert chosen(tie, higher_is_better=False) == 0.1
+    assert chosen(tie, metric="perplexity") == 0.1
 
 
 def test_stability_decides_within_one_standard_error() -> None:
-    assert (
-        chosen({0.1: Judgement(0.9, 0.01, 0.2), 0.5: Judgement(0.895, 0.5, 0.3), 0.9: Judgement(0.88, 0.5, 0.9)}) == 0.5
-    )
+    judgements = {0.1: Judgement(0.9, 0.01, 0.2), 0.5: Judgement(0.895, 0.5, 0.3), 0.9: Judgement(0.88, 0.5, 0.9)}
+    assert chosen(judgements) == 0.5
 
 
 def test_ties_go_to_quality_and_then_to_the_greater_alpha() -> None:
@@ -54,21 +69,31 @@ def test_ties_go_to_quality_and_then_to_the_greater_alpha() -> None:
 
 
 def test_without_labels_stability_decides() -> None:
-    assert (
-        chosen({0.1: Judgement(None, 0.0, 0.2), 0.5: Judgement(None, 0.0, 0.9), 0.9: Judgement(None, 0.0, 0.4)}) == 0.5
-    )
+    judgements = {0.1: Judgement(None, 0.0, 0.2), 0.5: Judgement(None, 0.0, 0.9), 0.9: Judgement(None, 0.0, 0.4)}
+    assert chosen(judgements) == 0.5
 
 
-def test_equal_plans_are_judged_once() -> None:
-    judged: list[int] = []
+def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted: list[int] = []
 
-    def judge(plan: PruningPlan) -> Judgement:
-        judged.append(len(plan.kept["layer"].query))
-        return Judgement(0.5, 0.1, 0.5)
+    class Judge:
+        metrics = ("accuracy",)
+        batches = ()
 
-    choice = choose_alpha(lambda alpha: plan_of(2 if alpha < 0.5 else 3), judge)
-    assert judged == [2, 3]
+        @staticmethod
+        def judgement(predictions: int) -> Judgement:
+            return Judgement(0.5, 0.1, predictions / 10)
+
+    def predict(model: object, selection: Selection, *_: object, **__: object) -> int:
+        predicted.append(len(selection["layer"].units))
+        return predicted[-1]
+
+    monkeypatch.setattr("hies_export.pipeline.search.predict_pruned", predict)
+    candidates = {alpha / 12: scores_for(2 if alpha < 6 else 3) for alpha in range(12)}
+    choice = choose_alpha(candidates, selection_of, HeldOut(Judge(), None, ()))  # type: ignore[arg-type]
+    assert predicted == [2, 3]
     assert len(choice.curve) == 12
+    assert choice.scores.parameters["heads"] == 3
 
 
 def test_standard_error_of_accuracy_is_the_binomial_one() -> None:

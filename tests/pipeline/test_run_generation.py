@@ -16,17 +16,13 @@ import torch
 import yaml
 from PIL import Image
 from support.models import causal_lm, generative_tokenizer, llava, llava_processor
+from support.runs import hies
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
 import hies_export
-from hies_export.cli.main import main
 from hies_export.report.report import Report
 
 GREEDY_TOKENS = 64
-
-
-def hies(*arguments: object) -> int:
-    return main([str(a) for a in arguments])
 
 
 def write_recipe(folder: Path, fields: dict[str, object]) -> Path:
@@ -102,6 +98,7 @@ def test_language_model(stories: Path, tmp_path: Path, capsys: pytest.CaptureFix
     ],
     ids=["alpha auto", "compensated", "query heads", "rows"],
 )
+@pytest.mark.usefixtures("untraced")
 def test_other_ways(options: list[str], stories: Path, tmp_path: Path) -> None:
     settings = [part for option in [*options, "measure.runtimes=[torch]"] for part in ("--set", option)]
     assert hies("run", stories, *settings) == 0

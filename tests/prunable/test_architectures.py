@@ -99,7 +99,7 @@ def test_a_broken_cut_breaks_the_contract() -> None:
     slim = subject.slim[False]
     with torch.no_grad():
         slim.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
-    with pytest.raises(CutMismatchError):
+    with pytest.raises(CutMismatchError, match="differs"):
         cut(subject)
 
 

@@ -11,17 +11,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hies_export.errors import PlanError, UnsupportedModelError
-from hies_export.legacy import KeptHeads, Projection, check_cut, select_heads
+from hies_export.legacy import KeptHeads, check_cut, select_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import check_selection, weight_norms
 from hies_export.slim.cut import prune_units
-from hies_export.values import PruningPlan, Scores
+from hies_export.values import Kept, PrunableModule, Scores, Slice
 
 
 def block(start: int, width: int, count: int, stride: int | None = None) -> tuple[tuple[int, ...], ...]:
     return tuple(
         tuple(range(start + h * (stride or width), start + h * (stride or width) + width)) for h in range(count)
     )
+
+
+def owned(part: Slice, module: PrunableModule) -> tuple[tuple[int, ...], ...]:
+    """Of every head the rows it owns, ascending."""
+    owners = module.groups if part.per_group else module.units
+    return tuple(tuple(sorted(part.indices([owner]).tolist())) for owner in range(owners))
 
 
 # What the modelling code of each says, written down by hand: heads of width 8, six of them, three key/value heads.
@@ -77,9 +83,14 @@ def test_features_of_heads(name: str) -> None:
     sites = find_attention(model, text_batch(labels=False))
     assert len(sites) == 3
     for site in sites:
-        found = {p.name.removeprefix(site.name + "."): p for p in site.projections}
-        assert found == {n: Projection(f"{site.name}.{n}", query, key_value) for n, query, key_value in expected}
-        assert site.output.startswith(site.name)
+        found = {(part.tensor.removeprefix(site.name + "."), part.per_group): owned(part, site) for part in site.slices}
+        wanted = {
+            (n, per_group): rows
+            for n, query, shared in expected
+            for per_group, rows in ((False, query), (True, shared))
+        }
+        assert found == {key: rows for key, rows in wanted.items() if rows}
+        assert site.consumer.startswith(site.name)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -181,15 +192,14 @@ def test_plans_that_break_groups_are_refused() -> None:
     sites = find_attention(model, text_batch(labels=False))
     whole = KeptHeads(tuple(range(6)), (0, 1, 2), 6, 3)
 
-    def plan(query: tuple[int, ...], key_value: tuple[int, ...]) -> PruningPlan:
-        kept = {s.name: whole for s in sites} | {sites[0].name: KeptHeads(query, key_value, 6, 3)}
-        return PruningPlan(kept=kept, criterion="mine", alpha=None, seed=0)
+    def selection(*units: int) -> dict[str, Kept]:
+        return {s.name: whole for s in sites} | {sites[0].name: Kept(units, 6, 3)}
 
-    check_selection(plan((0, 2, 5), (0, 1, 2)), sites)
-    with pytest.raises(PlanError, match="goes when, and only when, its 2 query heads go"):
-        check_selection(plan((0, 1, 2, 3), (0, 1, 2)), sites)
+    check_selection(selection(0, 2, 5), sites)
+    with pytest.raises(PlanError, match="goes when, and only when, its query heads go"):
+        KeptHeads((0, 1, 2, 3), (0, 1, 2), 6, 3)
     with pytest.raises(PlanError, match=r"as many query heads as the others.*\[2, 1, 2\] per key/value head"):
-        check_selection(plan((0, 1, 2, 4, 5), (0, 1, 2)), sites)
+        check_selection(selection(0, 1, 2, 4, 5), sites)
 
 
 def test_a_plan_for_other_weights_is_refused() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hies_export.select.steps import sizes_of_steps
 from support.models import causal_lm, llama, save_project, text_batch
 from torch import Tensor
 
@@ -20,7 +19,9 @@ from hies_export.pipeline.prepare import prepare
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
-from hies_export.select.iterative import compose
+from hies_export.select.constraints import Constraints
+from hies_export.select.iterative import compose, rounds_of
+from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.sweep import sweep
@@ -138,12 +139,13 @@ def test_sizes_add_up_and_plans_compose(make: Any, allocation: str) -> None:
     batch = text_batch(2, 8, labels=False)
     batch["input_ids"] %= 32
     sites = find_attention(model, batch)
-    options: dict[str, Any] = {"allocation": allocation, "unit": "group", "min_heads": 1}
-    once = select_heads(random_scores(sites), sites, heads=0.5, **options)
-    for steps in (2, 5):
+    constraints = Constraints(allocation=allocation)
+    once = select_heads(random_scores(sites), sites, heads=0.5, allocation=allocation)
+    for count in (2, 5):
         slim, plan, now = model, None, sites
-        for size in sizes_of_steps(sites, heads=0.5, steps=steps, keep_layers=(), **options):
-            new = select_heads(random_scores(now), now, **options | size(now))
+        for part in rounds_of(sites, heads=0.5, count=count, constraints=constraints):
+            heads, counts = part.size(now)
+            new = select_units(random_scores(now), now, heads=heads, counts=counts, constraints=constraints)
             plan = new if plan is None else compose(plan, new)
             after = prune_units(slim, new, now)
             # Cutting twice is cutting once by the plan of both.
@@ -151,9 +153,9 @@ def test_sizes_add_up_and_plans_compose(make: Any, allocation: str) -> None:
                 assert torch.equal(parameter, after.get_parameter(name))
             slim, now = after, find_attention(after, batch)
         assert plan is not None
-        assert plan.removed == once.removed
+        assert sum(len(kept.removed) for kept in plan.values()) == once.removed
         if allocation == "uniform":
-            assert len({len(kept.query) for kept in plan.kept.values()}) == 1
+            assert len({len(kept.units) for kept in plan.values()}) == 1
 
 
 def random_scores(sites: Any) -> Scores:

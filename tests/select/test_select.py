@@ -118,6 +118,6 @@ def test_impossible_budgets_say_what_is_possible() -> None:
         select_heads(scores, sites, heads=0.5, keep_layers=(-1,))
     with pytest.raises(PlanError, match="at least one head, but heads: 0.01 of 8 rounds to none"):
         select_heads(scores, sites, heads=0.01)
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(RecipeError, match="3 problems") as error:
         select_heads(scores, sites, heads=0.5, allocation="best", min_heads=0, keep_layers=(2,))
     assert len(error.value.problems) == 3

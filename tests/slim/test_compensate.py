@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support.contract import random_plan
+from support.cuts import random_cut, random_plan
 from support.models import bert, image_batch, llama, text_batch, vit
-from support.references import design_formula, kept_columns, prepared
+from support.references import design_formula, kept_columns
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -45,7 +45,7 @@ def test_least_squares_is_the_formula(make: Callable[[], PreTrainedModel]) -> No
         batches = [image_batch(31, labels=False), image_batch(64, labels=False)]
     else:
         batches = [text_batch(8, length, padding=make is bert) for length in (30, 24, 40, 18, 35, 22, 31, 40)]
-    slim, plan, sites = prepared(dense, batches[0])
+    slim, plan, sites = random_cut(dense, batches[0])
     fits = compensate_heads(dense, slim, plan, sites, batches, ridge=0.05)
     cut = [s for s in sites if len(plan.kept[s.name].query) < s.heads]
     assert [fit.name for fit in fits] == [s.name for s in cut]
@@ -131,7 +131,7 @@ def test_it_brings_the_slim_model_nearer_to_the_dense_one(method: str) -> None:
     dense = bert()
     batches = [text_batch(8, 40, labels=False) for _ in range(10)]
     fresh = [text_batch(8, 40, labels=False) for _ in range(4)]
-    slim, plan, sites = prepared(dense, batches[0])
+    slim, plan, sites = random_cut(dense, batches[0])
     cut = [s for s in sites if len(plan.kept[s.name].query) < s.heads]
     first = cut[0].output  # its inputs are the same in both models, and not those it was fitted on
     _, wanted = collected(dense, first, fresh)
@@ -156,7 +156,7 @@ def test_it_brings_the_slim_model_nearer_to_the_dense_one(method: str) -> None:
 def test_sequential_takes_inputs_from_the_layers_already_refitted() -> None:
     dense = bert()
     batches = [text_batch(8, 40, labels=False) for _ in range(10)]
-    slim, plan, sites = prepared(dense, batches[0])
+    slim, plan, sites = random_cut(dense, batches[0])
     one_shot = copy.deepcopy(slim)
     compensate_heads(dense, one_shot, plan, sites, batches, ridge=0.01)
     compensate_heads(dense, slim, plan, sites, batches, ridge=0.01, sequential=True)
@@ -178,7 +178,7 @@ def test_a_fit_that_does_not_carry_over_is_not_kept() -> None:
     """Five short samples and a tiny ridge: least squares explains the fitting tokens and nothing else."""
     dense = bert()
     batches = [text_batch(5, 3, padding=False, labels=False)]
-    slim, plan, sites = prepared(dense, batches[0])
+    slim, plan, sites = random_cut(dense, batches[0])
     weights = [slim.get_submodule(s.output).weight.clone() for s in sites]
     with pytest.warns(FewTokensWarning, match="15 calibration tokens are few for the"):
         fits = compensate_heads(dense, slim, plan, sites, batches, ridge=1e-9)
@@ -212,13 +212,13 @@ def test_inputs_that_never_change_are_said_and_least_squares_left_out(make: Call
 
 def test_bad_requests() -> None:
     dense, batch = bert(), text_batch(8)
-    slim, plan, sites = prepared(dense, batch)
-    with pytest.raises(RecipeError) as error:
+    slim, plan, sites = random_cut(dense, batch)
+    with pytest.raises(RecipeError, match="2 problems") as error:
         compensate_heads(dense, slim, plan, sites, [batch], method="magic", ridge=0.0)
     assert len(error.value.problems) == 2
     with pytest.raises(DataError, match="at least 5 samples, one of them to hold out, got 4"):
         compensate_heads(dense, slim, plan, sites, [text_batch(4)])
     dense, batch = llama(), text_batch(8, padding=False)
-    slim, plan, sites = prepared(dense, batch)
+    slim, plan, sites = random_cut(dense, batch)
     with pytest.raises(RequestError, match="o_proj has none; use least_squares"):
         compensate_heads(dense, slim, plan, sites, [batch], method="bias")

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from support.cuts import random_cut
 from support.generative import padded, unpadded, with_images
 from support.models import bert, causal_lm, llava
-from support.references import RIDGE, design_formula, kept_columns, naive_effect, prepared
+from support.references import RIDGE, design_formula, kept_columns, naive_effect
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -101,7 +102,7 @@ def test_least_squares_of_real_tokens_is_the_formula(
 ) -> None:
     dense = make()
     batches = [batch for _ in range(3) for batch in make_batches(side)]
-    slim, plan, sites = prepared(dense, batches[0])
+    slim, plan, sites = random_cut(dense, batches[0])
     fits = {fit.name: fit for fit in compensate_heads(dense, slim, plan, sites, batches, ridge=0.05)}
     assert fits
     for site in sites:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.contract import random_plan
+from support.cuts import random_cut, random_plan
 from support.families import architecture
 from support.models import bert, image_batch, text_batch, vit
 from transformers import PreTrainedModel
@@ -28,8 +28,7 @@ from hies_export.values import PruningPlan, Scores
 def test_a_slim_model_can_be_pruned_again(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     dense = make()
     batch = text_batch() if dense.main_input_name == "input_ids" else image_batch()
-    sites = find_attention(dense, batch)
-    once = prune_units(dense, random_plan(sites, uniform=False), sites)
+    once, _, _ = random_cut(dense, batch)
     sites = find_attention(once, batch)
     plan = random_plan(sites, uniform=False, seed=1)
     twice = prune_units(once, plan, sites, inplace=True)
@@ -40,8 +39,7 @@ def test_a_slim_model_can_be_pruned_again(make: Callable[[], PreTrainedModel], t
 
 def test_slim_models_can_be_copied_and_pickled() -> None:
     dense, batch = bert(), text_batch()
-    sites = find_attention(dense, batch)
-    slim = prune_units(dense, random_plan(sites, uniform=False), sites)
+    slim, _, _ = random_cut(dense, batch)
     for other in (copy.deepcopy(slim), pickle.loads(pickle.dumps(slim))):
         assert type(other) is type(slim)
         assert max_abs(first_output(other, batch), first_output(slim, batch)) == 0
@@ -50,9 +48,7 @@ def test_slim_models_can_be_copied_and_pickled() -> None:
 def test_dtype_device_and_frozen_weights_are_kept() -> None:
     dense, batch = bert().to(torch.bfloat16), text_batch()
     dense.bert.encoder.layer[0].attention.self.query.weight.requires_grad_(False)
-    sites = find_attention(dense, batch)
-    plan = random_plan(sites, uniform=True)
-    slim = prune_units(dense, plan, sites)
+    slim, plan, _ = random_cut(dense, batch, uniform=True)
     assert {p.dtype for p in slim.parameters()} == {torch.bfloat16}
     assert [n for n, p in slim.named_parameters() if not p.requires_grad] == [
         "bert.encoder.layer.0.attention.self.query.weight"
@@ -62,9 +58,7 @@ def test_dtype_device_and_frozen_weights_are_kept() -> None:
 
 def test_a_wrong_cut_is_caught() -> None:
     dense, batch = bert(), text_batch()
-    sites = find_attention(dense, batch)
-    plan = random_plan(sites, uniform=True)
-    slim = prune_units(dense, plan, sites)
+    slim, plan, _ = random_cut(dense, batch, uniform=True)
     layer = slim.bert.encoder.layer[1].attention.self
     with torch.no_grad():
         layer.value.bias.add_(0.01)

@@ -18,8 +18,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.contract import random_plan
-from support.models import bert, llama, save_text_model, shake, text_batch, vit
+from support.cuts import random_plan
+from support.families import SMALL, architecture, decoder, gpt2
+from support.models import bert, llama, llava, save_text_model, text_batch, vit
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -36,52 +37,11 @@ from hies_export.stream import shards
 from hies_export.stream.apply import MAX_SHARD_SIZE, apply_plan
 from hies_export.values import PruningPlan
 
-DECODER = {
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-    "projection_dim": 16,
-}
-IMAGE_TOKEN = 99
-
-
-def decoder(name: str, **options: object) -> Callable[[], PreTrainedModel]:
-    def make() -> PreTrainedModel:
-        config = getattr(transformers, f"{name}Config")(**(DECODER | options))
-        return shake(getattr(transformers, f"{name}ForCausalLM")(config))
-
-    return make
-
-
-def gpt2() -> PreTrainedModel:
-    config = transformers.GPT2Config(vocab_size=100, n_embd=48, n_layer=3, n_head=6, n_positions=64)
-    return shake(transformers.GPT2LMHeadModel(config))
-
-
-def llava() -> PreTrainedModel:
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION),
-        text_config=transformers.LlamaConfig(**DECODER),
-        image_token_index=IMAGE_TOKEN,
-    )
-    return shake(transformers.LlavaForConditionalGeneration(config))
-
 
 def llava_batch() -> dict[str, Tensor]:
-    ids = torch.cat([torch.full((2, 16), IMAGE_TOKEN), torch.randint(3, 90, (2, 6))], dim=1)
+    ids = torch.cat(
+        [torch.full((2, 16), 4), torch.randint(5, 32, (2, 6))], dim=1
+    )  # 4 is the token of an image's patches
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 16, 16)}
 
 
@@ -94,11 +54,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama bfloat16, tied": lambda: decoder("Llama", tie_word_embeddings=True)().to(torch.bfloat16),
     "llama classifier": llama,
     "bert": bert,
-    "bert masked, tied": lambda: shake(
-        transformers.BertForMaskedLM(
-            transformers.BertConfig(vocab_size=100, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
-        )
-    ),
+    "bert masked, tied": architecture("Bert", "ForMaskedLM"),
     "vit, older names": vit,
     "gpt2, transposed": gpt2,
     "phi3, fused": decoder("Phi3"),
@@ -266,7 +222,7 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 def test_peak_memory_does_not_follow_the_size(tmp_path: Path) -> None:
     """A checkpoint of 600 MB; the bound of 500 MB and 1.5 times the largest tensor has no room for it."""
     options = {"hidden_size": 1024, "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config = transformers.LlamaConfig(**(DECODER | options | {"num_hidden_layers": 7}))
+    config = transformers.LlamaConfig(**(SMALL | options | {"num_hidden_layers": 7}))
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "dense", state_dict={})
@@ -482,9 +438,9 @@ class Watcher:
 
 def test_interrupted_in_the_middle(dense: Path, tmp_path: Path) -> None:
     def interrupt() -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("at the sixth")
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="at the sixth"):
         apply_plan(plan_for(dense), dense, tmp_path / "slim", progress=Watcher(interrupt))
     assert [p.name for p in tmp_path.iterdir()] == ["dense"]
 

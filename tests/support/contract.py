@@ -6,7 +6,8 @@ A step takes a `Subject` and returns nothing; it raises `Broken`, or an error of
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,36 +20,21 @@ from transformers import PreTrainedModel
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import check_reload, save_slim
-from hies_export.errors import ReloadMismatchError
-from hies_export.legacy import AttentionSite, check_cut, masked_heads, select_heads
+from hies_export.errors import ReloadMismatchError, UnsupportedModelError
+from hies_export.legacy import AttentionSite, check_cut, masked_heads
 from hies_export.onnx.export import export_onnx
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output, max_abs
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
-from hies_export.values import PruningPlan, Scores
+from hies_export.values import PruningPlan
 from support.architectures import tiny
+from support.cuts import random_plan
+from support.references import NotApplicable, naive_statistics
 
 
 class Broken(AssertionError):
     """The contract does not hold."""
-
-
-class NotApplicable(Exception):
-    """There is nothing to compare with."""
-
-
-def random_plan(sites: Sequence[AttentionSite], *, uniform: bool, seed: int = 0) -> PruningPlan:
-    """A plan that removes four heads of ten, whole groups where there are several."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = {s.name: torch.rand(s.heads, generator=generator, dtype=torch.float64) for s in sites}
-    return select_heads(
-        Scores("random", {}, scores),
-        sites,
-        heads=0.4,
-        allocation="uniform" if uniform else "global",
-        unit="query" if all(s.key_value_heads == 1 for s in sites) else "group",
-    )
 
 
 @dataclass
@@ -76,6 +62,14 @@ class Subject:
     def slim(self) -> dict[bool, PreTrainedModel]:
         """The uneven (False) and the uniform (True) cut."""
         return {u: prune_units(self.model, self.plan(u), self.sites) for u in (False, True)}
+
+    def refusal(self) -> str | None:
+        """Return the reason for which the package refuses the model, or None where it does not."""
+        try:
+            self.sites  # noqa: B018
+        except UnsupportedModelError as error:
+            return short_reason(error)
+        return None
 
     def config_alone(self) -> bool:
         """Whether the config can say a uniform cut, so that it needs no code of ours."""
@@ -214,97 +208,22 @@ def _loss(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
+def short_reason(error: BaseException) -> str:
+    """Return an error's message in one line, as the table of model types has it.
+
+    Left out are what every message ends in, paths of this machine, and what is beyond 300 characters.
+    """
+    text = " ".join(str(error).split())
+    for boilerplate in (
+        r"; supported are models whose.*",
+        r"; nothing was (saved|kept).*",
+        r"StrictDataclassClassValidationError: Class validation error for validator '\w+': ",
+        r"; this model cannot be scored yet",
+    ):
+        text = re.sub(boilerplate, "", text)
+    return re.sub(r"(/[\w.-]+){3,}", "...", text)[:300]
+
+
 def parameters(model: PreTrainedModel) -> int:
     """How many there are."""
     return sum(p.numel() for p in model.parameters())
-
-
-def naive_statistics(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """HIS and entropy the slow way: eager attention, one sample at a time, a mask in front of each output projection.
-
-    A row's entropy is relative to the number of keys that the eager map gives any weight.
-    """
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        return _naive_statistics(model, batches, sites)
-    finally:
-        model.set_attn_implementation(before)
-
-
-def _naive_statistics(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    his = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
-    entropy = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
-    samples = 0
-    for batch in batches:
-        for i in range(len(batch["labels"])):
-            one = {key: value[i : i + 1] for key, value in batch.items()}
-            masks = {s.name: torch.ones(s.heads, requires_grad=True) for s in sites}
-            maps: dict[str, list[Tensor]] = {s.name: [] for s in sites}
-            hooks = []
-            for site in sites:
-                mask, found = masks[site.name], maps[site.name]
-                hooks += [
-                    model.get_submodule(site.output).register_forward_pre_hook(_multiply(mask, site)),
-                    model.get_submodule(site.name).register_forward_hook(_keep_map(found, site)),
-                ]
-            try:
-                loss = model(**one).loss
-            except RuntimeError as error:
-                raise NotApplicable(f"transformers' eager attention fails: {error}") from error
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            gradients = torch.autograd.grad(loss, list(masks.values()), allow_unused=True, materialize_grads=True)
-            for site, gradient in zip(sites, gradients, strict=True):
-                if not maps[site.name]:
-                    raise NotApplicable(f"{site.name} does not return its attention map")
-                his[site.name] += gradient.abs().double()
-                sinks = getattr(model.get_submodule(site.name), "sinks", None) is not None
-                row_means = [_mean_entropy(p, sinks) for p in maps[site.name]]
-                entropy[site.name] += torch.stack(row_means).mean(0)
-            samples += 1
-    return {k: v / samples for k, v in his.items()}, {k: v / samples for k, v in entropy.items()}
-
-
-def _multiply(mask: Tensor, site: AttentionSite) -> Callable[..., Tensor]:
-    def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        heads = inputs[0].unflatten(-1, (site.heads, site.value_dim))
-        return (heads * mask[:, None]).flatten(-2)
-
-    return hook
-
-
-def _keep_map(found: list[Tensor], site: AttentionSite) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, inputs: object, outputs: object) -> None:
-        tensors = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, tuple) else []
-        maps = [o.detach() for o in tensors if o.dim() == 4 and o.shape[1] == site.heads]
-        if len(maps) == 1:  # some cut one map into that of the tokens and that of an encoder's
-            found.append(maps[0])
-
-    return hook
-
-
-def _mean_entropy(p: Tensor, sinks: bool) -> Tensor:
-    """(1, heads, rows, keys) -> (heads,): mean over real rows of entropy over its maximum."""
-    rows = p[0].double()
-    # A weight may underflow in some head, a masked one is zero in all.
-    seen = (rows > 0).any(0)
-    if rows.shape[-2] == rows.shape[-1]:
-        real = seen.any(0)  # nobody sees a padding token
-        rows, seen = rows[:, real], seen[real]
-    keys = seen.sum(-1)
-    counted = keys > 1
-    if not counted.any():
-        return torch.zeros(rows.shape[0], dtype=torch.float64)
-    rows, keys = rows[:, counted], keys[counted]
-    h = torch.special.entr(rows).sum(-1)
-    if sinks:
-        if (rows.sum(-1) > 1 - 1e-6).all():
-            raise NotApplicable("its eager attention map leaves the sink out")
-        h, keys = h + torch.special.entr((1 - rows.sum(-1)).clamp(min=0)), keys + 1
-    return (h / keys.double().log()).mean(-1)

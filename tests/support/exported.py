@@ -1,4 +1,4 @@
-"""Decoders that are exported to ONNX, and prompts for them."""
+"""Models that are exported to ONNX with their cache, and prompts for them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import torch
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PreTrainedModel,
 )
 
+from support.families import SMALL, decoder
 from support.models import shake
 
+TEXT = SMALL | {"num_key_value_heads": 3, "bos_token_id": 1, "eos_token_id": None}
 VISION = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -22,34 +24,22 @@ VISION = {
     "patch_size": 8,
     "projection_dim": 8,
 }
-TEXT = {
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 
 
-def llama(**options: object) -> LlamaForCausalLM:
-    return shake(LlamaForCausalLM(LlamaConfig(**(TEXT | options))))
+def endless_llama(**options: object) -> PreTrainedModel:
+    """Return a language model that knows no token to end at, so that it writes as much as it is asked for."""
+    return decoder("Llama", **(TEXT | options))()
 
 
-def llava() -> LlavaForConditionalGeneration:
+def endless_llava() -> PreTrainedModel:
+    """Return `endless_llama` behind an image tower that makes 4 tokens of an image."""
     text = LlamaConfig(**TEXT)
-    return shake(
-        LlavaForConditionalGeneration(
-            LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=text, image_token_index=99)
-        )
-    )
+    config = LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=text, image_token_index=99)
+    return shake(LlavaForConditionalGeneration(config))
 
 
 def padded_prompts(rows: int = 3, length: int = 9) -> dict[str, torch.Tensor]:
+    """Return prompts padded on the left, each row by two tokens more than the one before."""
     ids = torch.randint(3, 99, (rows, length))
     mask = torch.ones_like(ids)
     for row in range(1, rows):

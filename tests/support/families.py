@@ -1,4 +1,4 @@
-"""Tiny models of many families."""
+"""Tiny models of any family of transformers, all of one size."""
 
 from __future__ import annotations
 
@@ -24,8 +24,18 @@ SMALL = {
 def architecture(
     name: str, task: str = "ForSequenceClassification", **options: object
 ) -> Callable[[], PreTrainedModel]:
+    """Return a function that makes a random model of a family: six heads of width 8 in each of three layers."""
+
     def make() -> PreTrainedModel:
         config = getattr(transformers, f"{name}Config")(**(SMALL | options))
         return shake(getattr(transformers, f"{name}{task}")(config))
 
     return make
+
+
+def decoder(name: str, **options: object) -> Callable[[], PreTrainedModel]:
+    """Return a function that makes a language model whose query heads share key/value heads in pairs."""
+    return architecture(name, "ForCausalLM", **({"num_key_value_heads": 3} | options))
+
+
+gpt2 = architecture("GPT2", "LMHeadModel")

@@ -1,27 +1,26 @@
-"""Naive formulas that the package is compared with."""
+"""The formulas of the paper and of DESIGN, written the slow way; the package only says where the heads are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.legacy import AttentionSite
-from hies_export.prunable.attention import find_attention
-from hies_export.slim.cut import prune_units
 from hies_export.values import PruningPlan
-from support.contract import random_plan
+
+RIDGE = 0.1
 
 
-def prepared(
-    dense: PreTrainedModel, batch: dict[str, Tensor]
-) -> tuple[PreTrainedModel, PruningPlan, tuple[AttentionSite, ...]]:
-    sites = find_attention(dense, batch)
-    plan = random_plan(sites, uniform=False)
-    return prune_units(dense, plan, sites), plan, sites
+class NotApplicable(Exception):
+    """There is nothing to compare with."""
 
 
 def kept_columns(plan: PruningPlan, site: AttentionSite) -> list[int]:
+    """Return the input columns of the output projection that a plan keeps."""
     width = site.value_dim
     return [head * width + j for head in plan.kept[site.name].query for j in range(width)]
 
@@ -29,7 +28,7 @@ def kept_columns(plan: PruningPlan, site: AttentionSite) -> list[int]:
 def design_formula(
     w: np.ndarray, b: np.ndarray | None, x: np.ndarray, kept: list[int], ridge: float
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """W'_K and b' as DESIGN writes them, by numpy, from all inputs x."""
+    """Return W'_K and b' as DESIGN writes them, by numpy, from all inputs x of shape (tokens, columns)."""
     removed = sorted(set(range(x.shape[1])) - set(kept))
     mean = x.mean(0) if b is not None else np.zeros(x.shape[1])
     c = (x - mean).T @ (x - mean) / len(x)
@@ -41,9 +40,6 @@ def design_formula(
     return new, b + w[:, removed] @ mean[removed] + (w[:, kept] - new) @ mean[kept]
 
 
-RIDGE = 0.1
-
-
 def naive_effect(
     model: PreTrainedModel,
     site: AttentionSite,
@@ -52,7 +48,10 @@ def naive_effect(
     *,
     squared: bool,
 ) -> float:
-    """E_x of sum_t <g_t, delta_t>, with the compensated layer really built for the kept groups."""
+    """Return E_x of |sum_t <g_t, delta_t>| (or its square), with the compensated layer built for the kept groups.
+
+    A sample is the inputs, outputs and output gradients of the layer, each of shape (tokens, features).
+    """
     layer = model.get_submodule(site.output)
     w = layer.weight.detach().double().numpy()
     b = np.zeros(len(w)) if layer.bias is None else layer.bias.detach().double().numpy()
@@ -67,3 +66,97 @@ def naive_effect(
     shift = b + w[:, removed] @ mean[removed] + (w[:, kept] - new) @ mean[kept]
     effects = [((x[:, kept] @ new.T + shift - y) * g).sum() for x, y, g in samples]
     return float(np.mean(np.square(effects) if squared else np.abs(effects)))
+
+
+def naive_statistics(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return HIS and entropy from eager attention, one sample at a time, a mask before each output projection.
+
+    A row's entropy is relative to the number of keys to which the eager map gives any weight.
+
+    Raises:
+        NotApplicable: transformers' eager attention fails, or returns no attention map.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        return _naive_statistics(model, batches, sites)
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _naive_statistics(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    his = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
+    entropy = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
+    samples = 0
+    for batch in batches:
+        for i in range(len(batch["labels"])):
+            one = {key: value[i : i + 1] for key, value in batch.items()}
+            masks = {s.name: torch.ones(s.heads, requires_grad=True) for s in sites}
+            maps: dict[str, list[Tensor]] = {s.name: [] for s in sites}
+            hooks = []
+            for site in sites:
+                mask, found = masks[site.name], maps[site.name]
+                hooks += [
+                    model.get_submodule(site.output).register_forward_pre_hook(_multiply(mask, site)),
+                    model.get_submodule(site.name).register_forward_hook(_keep_map(found, site)),
+                ]
+            try:
+                loss = model(**one).loss
+            except RuntimeError as error:
+                raise NotApplicable(f"transformers' eager attention fails: {error}") from error
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            gradients = torch.autograd.grad(loss, list(masks.values()), allow_unused=True, materialize_grads=True)
+            for site, gradient in zip(sites, gradients, strict=True):
+                if not maps[site.name]:
+                    raise NotApplicable(f"{site.name} does not return its attention map")
+                his[site.name] += gradient.abs().double()
+                sinks = getattr(model.get_submodule(site.name), "sinks", None) is not None
+                row_means = [_mean_entropy(p, sinks) for p in maps[site.name]]
+                entropy[site.name] += torch.stack(row_means).mean(0)
+            samples += 1
+    return {k: v / samples for k, v in his.items()}, {k: v / samples for k, v in entropy.items()}
+
+
+def _multiply(mask: Tensor, site: AttentionSite) -> Callable[..., Tensor]:
+    def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        heads = inputs[0].unflatten(-1, (site.heads, site.value_dim))
+        return (heads * mask[:, None]).flatten(-2)
+
+    return hook
+
+
+def _keep_map(found: list[Tensor], site: AttentionSite) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, inputs: object, outputs: object) -> None:
+        tensors = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, tuple) else []
+        maps = [o.detach() for o in tensors if o.dim() == 4 and o.shape[1] == site.heads]
+        if len(maps) == 1:  # some cut one map into that of the tokens and that of an encoder's
+            found.append(maps[0])
+
+    return hook
+
+
+def _mean_entropy(p: Tensor, sinks: bool) -> Tensor:
+    """(1, heads, rows, keys) -> (heads,): mean over real rows of entropy over its maximum."""
+    rows = p[0].double()
+    # A weight may underflow in some head, a masked one is zero in all.
+    seen = (rows > 0).any(0)
+    if rows.shape[-2] == rows.shape[-1]:
+        real = seen.any(0)  # nobody sees a padding token
+        rows, seen = rows[:, real], seen[real]
+    keys = seen.sum(-1)
+    counted = keys > 1
+    if not counted.any():
+        return torch.zeros(rows.shape[0], dtype=torch.float64)
+    rows, keys = rows[:, counted], keys[counted]
+    h = torch.special.entr(rows).sum(-1)
+    if sinks:
+        if (rows.sum(-1) > 1 - 1e-6).all():
+            raise NotApplicable("its eager attention map leaves the sink out")
+        h, keys = h + torch.special.entr((1 - rows.sum(-1)).clamp(min=0)), keys + 1
+    return (h / keys.double().log()).mean(-1)

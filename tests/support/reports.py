@@ -1,12 +1,8 @@
-"""A report without a run, and a browser to look at it."""
+"""Reports without a run."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from typing import Any
-
-import pytest
 
 from hies_export.report.report import Report
 from hies_export.report.rows import CUT, KEPT
@@ -65,13 +61,3 @@ def make_report(*, layers: int = 3, heads: int = 4, **details: Any) -> Report:
             **details,
         },
     )
-
-
-@pytest.fixture
-def chromium() -> str:
-    """A headless Chromium: $CHROME_PATH, or one on the path."""
-    names = (os.environ.get("CHROME_PATH", ""), "chromium", "chromium-browser", "google-chrome", "chrome")
-    found = next((path for name in names if name and (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip("no Chromium here: set CHROME_PATH, or install one")
-    return found

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import causal_lm, save_project
+from support.runs import without_tracing
 
 import hies_export
 from hies_export.cli.main import main
@@ -44,7 +45,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prune={"alpha": "auto", "budget": {"heads": 0.4}},
         measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
     )
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, without_tracing():
         patch.setattr("hies_export.pipeline.choose.ALPHAS", (0.0, 0.5, 0.9))  # fewer to judge
         assert main(["run", str(folder / "recipe.yaml")]) == 0
     return folder / "out"

@@ -1,0 +1,186 @@
+"""Keep what the cells of a sweep share: the model, and of one seed at a time its statistics, moments and effects."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ..baselines.names import CHANNELS, OWN_SAMPLES
+from ..baselines.slicing import Bases, collect_bases
+from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
+from ..calibrate.effects import Effects, collect_effects
+from ..calibrate.moments import SplitMoments, collect_moments
+from ..data.lengths import by_length
+from ..data.targets import size_of
+from ..evaluate.judge import Judge
+from ..evaluate.predict import Predictions, predict
+from ..measure.counts import count_flops
+from ..model.copies import share_weights
+from ..pipeline.prepare import HELD_OUT_SAMPLES, Draws, Prepared, prepare
+from ..recipe import CompensationSection, PruningRecipe
+from ..score.compensated import score_compensated
+from ..score.criteria import needs_of, uses_alpha
+from ..slim.cut import prune_units
+from ..tasks import TASKS
+from ..values import Scores, Selection, Statistics
+from .grid import AUTOMATIC, SweepGrid
+
+# What `hies-compensated` is scored on: covariances of hundreds of inputs want more samples than a score does.
+EFFECT_SAMPLES = 256
+
+
+class Clock:
+    """Notes how long what takes; what is timed inside another block counts there, and not twice.
+
+    Attributes:
+        seconds: By name.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `seconds[name]`."""
+        started, within = time.perf_counter(), sum(self.seconds.values())
+        try:
+            yield
+        finally:
+            inner = sum(self.seconds.values()) - within
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - inner
+
+
+class Shared:
+    """What cells share.
+
+    Attributes:
+        base: Model and data of the first seed and calibration size.
+    """
+
+    def __init__(self, recipe: PruningRecipe, grid: SweepGrid, clock: Clock):
+        # Nothing is timed, so no runtime has to be installed; FLOPs are counted at the first shape.
+        measure = recipe.measure.model_copy(update={"runtimes": ("torch",)})
+        self._recipe, self._grid, self._clock = recipe.model_copy(update={"measure": measure}), grid, clock
+        self._of_model: dict[Any, Any] = {}
+        self._seed: int | None = None
+        self._of_seed: dict[str, Any] = {}
+        with clock("load"):
+            self.base = prepare(self._recipe, draws=self._draws(grid.seeds[0], grid.calibration_sizes[0]))
+
+    def calibrated(self, seed: int, samples: int) -> tuple[Prepared, Statistics]:
+        """Return data and statistics of so many samples of a seed."""
+
+        def collect() -> tuple[Prepared, Statistics]:
+            with self._clock("load"):
+                prepared = prepare(self._recipe, draws=self._draws(seed, samples), loaded=self.base)
+            channels = ("channel_taylor",) if CHANNELS in self._grid.criteria else ()
+            needs = (*DEFAULT_NEEDS, *needs_of(*self._grid.criteria), *channels)
+            with self._clock("statistics"):
+                statistics = collect_statistics(prepared.model, prepared.calibration, prepared.scored, needs=needs)
+            return prepared, statistics
+
+        return self._once(seed, f"calibrated on {samples}", collect)
+
+    def unlabelled(self, seed: int) -> list[dict[str, Tensor]]:
+        """Return the batches to refit on."""
+        return self.calibrated(seed, self._grid.calibration_sizes[0])[0].compensation
+
+    def moments(self, seed: int) -> dict[str, SplitMoments]:
+        """Return the moments that refits follow from."""
+
+        def collect() -> dict[str, SplitMoments]:
+            batches = by_length(self.unlabelled(seed), config=self.base.model.config)
+            with self._clock("moments"):
+                return collect_moments(self.base.model, self.base.sites, batches)
+
+        return self._once(seed, "moments", collect)
+
+    def effects(self, seed: int) -> Effects:
+        """Return the effects that `hies-compensated` scores by."""
+
+        def collect() -> Effects:
+            batches: list[dict[str, Tensor]] = []
+            for batch in self.unlabelled(seed):
+                if sum(map(size_of, batches)) >= EFFECT_SAMPLES:
+                    break
+                batches.append(batch)
+            batches = by_length(batches, config=self.base.model.config)
+            with self._clock("effects"):
+                return collect_effects(self.base.model, batches, self.base.scored)
+
+        return self._once(seed, "effects", collect)
+
+    def compensated_scores(self, seed: int) -> Scores:
+        """Return the scores of `hies-compensated`."""
+
+        def score() -> Scores:
+            effects = self.effects(seed)
+            with self._clock("effects"):
+                return score_compensated(effects, self.base.scored)
+
+        return self._once(seed, "compensated scores", score)
+
+    def bases(self, seed: int) -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
+        """Return principal components, the batches they are of, and the dense model's predictions of these."""
+
+        def collect() -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
+            batches = by_length(self.unlabelled(seed), config=self.base.model.config)
+            with self._clock("principal components"):
+                bases = collect_bases(self.base.model, batches, self.base.scored)
+            return bases, batches, predict(self.base.model, batches)
+
+        return self._once(seed, "bases", collect)
+
+    def held_out_judge(self, seed: int, samples: int) -> Judge:
+        """Return what judges on the rows that follow the calibration samples."""
+        batches = self.calibrated(seed, samples)[0].held_out
+        return self._once(seed, f"judge of held-out {samples}", lambda: self.judge(batches))
+
+    def judge(self, batches: list[dict[str, Tensor]]) -> Judge:
+        """Return what judges predictions of some batches."""
+        return Judge.on(
+            self.base.model,
+            batches,
+            metrics=self.base.metrics,
+            regression=self.base.regression,
+            tolerance=self._recipe.evaluation.stability_tolerance,
+        )
+
+    def flops_ratio(self, selection: Selection) -> float:
+        """Return the FLOPs of the slim model as a share of the dense one's; nothing is cut for it."""
+        batch, model = next(iter(self.base.measured.values())), self.base.model
+        counts = tuple((len(kept.units), len(kept.kept_groups)) for kept in selection.values())
+        found = self._of_model
+        with self._clock("count FLOPs"):
+            if "dense" not in found:
+                found["dense"] = count_flops(model, batch)
+            if counts not in found:
+                # A model that looks for its images among the tokens cannot be run on shapes alone.
+                device = None if TASKS[self._recipe.task].in_parts else "meta"
+                slim = prune_units(share_weights(model, device=device), selection, self.base.sites, inplace=True)
+                found[counts] = count_flops(slim, batch)
+        return float(found[counts] / found["dense"])
+
+    def _draws(self, seed: int, samples: int) -> Draws:
+        """Return what some cell of this seed and size needs of the calibration split."""
+        grid, section = self._grid, self._recipe.prune.compensation or CompensationSection()
+        automatic = any(alpha in AUTOMATIC for alpha in grid.alphas) and any(map(uses_alpha, grid.criteria))
+        unlabelled = not set(OWN_SAMPLES).isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
+        return Draws(
+            seed=seed,
+            scoring=samples,
+            held_out=HELD_OUT_SAMPLES if automatic else 0,
+            compensation=section.samples if unlabelled else 0,
+        )
+
+    def _once(self, seed: int, what: str, make: Callable[[], Any]) -> Any:
+        """Make something once for a seed; what belongs to another seed is forgotten."""
+        if seed != self._seed:
+            self._seed, self._of_seed = seed, {}
+        if what not in self._of_seed:
+            self._of_seed[what] = make()
+        return self._of_seed[what]

@@ -1,0 +1,66 @@
+"""Runs of the command line and of scripts, in this process: a fresh one takes seconds to import torch."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+import hies_export
+import hies_export.pipeline.bench
+import hies_export.pipeline.run
+from hies_export.checkpoint.folders import new_folder
+from hies_export.cli.main import main
+from hies_export.onnx.export import OnnxExport, export_onnx
+
+
+def hies(*arguments: object) -> int:
+    """Run a command as a user types it, and return its exit code."""
+    return main([str(a) for a in arguments])
+
+
+def run_script(path: Path, *arguments: object) -> None:
+    """Do what `python PATH ARGUMENTS` does. What the script imports from its own folder or registers is forgotten."""
+    modules, criteria = set(sys.modules), dict(hies_export.CRITERIA)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(sys, "argv", [str(path), *(str(a) for a in arguments)])
+        patch.syspath_prepend(path.parent)
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        finally:
+            for name in set(sys.modules) - modules:
+                if Path(getattr(sys.modules[name], "__file__", None) or "").parent == path.parent:
+                    del sys.modules[name]
+            hies_export.CRITERIA.clear()
+            hies_export.CRITERIA.update(criteria)
+
+
+@contextmanager
+def without_tracing() -> Iterator[None]:
+    """Let a run write an ONNX file that is no graph.
+
+    Tracing takes several times as long as all the rest of a tiny run. This is for runs of which a test asserts nothing
+    about ONNX, and which are timed in torch.
+    """
+
+    def write(model: PreTrainedModel, folder: str | Path, *, provider: str = "cpu", **options: Any) -> OnnxExport:
+        with new_folder(Path(folder), overwrite=options.get("overwrite", False)) as staging:
+            (staging / "model.onnx").write_bytes(b"no graph")
+        file = Path(folder) / "model.onnx"
+        return OnnxExport(Path(folder), file, (file.name,), 8, 0.0, provider, "none", (), (), {})
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            # Not where it is defined: what is imported in this block for the first time keeps the real one.
+            defined_here = name == export_onnx.__module__
+            if name.startswith("hies_export.") and not defined_here and vars(module).get("export_onnx") is export_onnx:
+                patch.setattr(module, "export_onnx", write)
+        yield
