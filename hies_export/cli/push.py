@@ -28,16 +28,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Upload the run, and return the repository, its URL, the files and their size."""
-    from ..hub.push import push_to_hub
+    from ..hub.push import Commit, push_to_hub
 
     pushed = push_to_hub(
         options.folder,
         options.repository,
         private=options.private,
-        revision=options.revision,
-        message=options.message,
         license=options.license,
         base_model=options.base_model,
+        commit=Commit(options.revision, options.message),
         overwrite=options.overwrite,
         progress=progress,
     )

@@ -1,4 +1,4 @@
-"""Push what a run wrote to the Hub, as one repository and in one commit."""
+"""Push what a run wrote to the Hub: one repository, one commit."""
 
 from __future__ import annotations
 
@@ -32,22 +32,35 @@ from ..report.plots import CAPTIONS, draw_report
 from ..report.report import Report
 from ..report.text import model_name, title
 
-# What an earlier push wrote and this one may not: these files of a repository of ours go with it.
+MAIN = "main"
+# Files of an earlier push that this one deletes where it does not write them.
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
 _REPLACED_FOLDERS = ("onnx", "images")
-MAIN = "main"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The commit that a push makes.
+
+    Attributes:
+        revision: Branch; made from the main one if there is none of that name.
+        message: Message; by default the report's headline.
+    """
+
+    revision: str = MAIN
+    message: str | None = None
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What `push_to_hub` did.
+    """Where a push went.
 
     Attributes:
         repository: Hub id.
-        url: Of the commit.
-        commit: Its hash.
-        files: Names in the repository of what the run consists of.
-        bytes: Their size together.
+        url: Address of the commit.
+        commit: Hash of the commit.
+        files: Names in the repository of the files of the run.
+        bytes: Size of these files together.
     """
 
     repository: str
@@ -62,42 +75,41 @@ def push_to_hub(
     repository: str,
     *,
     private: bool = False,
-    revision: str = MAIN,
-    message: str | None = None,
     license: str | None = None,
     base_model: str | None = None,
+    commit: Commit | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Pushed:
     """Push a run: the slim checkpoint, `onnx/`, the report, pictures, and a card with metadata.
 
-    All files appear in one commit. Large files are sent before it, each once: after an interruption the same call
-    goes on where it was. The token is the one of `hf auth login` or `HF_TOKEN`.
+    All files appear in one commit. Large files are sent before the commit, each once: after an interruption the same
+    call sends only what is missing. The token is that of `hf auth login` or `HF_TOKEN`.
 
     Source of the ids of licences: https://huggingface.co/docs/hub/repositories-licenses
 
     Args:
-        folder: What `run` wrote.
+        folder: The folder that `run` wrote.
         repository: USER/REPO; made if there is none.
-        private: Make it private.
-        revision: Branch; made from the main one if there is none.
-        message: Of the commit; by default the report's headline.
-        license: Of the model, where the dense model's card names none: one of the Hub's ids, such as "apache-2.0".
+        private: Make the repository private.
+        license: Licence of the model, where the dense model's card names none: an id of the Hub, such as "apache-2.0".
         base_model: Hub id of the dense model, where the run read it from a folder.
+        commit: Branch and message; by default the main branch and the report's headline.
         overwrite: Replace everything in a repository that holds something else.
-        progress: Told about stages.
+        progress: Shows the stages.
 
     Returns:
-        Where it is, and what it consists of.
+        Where the run is now, and which files it has there.
 
     Raises:
-        RequestError: The folder is not a run's, the licence is not known, there is no token, or it has no right to the
-            repository. Nothing was sent.
+        RequestError: The folder is not a run's, the licence is not known, there is no token, or the token has no right
+            to the repository. Nothing was sent.
         OutputExistsError: The repository holds something else and `overwrite` is off. Nothing was sent.
         MissingRuntimeError: matplotlib is not installed.
         PushError: The Hub could not be reached, or the upload did not finish; nothing of it is visible.
     """
-    progress = progress or Silent()
+    progress, commit = progress or Silent(), commit or Commit()
+    revision = commit.revision
     report = _read_run(Path(folder))
     _check_name(repository)
     if get_token() is None:
@@ -107,8 +119,8 @@ def push_to_hub(
         )
     progress.stage("look up")
     api = HfApi(library_name="hies-export")
-    with _told(repository):
-        api.whoami()  # first: without a valid token a private repository looks like none
+    with _explain_failure(repository):
+        api.whoami()  # first: without a valid token a private repository seems not to exist
         info = _look_up(api, repository)
         found = set() if info is None else _files(api, repository, revision)
         base_is_there = base_model is None or _look_up(api, base_model) is not None
@@ -121,7 +133,7 @@ def push_to_hub(
     origin = _origin(report, dense=dense, license=license)
     _check_repository(repository, info, found, private=private, overwrite=overwrite)
     progress.stage("draw")
-    # Where a machine keeps its models is nobody's business.
+    # Without the path of the model on this machine.
     public = replace(report, model=dense or model_name(report))
     contents = _contents(Path(folder), public, repository, None if revision == MAIN else revision, origin)
     _check_card(contents["README.md"], repository)
@@ -129,19 +141,21 @@ def push_to_hub(
     operations: list[CommitOperation] = [CommitOperationDelete(name) for name in stale if name != ".gitattributes"]
     operations += [CommitOperationAdd(name, content) for name, content in contents.items()]
     progress.stage("push")
-    with _told(repository):
+    with _explain_failure(repository):
         if info is None:
             api.create_repo(repository, private=private or None, exist_ok=True)
         if revision != MAIN:
             api.create_branch(repository, branch=revision, exist_ok=True)
-        # Not upload_folder, which makes several commits of a large folder: half of a checkpoint could be seen.
-        commit = api.create_commit(repository, operations, commit_message=message or title(report), revision=revision)
+        # Not upload_folder, which makes several commits of a large folder: readers could see half of a checkpoint.
+        made = api.create_commit(
+            repository, operations, commit_message=commit.message or title(report), revision=revision
+        )
     size = sum(len(c) if isinstance(c, bytes) else Path(c).stat().st_size for c in contents.values())
-    return Pushed(repository, commit.commit_url, commit.oid, tuple(contents), size)
+    return Pushed(repository, made.commit_url, made.oid, tuple(contents), size)
 
 
 def _read_run(folder: Path) -> Report:
-    """The report of a run's folder that has everything a push needs."""
+    """Read the report of a run; refuse a folder without the files that a push needs."""
     needed = ("report.json", "slim/config.json", "slim/hies_plan.json", "onnx/config.json")
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
@@ -164,15 +178,15 @@ def _check_name(repository: str) -> None:
 
 
 def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[str, Any]:
-    """What the model comes from and its licence, as metadata of a card.
+    """Return the base model and the licence, as metadata of a card.
 
     Args:
-        report: Of the run.
-        dense: Hub id of the dense model; of one that is only in a folder, its card says what it comes from.
-        license: What the user says it is.
+        report: Report of the run.
+        dense: Hub id of the dense model; None for a model in a folder, whose card may name its base model.
+        license: Licence that the user gives.
 
     Raises:
-        RequestError: No card names a licence, or one that is not `license`.
+        RequestError: No card names a licence and none is given, or a card names another than the given one.
     """
     cards = [read_card(report.model)] if Path(report.model).is_dir() else []
     base = dense or next((card.get("base_model") for card in cards), None)
@@ -202,7 +216,7 @@ def _look_up(api: HfApi, repository: str) -> ModelInfo | None:
 
 
 def _files(api: HfApi, repository: str, revision: str) -> set[str]:
-    """Names of the files on a branch; of one that is yet to be made, those of the main one."""
+    """Return the names of the files on a branch; for a branch that is yet to be made, those of the main one."""
     try:
         return set(api.list_repo_files(repository, revision=revision))
     except RevisionNotFoundError:
@@ -228,7 +242,7 @@ def _check_repository(
 def _contents(
     folder: Path, report: Report, repository: str, revision: str | None, origin: Mapping[str, Any]
 ) -> dict[str, str | bytes]:
-    """Name in the repository -> file, or bytes."""
+    """Return all files of a push: name in the repository -> path of a file, or bytes."""
     contents: dict[str, str | bytes] = {}
     for source, prefix in ((folder / "slim", ""), (folder / "onnx", "onnx/")):
         for file in sorted(path for path in source.rglob("*") if path.is_file() and not path.name.startswith(".")):
@@ -246,9 +260,9 @@ def _contents(
 
 
 def _check_card(card: str | bytes, repository: str) -> None:
-    """Ask the Hub whether it takes the metadata; a licence that it does not know is found here."""
+    """Refuse metadata that the Hub does not accept, such as a licence that it does not know."""
     assert isinstance(card, bytes)
-    with _told(repository):
+    with _explain_failure(repository):
         try:
             ModelCard(card.decode()).validate()
             problem = ""
@@ -269,8 +283,8 @@ def _is_replaced(name: str) -> bool:
 
 
 @contextmanager
-def _told(repository: str) -> Iterator[None]:
-    """Whatever the client raises, as one sentence that says what to do."""
+def _explain_failure(repository: str) -> Iterator[None]:
+    """Turn whatever the client raises into one sentence that says what to do."""
     try:
         yield
     except Exception as error:  # the Hub, the network, the storage behind it: each raises its own kind

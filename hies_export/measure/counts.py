@@ -13,29 +13,37 @@ from transformers import PreTrainedModel
 from ..model.copies import share_weights
 from ..model.tokens import forward_inputs
 from ..values import PrunableModule
+from .record import Record
 
-T = TypeVar("T")
+T = TypeVar("T", int, float)
 Shape = tuple[int, int]  # (batch, sequence)
 
 
-@dataclass(frozen=True)
-class Both(Generic[T]):
-    """A value of the dense model and one of the slim model."""
+@dataclass(frozen=True, eq=False)
+class Both(Record, Generic[T]):
+    """A number of the dense model and one of the slim model."""
 
     dense: T
     slim: T
 
+    @property
+    def ratio(self) -> float:
+        """The slim model's number as a share of the dense one's."""
+        return self.slim / self.dense
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class FlopCount(Both[int]):
     """Floating-point operations of one forward pass of the two models, at a (batch, sequence)."""
 
     shape: Shape
 
-    @property
-    def ratio(self) -> float:
-        """FLOPs of the slim model, as a share of the dense one's."""
-        return self.slim / self.dense
+
+@dataclass(frozen=True, eq=False)
+class StoredBytes(Both[int]):
+    """Bytes of the dense and slim weights, and of the slim model's ONNX folder (graph and weights)."""
+
+    onnx: int
 
 
 @dataclass(frozen=True)

@@ -7,41 +7,75 @@ from dataclasses import dataclass
 from .counts import Both, FlopCount, Shape
 from .latency import LatencyComparison
 from .ratios import realised_share
+from .record import Record
 from .timing import Phase
 
 
-@dataclass(frozen=True)
-class LatencyRow:
-    """Two models on one runtime at one shape; `asdict` is the row of report.json, its keys in this order."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LatencyRow(Record):
+    """Two models on one runtime at one shape; the fields are the keys of report.json, in its order.
+
+    Rows of older versions lack what has a default here.
+
+    Attributes:
+        runtime: Name of the runtime.
+        provider: Where both ran, asked of the runtime itself.
+        dtype: What they computed in; "dense / slim" where that differs.
+        phase: "forward"; of a model that generates "prefill" or "decode".
+        batch: Rows of the batch.
+        sequence: Tokens per row, as the attention sees them.
+        dense_ms: Median time of the dense model.
+        slim_ms: Median time of the slim model.
+        ratio: Median of the paired ratios slim / dense.
+        ratio_low: Lower end of its 95 % interval.
+        ratio_high: Upper end of it.
+        realised: Share of the FLOPs saved that was saved in time; None where there is none, and of a decode step.
+        flops_ratio: FLOPs slim / dense; None of a decode step.
+        tokens_per_second: Of a decode step, new tokens per second over all rows; else None.
+        dense_p90_ms: Nine runs in ten took no longer.
+        dense_p99_ms: 99 runs in 100 took no longer.
+        slim_p90_ms: As for dense.
+        slim_p99_ms: As for dense.
+        control_ratio: Median of the paired ratios of the dense model to itself (A/A).
+        control_low: Lower end of its 95 % interval.
+        control_high: Upper end of it.
+        noisy: Whether the control shows that the ratio means nothing.
+        repeats: Timed runs of each model.
+        loads: How many times the models were loaded for them.
+        threads: CPU threads within an operator.
+        cuda_graph: Whether replays of CUDA graphs were timed.
+        peak_bytes: Device memory at the peak of a run; None on the CPU.
+        gpu_clock_mhz: The GPU's clock right after the last run; None on the CPU.
+    """
 
     runtime: str
-    provider: str  # where both ran, read from the loaded models
-    dtype: str  # "dense / slim" where they differ
-    phase: Phase
+    provider: str = ""
+    dtype: str = "float32"
+    phase: Phase = "forward"
     batch: int
-    sequence: int  # tokens per row, as the attention sees them
-    dense_ms: float  # median over all runs
+    sequence: int
+    dense_ms: float
     slim_ms: float
-    ratio: float  # median of the paired ratios slim / dense, and its 95 % interval
+    ratio: float
     ratio_low: float
     ratio_high: float
-    realised: float | None  # share of the FLOPs saved that was saved in time; not of a decode step
-    flops_ratio: float | None  # slim / dense; not of a decode step
-    tokens_per_second: Both[float] | None  # over all rows; of a decode step only
-    dense_p90_ms: float
-    dense_p99_ms: float
-    slim_p90_ms: float
-    slim_p99_ms: float
-    control_ratio: float  # of the dense model to itself (A/A)
+    realised: float | None = None
+    flops_ratio: float | None = None
+    tokens_per_second: Both[float] | None = None
+    dense_p90_ms: float | None = None
+    dense_p99_ms: float | None = None
+    slim_p90_ms: float | None = None
+    slim_p99_ms: float | None = None
+    control_ratio: float
     control_low: float
     control_high: float
-    noisy: bool  # by the control, the ratio means nothing
-    repeats: int  # timed runs of each model, over all loads
-    loads: int
-    threads: int
-    cuda_graph: bool
-    peak_bytes: Both[int] | None  # device memory; None on the CPU
-    gpu_clock_mhz: float | None
+    noisy: bool = False
+    repeats: int | None = None
+    loads: int = 1
+    threads: int | None = None
+    cuda_graph: bool = False
+    peak_bytes: Both[int] | None = None
+    gpu_clock_mhz: float | None = None
 
     @classmethod
     def of(

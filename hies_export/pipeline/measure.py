@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..measure import counts
 from ..measure.compare import time_on
-from ..measure.counts import Both, FlopCount, LayerFlops, Shape
+from ..measure.counts import Both, FlopCount, LayerFlops, Shape, StoredBytes
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
 from ..model.copies import convert, parameter_bytes
@@ -26,22 +26,17 @@ from .prepare import Prepared
 
 
 @dataclass(frozen=True)
-class StoredBytes(Both[int]):
-    """Bytes of the dense and slim weights, and of the slim model's ONNX folder (graph and weights)."""
-
-    onnx: int
-
-
-@dataclass(frozen=True)
-class FlopsByLayer(Both[list[LayerFlops]]):
+class FlopsByLayer:
     """The FLOPs of both models layer by layer, at a (batch, sequence)."""
 
+    dense: list[LayerFlops]
+    slim: list[LayerFlops]
     shape: Shape
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What a cut saved; `asdict` has the fields of report.json.
+    """What a cut saved, in the types of the report.
 
     Attributes:
         parameters: Number of parameters.

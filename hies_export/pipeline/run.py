@@ -124,7 +124,7 @@ class _Done:
 
 def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float]) -> Report:
     """Return the report of a run."""
-    plan, measured, evaluation = done.choice.plan, asdict(done.measured), done.evaluation
+    plan, measured, evaluation = done.choice.plan, done.measured, done.evaluation
     metric = done.prepared.metrics[0]
     return Report(
         model=recipe.model,
@@ -133,17 +133,17 @@ def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float]) -> Re
         alpha=plan.alpha,
         seed=plan.seed,
         heads=UnitCounts(plan.heads, plan.removed, [len(kept.units) for kept in plan.kept.values()]),
-        parameters=measured["parameters"],
-        bytes=measured["bytes"],
-        flops=measured["flops"],
-        cache_bytes_per_token=measured["cache_bytes_per_token"],
+        parameters=measured.parameters,
+        bytes=measured.bytes,
+        flops=measured.flops,
+        cache_bytes_per_token=measured.cache_bytes_per_token,
         quality=Quality(metric=metric, **asdict(evaluation.metrics[metric])),
         stability=evaluation.stability,
         cut_max_abs=done.pruned.cut_max_abs,
         reload_max_abs=done.pruned.reload_max_abs,
         onnx_max_abs=done.onnx.max_abs,
         seconds=seconds,
-        latency=measured["latency"],
+        latency=measured.latency,
         environment=environment(),
         details=_details(recipe, done),
     )

@@ -10,9 +10,10 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 from rich.console import Console
 
-from .drawing import latency_bars
+from ..measure.rows import LatencyRow
+from .drawing import latency_scale
 from .jinja import render
-from .report import LatencyRow, Report
+from .report import Report
 from .rows import environment_table, latency_table
 from .terminal import plain_table
 from .text import environment_text, latency_text
@@ -103,17 +104,10 @@ def render_bench(bench: Bench) -> str:
         "bench.html.j2",
         title=bench.title,
         subtitle=environment_text(bench.environment),
-        parts=[
-            {
-                "title": part.title,
-                "names": part.names,
-                "bars": latency_bars(part.rows, part.names),
-                "note": latency_text(part.rows, part.names),
-                "numbers": latency_table(part.rows, part.names),
-            }
-            for part in bench.tables
-            if part.rows
-        ],
+        parts=[part for part in bench.tables if part.rows],
+        place=latency_scale,
+        note=latency_text,
+        numbers=latency_table,
         missing=bench.missing,
         environment=environment_table(bench.environment),
     )

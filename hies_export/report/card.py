@@ -10,10 +10,10 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData, hf_hub_download, metadata_load
 from huggingface_hub.errors import HfHubHTTPError
 
-from .jinja import render
+from .jinja import render_report
 from .report import Report
-from .rows import comparison_table, latency_table, unit_maps
-from .text import budget_text, criterion_text, latency_text, method_text, model_name, title
+from .rows import comparison_table
+from .text import title
 
 # Metadata that the card of a slim model inherits from the dense model's.
 LICENSE_KEYS = ("license", "license_name", "license_link")
@@ -42,26 +42,16 @@ def render_card(
         origin: `base_model` and the licence, as in the metadata of a card; see `read_card`.
         images: File -> its caption.
     """
-    return render(
+    return render_report(
         "card.md.j2",
+        report,
         metadata=card_metadata(report, origin or {}).to_yaml(),
-        title=title(report),
-        name=model_name(report),
-        criterion=criterion_text(report),
-        heads=report.heads,
         comparison=comparison_table(report),
-        budget=budget_text(report),
-        latency=latency_table(report.latency) if report.latency else None,
-        latency_note=latency_text(report.latency) if report.latency else "",
-        method=method_text(report),
         images=images or {},
-        maps=unit_maps(report),
         location=location,
         on_hub="/" in location,
         # A further argument, where there is one.
         revision=f', revision="{revision}"' if revision else "",
-        custom_code=report.details.get("custom_code", False),
-        auto_class=report.details.get("auto_class", "AutoModel"),
         ort_class=ORT_CLASSES.get(report.task),
     )
 

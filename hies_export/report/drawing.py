@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .report import LatencyRow
-from .rows import CUT, UnitMap, pair_text, ratio_text, row_name
+from ..measure.rows import LatencyRow
+from .rows import CUT, UnitMap
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A unit in a map: how full its cell is, from 0 to 1, and whether it was cut."""
 
     shade: float
@@ -40,42 +40,7 @@ class MapFigure:
         return max(len(row) for row in self.rows)
 
 
-@dataclass(frozen=True)
-class Span:
-    """From where to where a bar goes, in percent of the track."""
-
-    left: float
-    width: float
-
-
-@dataclass(frozen=True)
-class LatencyBar:
-    """A row of latency: the paired ratio with its interval, over the control's interval around 1.
-
-    Attributes:
-        runtime, where: Name of the row in two parts; the second is shown muted.
-        value: The ratio as text.
-        note: Ratio and control with their intervals, as text.
-        times: Median times of both models, as text.
-        noisy: Whether the ratio means nothing.
-        one, dot: Place of a ratio of 1, and of the row's, in percent of the track.
-        interval, control: The two intervals.
-    """
-
-    runtime: str
-    where: str
-    value: str
-    note: str
-    times: str
-    noisy: bool
-    one: float
-    dot: float
-    interval: Span
-    control: Span
-
-
-@dataclass(frozen=True)
-class Dot:
+class Dot(NamedTuple):
     """A measured point of a curve; the one that was chosen is drawn larger."""
 
     x: float
@@ -136,39 +101,12 @@ def shaded(marks: Mapping[str, str], shades: Sequence[Sequence[float]]) -> list[
     ]
 
 
-def latency_bars(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> list[LatencyBar]:
-    """Return a bar for every row, all on one scale."""
-    first = names[0]
+def latency_scale(rows: Sequence[LatencyRow]) -> Callable[[float], float]:
+    """Return where a ratio goes on a scale that all rows share, in percent of its width."""
     ends = [end for row in rows for end in (row.ratio_low, row.control_low, row.ratio_high, row.control_high)]
     # One noisy row must not squeeze all the others.
     low, high = max(min((0.95, *ends)), 0.3) - 0.02, min(max((1.05, *ends)), 1.5) + 0.02
-
-    def place(ratio: float) -> float:
-        return 100 * (min(max(ratio, low), high) - low) / (high - low)
-
-    def span(start: float, end: float) -> Span:
-        return Span(place(start), max(0.4, place(end) - place(start)))
-
-    def bar(row: LatencyRow) -> LatencyBar:
-        name = row_name(row).replace(" x ", " × ")
-        runtime, where = (row["model"], name) if row.get("model") else name.split(" ", 1)
-        control = f"{row.control_ratio:.3f} [{row.control_low:.3f}, {row.control_high:.3f}]"
-        against = f"{first} / {first} {control}"
-        speed = f", {pair_text(row.tokens_per_second)} tokens/s" if row.tokens_per_second else ""
-        return LatencyBar(
-            runtime=runtime,
-            where=where,
-            value="noisy" if row.noisy else f"{row.ratio:.3f}",
-            note=f"{against}: too noisy to compare" if row.noisy else f"{ratio_text(row)}; {against}",
-            times=f"{row.dense_ms:.1f} → {row.slim_ms:.1f} ms{speed}",
-            noisy=row.noisy,
-            one=place(1),
-            dot=place(row.ratio),
-            interval=span(row.ratio_low, row.ratio_high),
-            control=span(row.control_low, row.control_high),
-        )
-
-    return [bar(row) for row in rows]
+    return lambda ratio: 100 * (min(max(ratio, low), high) - low) / (high - low)
 
 
 def curve_places(

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import json
 
-from .drawing import Curve, Dot, MapFigure, curve_places, latency_bars, number_figure, plan_figure
-from .jinja import render
+from .drawing import Curve, Dot, MapFigure, curve_places, latency_scale, number_figure, plan_figure
+from .jinja import render_report
 from .report import Report
 from .rows import (
     CUT,
     UnitMap,
     check_table,
     environment_table,
-    layer_table,
     percentile_table,
     quality_table,
     row_name,
     size_rows,
     unit_maps,
 )
-from .text import agreement, budget_text, criterion_text, latency_text, method_text, model_name, title
+from .text import agreement, criterion_text, model_name
 
 # Numbers of a head that have a map: title, and how to read it.
 MAPS = {
-    "score": ("Score", "the heads with the smallest scores were cut"),
+    "score": ("Score", "the lowest are cut first"),
     "his": ("Importance (HIS)", "how strongly the loss changes with the head"),
     "entropy": ("Attention entropy", "0: attends to one token, 1: to all alike"),
 }
@@ -40,32 +39,23 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         report: What to show.
         location: The folder or Hub id that the slim checkpoint is loaded from.
     """
-    details, layers = report.details, report.details.get("flops_per_layer")
-    subtitle = f"{model_name(report)} · {report.task} · {criterion_text(report)} · seed {report.seed}"
-    return render(
+    return render_report(
         "report.html.j2",
-        title=title(report),
-        subtitle=subtitle,
-        report=report,
+        report,
+        subtitle=f"{model_name(report)} · {report.task} · {criterion_text(report)} · seed {report.seed}",
         location=location,
         tiles=_tiles(report),
-        maps=[(units, _figures(units), _numbers(units)) for units in unit_maps(report)],
-        budget=budget_text(report),
+        figures={units.unit: _figures(units) for units in unit_maps(report)},
+        numbers={units.unit: _numbers(units) for units in unit_maps(report)},
         quality=quality_table(report),
-        stability_of=details.get("stability_of", "prediction"),
-        uncompensated=details.get("uncompensated"),
+        stability_of=report.details.get("stability_of", "prediction"),
+        uncompensated=report.details.get("uncompensated"),
         alpha_curve=_alpha_curve(report),
         sizes=size_rows(report),
-        bars=latency_bars(report.latency),
-        latency_note=latency_text(report.latency) if report.latency else "",
+        place=latency_scale(report.latency),
         percentiles=percentile_table(report.latency),
-        layers=layer_table(layers["dense"], layers["slim"]) if layers else None,
-        layers_shape=layers["shape"] if layers else None,
-        method=method_text(report),
         checks=check_table(report).rows,
         environment=environment_table(report.environment),
-        auto_class=details.get("auto_class", "AutoModel"),
-        custom_code=details.get("custom_code", False),
     )
 
 

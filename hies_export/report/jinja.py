@@ -8,10 +8,36 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from .report import Report
+from .rows import latency_table, layer_table, pair_text, ratio_text, row_name, unit_maps
+from .text import budget_text, criterion_text, latency_text, method_text, model_name, title
+
 
 def render(template: str, **values: Any) -> str:
     """Fill a template of `report/templates/`."""
     return environment().get_template(template).render(values)
+
+
+def render_report(template: str, report: Report, **values: Any) -> str:
+    """Fill a template with what every page about a run shows, and with further values."""
+    details, layers = report.details, report.details.get("flops_per_layer")
+    return render(
+        template,
+        report=report,
+        title=title(report),
+        name=model_name(report),
+        criterion=criterion_text(report),
+        budget=budget_text(report),
+        method=method_text(report),
+        maps=unit_maps(report),
+        latency=latency_table(report.latency) if report.latency else None,
+        latency_note=latency_text(report.latency) if report.latency else "",
+        layers=layer_table(layers["dense"], layers["slim"]) if layers else None,
+        layers_shape=layers["shape"] if layers else None,
+        auto_class=details.get("auto_class", "AutoModel"),
+        custom_code=details.get("custom_code", False),
+        **values,
+    )
 
 
 @cache
@@ -31,6 +57,7 @@ def environment(*packages: str) -> Environment:
         keep_trailing_newline=True,
     )
     made.filters |= {"md": escape_markdown, "code": code_span}
+    made.filters |= {"row_name": row_name, "ratio_text": ratio_text, "pair_text": pair_text}
     return made
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import LatencyRow, Report
+from ..measure.rows import LatencyRow
+from .report import Report
 from .rows import CUT, KEPT, row_name, unit_maps
 from .style import COLOURS, MARKERS, head_map, new_figure, require_matplotlib, write_figures
 

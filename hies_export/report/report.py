@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, field, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..errors import RequestError
+from ..measure.counts import Both, FlopCount, StoredBytes
+from ..measure.record import Record
+from ..measure.rows import LatencyRow
 from ..values import dump_json
 
 
-class Part(Mapping[str, Any]):
-    """A part of the report, typed, which also answers to the keys of report.json: `report.quality["slim"]`."""
-
-    def __getitem__(self, key: str) -> Any:
-        return vars(self)[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self))
-
-    def __len__(self) -> int:
-        return len(vars(self))
-
-
-# Without `eq`, which would refuse to compare a part with a mapping.
 @dataclass(frozen=True, eq=False)
-class UnitCounts(Part):
+class UnitCounts(Record):
     """How many units of a kind, such as heads, the dense model has and how many were removed.
 
     Attributes:
@@ -49,89 +39,12 @@ class UnitCounts(Part):
 
 
 @dataclass(frozen=True, eq=False)
-class DenseSlim(Part):
-    """A number of the dense model and the same number of the slim one."""
-
-    dense: int | float
-    slim: int | float
-
-    @property
-    def ratio(self) -> float:
-        """The slim model's number as a share of the dense one's."""
-        return self.slim / self.dense
-
-
-@dataclass(frozen=True, eq=False)
-class WeightBytes(DenseSlim):
-    """Bytes of both checkpoints' weights, and of the slim model's ONNX graph and weights."""
-
-    onnx: int
-
-
-@dataclass(frozen=True, eq=False)
-class Flops(DenseSlim):
-    """Floating-point operations of one forward pass at `shape`, (batch, sequence)."""
-
-    shape: Sequence[int]
-
-
-@dataclass(frozen=True, eq=False)
-class Quality(Part):
+class Quality(Record):
     """The first metric of the recipe, by name, and its value for both models."""
 
     metric: str
     dense: float
     slim: float
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LatencyRow(Part):
-    """Both models timed on one runtime at one shape. Reports of older versions lack what has a default.
-
-    Attributes:
-        runtime, provider, dtype: What ran the models, on which device or provider, and in which precision.
-        phase: "forward"; of models that generate, "prefill" or "decode".
-        batch, sequence: The shape.
-        dense_ms, slim_ms: Median times in milliseconds; `_p90_ms` and `_p99_ms` are percentiles.
-        ratio, ratio_low, ratio_high: Median of the paired ratios slim / dense, and its 95 % interval.
-        realised: Share of the saved FLOPs that was saved in time; None where FLOPs do not decide.
-        flops_ratio: FLOPs of the slim model as a share of the dense one's.
-        tokens_per_second: Of the phase "decode".
-        control_ratio, control_low, control_high: As `ratio`, of the dense model against itself.
-        noisy: Whether the control shows that the ratio means nothing.
-        repeats, loads, threads, cuda_graph: How often and how it was timed.
-        peak_bytes: Device memory at the peak of a run.
-        gpu_clock_mhz: The GPU's clock after the last run.
-    """
-
-    runtime: str
-    provider: str = ""
-    dtype: str = "float32"
-    phase: str = "forward"
-    batch: int
-    sequence: int
-    dense_ms: float
-    slim_ms: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    realised: float | None = None
-    flops_ratio: float | None = None
-    tokens_per_second: DenseSlim | None = None
-    dense_p90_ms: float | None = None
-    dense_p99_ms: float | None = None
-    slim_p90_ms: float | None = None
-    slim_p99_ms: float | None = None
-    control_ratio: float
-    control_low: float
-    control_high: float
-    noisy: bool = False
-    repeats: int | None = None
-    loads: int = 1
-    threads: int | None = None
-    cuda_graph: bool = False
-    peak_bytes: DenseSlim | None = None
-    gpu_clock_mhz: float | None = None
 
 
 @dataclass(frozen=True)
@@ -169,9 +82,9 @@ class Report:
     alpha: float | None
     seed: int
     heads: UnitCounts
-    parameters: DenseSlim
-    bytes: WeightBytes
-    flops: Flops
+    parameters: Both[int]
+    bytes: StoredBytes
+    flops: FlopCount
     quality: Quality
     stability: float
     cut_max_abs: float
@@ -180,7 +93,7 @@ class Report:
     seconds: Mapping[str, float]
     latency: Sequence[LatencyRow]
     environment: Mapping[str, Any]
-    cache_bytes_per_token: DenseSlim | None = None
+    cache_bytes_per_token: Both[int] | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
@@ -205,7 +118,10 @@ class Report:
             known = {f.name: f.name in values or f.default is MISSING for f in fields(cls)}
             return cls(**{name: values[name] for name, wanted in known.items() if wanted})
         except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = repr(error)
+            if isinstance(error, ValidationError):
+                reason = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise RequestError(
-                f"a report must be a report.json or a run's folder, but {path} is not ({error!r}); "
+                f"a report must be a report.json or a run's folder, but {path} is not ({reason}); "
                 "give the folder a run wrote"
             ) from error

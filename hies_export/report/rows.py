@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..measure.counts import Both
+from ..measure.rows import LatencyRow
 from ..values import PruningPlan
-from .report import DenseSlim, LatencyRow, Report
+from .report import Report
 from .text import agreement
 
 KEPT, CUT = "■", "·"
@@ -41,16 +43,8 @@ class UnitMap:
         return [line.count(KEPT) for line in self.marks.values()]
 
 
-@dataclass(frozen=True)
-class SizeRow:
-    """A size of both models.
-
-    Attributes:
-        name: What is counted.
-        dense, slim: The two sizes with their unit, as text.
-        change: Of the slim model, in percent, as text.
-        ratio: The slim model's size as a share of the dense one's.
-    """
+class SizeRow(NamedTuple):
+    """A size of both models with its unit, the change in percent, and the slim model's share of the dense one's."""
 
     name: str
     dense: str
@@ -75,7 +69,7 @@ def unit_maps(report: Report) -> tuple[UnitMap, ...]:
 def size_rows(report: Report) -> list[SizeRow]:
     """Return the sizes of both models, from parameters to the cache."""
     batch, sequence = report.flops.shape
-    sizes: list[tuple[str, DenseSlim | None, str]] = [
+    sizes: list[tuple[str, Both[Any] | None, str]] = [
         ("parameters", report.parameters, ""),
         ("checkpoint weights", report.bytes, "B"),
         (f"FLOPs at {batch} x {sequence}", report.flops, ""),
@@ -94,7 +88,7 @@ def comparison_table(report: Report) -> Table:
     before = report.details.get("uncompensated")
     rows = [
         ("attention heads", f"{heads.total}", f"{heads.kept}", _change(heads.total, heads.kept)),
-        *((size.name, size.dense, size.slim, size.change) for size in size_rows(report)),
+        *(size[:4] for size in size_rows(report)),
         _quality_row(quality.metric, quality),
         (agreement(report), "", f"{report.stability:.1%}", ""),
         *(_quality_row(name, values) for name, values in report.details.get("benchmarks", {}).items()),
@@ -209,7 +203,7 @@ def ratio_text(row: LatencyRow) -> str:
     return "noisy" if row.noisy else f"{row.ratio:.3f} [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
 
 
-def pair_text(values: DenseSlim | None, *, scale: float = 1.0) -> str:
+def pair_text(values: Both[Any] | None, *, scale: float = 1.0) -> str:
     """Return "dense → slim" of two numbers, multiplied by `scale`; empty without numbers."""
     numbers = [values.dense * scale, values.slim * scale] if values else []
     return " → ".join(f"{number:.0f}" if number >= 100 else f"{number:.3g}" for number in numbers)

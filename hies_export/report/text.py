@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import LatencyRow, Report
+from ..measure.rows import LatencyRow
+from .report import Report
 
 
 def model_name(report: Report) -> str:

@@ -17,10 +17,12 @@ from support.reports import latency_row, make_report
 
 from hies_export.errors import RequestError
 from hies_export.report.bench import Bench, print_bench, read_report, render_bench
+from hies_export.report.card import render_card
 from hies_export.report.html import render_html
 from hies_export.report.markdown import render_markdown
 from hies_export.report.report import Report
 from hies_export.report.rows import KEPT
+from hies_export.report.terminal import print_report
 
 
 class Page(HTMLParser):
@@ -190,6 +192,62 @@ def test_names_cannot_become_markup() -> None:
     text = render_html(Report(**{**vars(report), "model": evil, "details": details}))
     assert [tag for tag, _ in Page(text).tags].count("script") == 2
     assert "<script>alert" not in text
+
+
+EVIL = "<img src=x>|`"
+
+
+def evil_report() -> Report:
+    """A report in which every name that a recipe, a model or a machine can choose is an HTML element."""
+    budget = {"kind": "latency", "runtime": EVIL, "batch": 8, "sequence": 128, "noisy": False}
+    layers = [{"layer": EVIL, "projections": 3e6, "products": 1e6, "other": 8e6}]
+    data = {"labels": "data", "calibration_samples": 8, "evaluation_samples": 8, "evaluation_split": EVIL}
+    pair = {EVIL: {"dense": 0.9, "slim": 0.89}}
+    details = {
+        "head_map": {EVIL: KEPT * 4},
+        "heads": {EVIL: {"his": [0.0, 1.0, 2.0, 3.0]}},
+        "metrics": pair,
+        "benchmarks": pair,
+        "uncompensated": {"metrics": {EVIL: 0.85}, "stability": 0.8},
+        "budget": {**budget, "target": 0.85, "predicted": 0.84, "measured": 0.86},
+        "flops_per_layer": {"dense": layers, "slim": layers, "shape": [8, 128]},
+        "stability_of": EVIL,
+        "data": data,
+    }
+    return dataclasses.replace(
+        make_report(),
+        model=EVIL,
+        criterion=EVIL,
+        quality={"metric": EVIL, "dense": 0.9, "slim": 0.89},
+        latency=[latency_row(EVIL, 0.8, dtype=EVIL), latency_row(EVIL, 0.8, noisy=True, cuda_graph=True, loads=2)],
+        environment={"cpu": EVIL},
+        seconds={EVIL: 1.0},
+        details=details,
+    )
+
+
+def test_names_are_text_on_every_page() -> None:
+    row = latency_row(EVIL, 0.8, model=EVIL)
+    table = {"title": EVIL, "names": [EVIL, EVIL], "rows": [row]}
+    bench = Bench.from_values({"title": EVIL, "tables": [table], "missing": [EVIL], "environment": {"cpu": EVIL}})
+    for text in (render_html(evil_report()), render_bench(bench)):
+        page = Page(text)
+        assert "img" not in [tag for tag, _ in page.tags]
+        assert EVIL in "".join(page.words)
+    for text in (render_markdown(evil_report()), render_card(evil_report()).split("\n---\n")[1]):
+        # What is left of "<" after the code spans, which show it as it is.
+        assert "<" not in re.sub(r"(`+) .*? \1", "", text)
+        tables = re.findall(r"(?m)^\|.*\n(?:\|.*\n)+", text)
+        assert tables
+        for table in tables:
+            assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+
+
+def test_a_terminal_shows_names_as_they_are() -> None:
+    out = io.StringIO()
+    report = dataclasses.replace(make_report(), latency=[latency_row("[red]torch[/]", 0.8)])
+    print_report(report, Console(file=out, width=140))
+    assert "[red]torch[/] 8 x 128" in out.getvalue()
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,14 @@ def test_what_is_drawn(ran: Path) -> None:
     assert "No quality is predicted" in draw(
         Exploration("m", exploration.statistics, "model", exploration.plan, 0.01, "", "accuracy"), 0.5, 0.5, "global"
     )
+
+
+def test_names_are_text_on_the_page(ran: Path, tmp_path: Path) -> None:
+    exploration = replace(read_exploration(ran), model="<img src=m>", shape="<img src=x>")
+    measured = replace(exploration.measured[0], how="<img src=x>")
+    page = draw(replace(exploration, measured=(measured,)), 0.5, 0.5, "uniform")
+    assert page.count("&lt;img src=x&gt;") == 2
+    assert "<img" not in page + save(exploration, tmp_path, 0.5, 0.5, "uniform")
 
 
 def test_a_folder_that_is_not_a_run(tmp_path: Path, ran: Path, capsys: pytest.CaptureFixture[str]) -> None:

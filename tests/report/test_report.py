@@ -1,0 +1,54 @@
+"""report.json: written, read, and read by its keys as by its fields."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.reports import make_report
+
+from hies_export.errors import RequestError
+from hies_export.report.report import Report
+
+
+def test_a_report_is_what_its_file_says(tmp_path: Path) -> None:
+    report = make_report()
+    (tmp_path / "report.json").write_text(report.to_json())
+    assert Report.from_file(tmp_path) == Report.from_file(tmp_path / "report.json") == report
+    values = json.loads(report.to_json())
+    assert report.summary() == {name: value for name, value in values.items() if name != "details"} | {
+        "flops": {**values["flops"], "shape": (8, 128)}
+    }
+
+
+def test_fields_answer_to_the_keys_of_the_file() -> None:
+    report = make_report()
+    assert report.parameters == {"dense": 1000, "slim": 800}
+    assert report.quality["slim"] == report.quality.slim == 0.89
+    assert {**report.flops} == {"dense": 10**9, "slim": 8 * 10**8, "shape": (8, 128)}
+    assert [row["runtime"] for row in report.latency] == [row.runtime for row in report.latency]
+    with pytest.raises(KeyError, match="dens"):
+        report.quality["dens"]
+
+
+def test_reports_of_older_versions_are_read(tmp_path: Path) -> None:
+    """The first version had no cache, no phases, and no control that could call a row noisy."""
+    values = json.loads(make_report().to_json())
+    del values["cache_bytes_per_token"]
+    names = ("runtime", "provider", "batch", "sequence", "dense_ms", "slim_ms", "ratio", "ratio_low", "ratio_high")
+    names += ("realised", "control_ratio", "control_low", "control_high")
+    values["latency"] = [{name: row[name] for name in names} for row in values["latency"]]
+    (tmp_path / "report.json").write_text(json.dumps(values))
+    report = Report.from_file(tmp_path)
+    assert report.cache_bytes_per_token is None
+    assert [(row.phase, row.dtype, row.noisy, row.dense_p90_ms) for row in report.latency] == [
+        ("forward", "float32", False, None)
+    ] * 3
+
+
+@pytest.mark.parametrize("change", [{"heads": {"total": 12}}, {"parameters": {"dense": "many", "slim": 1}}])
+def test_a_file_that_is_no_report_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(json.loads(make_report().to_json()) | change))
+    with pytest.raises(RequestError, match=f"a report must be a report.json .*{next(iter(change))}"):
+        Report.from_file(tmp_path)
