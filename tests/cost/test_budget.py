@@ -25,7 +25,7 @@ from hies_export.measure.ratios import is_noisy
 from hies_export.measure.timing import Timing
 from hies_export.pipeline.search import most_within, quality_loss
 from hies_export.recipe import BudgetSection, PruningRecipe
-from hies_export.select.budget import CostTable, check_reachable, counts_within
+from hies_export.select.budget import CostTable, check_reachable, counts_within, shares_to_try
 from hies_export.select.bundles import bundle_count
 from hies_export.select.constraints import Constraints
 from hies_export.select.knapsack import least_loss
