@@ -166,6 +166,7 @@ class PrunableModule(Units):
     are coupled to them.
 
     Attributes:
+        name, units, groups: See `Units`.
         kind: "attention".
         unit_width: Input columns of the consumer that belong to one unit.
         consumer: Dotted name of the linear layer that reads the units in order, such as `o_proj`.

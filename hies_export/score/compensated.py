@@ -57,8 +57,7 @@ def score_compensated(
         RecipeError: The ridge is not positive.
 
     Examples:
-        >>> scores = score_compensated(collect_effects(model, batches, modules), modules)
-        >>> scores.criterion
+        >>> score_compensated(collect_effects(model, batches, modules), modules).criterion
         'hies-compensated'
     """
     if not ridge > 0:
