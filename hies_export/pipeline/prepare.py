@@ -76,13 +76,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Samples:
-    """What is drawn from the calibration split, once: the three overlap, and are samples for a `Reader`.
-
-    Attributes:
-        scoring: Those to score heads on.
-        held_out: Those after them.
-        compensation: Those to refit on, from the first again.
-    """
+    """What is drawn from the calibration split: those to score on, those after them, and those to refit on."""
 
     scoring: datasets.Dataset
     held_out: datasets.Dataset
@@ -109,7 +103,8 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
     reader = _reader(recipe, config)
     samples = _draw(recipe, reader)
     if loaded is None:
-        evaluation_samples = _load(recipe, reader, recipe.evaluation.split, samples=recipe.evaluation.samples)
+        source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
+        judged = reader.load(recipe.evaluation.split, samples=recipe.evaluation.samples, **source)
         model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
     else:
         model = loaded.model
@@ -123,10 +118,6 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
     scored = _in_towers(model, sites, recipe.prune.towers)
     check = check_constraints if recipe.prune.budget.heads is None else check_budget
     check(scored, **budget_options(recipe))
-    if loaded is None:
-        evaluation = _shortest_first(reader, evaluation_samples, recipe.evaluation.batch_size)
-    else:
-        evaluation = loaded.evaluation
     return Prepared(
         model=model,
         processor=reader.processor,
@@ -134,8 +125,8 @@ def prepare(recipe: PruningRecipe, *, loaded: Prepared | None = None) -> Prepare
         scored=scored,
         calibration=calibration,
         held_out=_shortest_first(reader, samples.held_out, size),
-        compensation=_batches(reader.unlabelled(), samples.compensation, size),
-        evaluation=evaluation,
+        compensation=reader.unlabelled().batches(samples.compensation, batch_size=size),
+        evaluation=loaded.evaluation if loaded else _shortest_first(reader, judged, recipe.evaluation.batch_size),
         metrics=metrics,
         regression=regression,
         runtimes=runtimes,
@@ -201,12 +192,6 @@ def _reader(recipe: PruningRecipe, config: Any) -> Reader:
     )
 
 
-def _load(
-    recipe: PruningRecipe, reader: Reader, split: str, *, samples: int | None, seed: int | None = None
-) -> datasets.Dataset:
-    return reader.load(split, name=recipe.data.name, files=recipe.data.files, samples=samples, shuffle_seed=seed)
-
-
 def _draw(recipe: PruningRecipe, reader: Reader) -> _Samples:
     """Draw all samples of the calibration split at once."""
     calibration, compensation, prune = recipe.calibration, recipe.prune.compensation, recipe.prune
@@ -214,7 +199,8 @@ def _draw(recipe: PruningRecipe, reader: Reader) -> _Samples:
     held_out = MAX_DROP_SAMPLES if prune.budget.max_drop is not None else HELD_OUT_SAMPLES if auto else 0
     refitting = 0 if compensation is None else compensation.samples
     most = max(calibration.samples + held_out, refitting)
-    drawn = _load(recipe, reader, calibration.split, samples=most, seed=calibration.seed)
+    source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
+    drawn = reader.load(calibration.split, samples=most, shuffle_seed=calibration.seed, **source)
     if held_out and len(drawn) <= calibration.samples:
         what, remedy = ("alpha: auto", "set alpha") if auto else ("max_drop", "choose another budget")
         raise RequestError(
@@ -232,13 +218,8 @@ def _draw(recipe: PruningRecipe, reader: Reader) -> _Samples:
     )
 
 
-def _batches(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
-    return reader.batches(samples, batch_size=batch_size) if len(samples) else []
-
-
 def _shortest_first(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
-    batches = _batches(reader, samples, batch_size)
-    return batches and by_length(batches, config=reader.config)
+    return by_length(reader.batches(samples, batch_size=batch_size), config=reader.config)
 
 
 def _warn_of_one_class(batches: Sequence[Batch], *, regression: bool) -> None:
