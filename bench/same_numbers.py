@@ -493,6 +493,8 @@ def record(out: Path, *, package: Path, only: Sequence[str], folder: Path) -> in
 
 def check_package(package: Path, environment: Mapping[str, str]) -> None:
     """Exit unless the processes import `hies_export` from the checkout."""
+    if not (package / "hies_export").is_dir():
+        sys.exit(f"--package must be a checkout with the folder hies_export, got {package}")
     command = [sys.executable, "-c", "import hies_export; print(hies_export.__file__)"]
     process = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True)
     where = process.stdout.strip()

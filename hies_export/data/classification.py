@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import datasets
 import torch
@@ -22,25 +22,22 @@ class ClassificationReader(Reader):
     Batches have `labels` (batch,): int64 classes, or float32 for regression.
     """
 
-    def check_targets(self, rows: datasets.Dataset) -> None:
-        """Check that every row has a label that the model knows."""
+    def _check_targets(self, rows: datasets.Dataset) -> None:
         if self.columns.label:
             read_labels(rows, column=self.columns.label, config=self.config)
 
-    def batches(self, samples: datasets.Dataset, *, batch_size: int) -> list[Batch]:
-        """Encode the inputs of each batch, and put its labels beside them."""
+    def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         labels: torch.Tensor | None = None
         if self.columns.label:
             dtype = torch.float32 if is_regression(self.config) else torch.int64
             labels = torch.tensor(read_labels(samples, column=self.columns.label, config=self.config), dtype=dtype)
-        encode, found = self.encoder(samples), []
+        encode = self._encoder(samples)
         for part in batched(range(len(samples)), batch_size):
             batch = encode(part)
-            found.append(batch if labels is None else batch | {"labels": labels[part]})
-        return found
+            yield batch if labels is None else batch | {"labels": labels[part]}
 
     @abstractmethod
-    def encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
+    def _encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
         """Return a function from the numbers of some samples to the model's inputs."""
 
 
@@ -51,8 +48,7 @@ class TextReader(ClassificationReader):
     on the tokenizer's side.
     """
 
-    def input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        """Return the text columns."""
+    def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
         if not 1 <= len(self.columns.text) <= 2:
             raise DataError(
                 f"text-classification needs one or two data.text columns, got {len(self.columns.text)}; the data has "
@@ -60,8 +56,7 @@ class TextReader(ClassificationReader):
             )
         return self.columns.text
 
-    def encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
-        """Tokenise, cut and pad."""
+    def _encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
         settle_padding(self.processor, self.config)
         limit = token_limit(self.processor, self.config, self.max_length)
         # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
@@ -88,16 +83,14 @@ class TextReader(ClassificationReader):
 class ImageReader(ClassificationReader):
     """Reads an image column; batches have `pixel_values`, (batch, 3, height, width)."""
 
-    def input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        """Return the image column."""
+    def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
         if self.columns.image is None:
             raise DataError(
                 "image-classification needs a data.image column, got 0; the data has " + listed(rows.column_names)
             )
         return (self.columns.image,)
 
-    def encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
-        """Decode and preprocess."""
+    def _encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
         column = str(self.columns.image)
         images = as_images(samples, column)
 

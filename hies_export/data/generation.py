@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -46,15 +46,13 @@ class GenerationReader(Reader):
         """The prompt's template and the column of answers."""
         return {"prompt": str(self.columns.prompt), "answer": str(self.columns.answer)}
 
-    def check_targets(self, rows: datasets.Dataset) -> None:
-        """Check that every row fills the prompt and has an answer, and that the right choice is one of the choices."""
+    def _check_targets(self, rows: datasets.Dataset) -> None:
         if self.prompted:
             check_prompt(rows, **self.template)
             if self.columns.label:
                 right_choice(rows, answer=self.template["answer"], label=self.columns.label)
 
-    def as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
-        """Return a row for each pair of a prompt and its answer."""
+    def _as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         if self.columns.label:
             rows = right_choice(rows, answer=self.template["answer"], label=self.columns.label)
         return one_row_per_question(rows, **self.template)
@@ -74,8 +72,7 @@ class GenerationReader(Reader):
 class TextGenerationReader(GenerationReader):
     """Reads plain text, or prompts and answers; too long prompts lose their beginning."""
 
-    def input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        """Return the column of plain text, if that is what is read."""
+    def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
         columns, has = self.columns, f"the data has {listed(rows.column_names)}"
         if not self.prompted and (columns.prompt, columns.answer) != (None, None):
             raise DataError(f"data.prompt and data.answer go together, got only one of them; {has}")
@@ -86,10 +83,9 @@ class TextGenerationReader(GenerationReader):
             )
         return columns.text
 
-    def as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
-        """Return a row for each prompt, or for each block of packed text."""
+    def _as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         if self.prompted:
-            return super().as_samples(rows)
+            return super()._as_samples(rows)
         if not self.packing:
             return rows
         length = token_limit(self.processor, self.config, self.max_length) or BLOCK_LENGTH
@@ -99,13 +95,13 @@ class TextGenerationReader(GenerationReader):
         blocks = pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length)
         return datasets.Dataset.from_dict({BLOCK: blocks})
 
-    def batches(self, samples: datasets.Dataset, *, batch_size: int) -> list[Batch]:
-        """Make batches of blocks, of texts or of prompts with answers."""
+    def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         if samples.column_names == [BLOCK]:
-            return [self._blocks(samples, part) for part in batched(range(len(samples)), batch_size)]
-        tokenizer, limit = self.prepare_tokenizer()
-        counted = (self._answers if self.prompted else self._plain_texts)(samples, tokenizer, limit)
-        return [self._padded(part, tokenizer) for part in batched(counted, batch_size)]
+            yield from (self._blocks(samples, part) for part in batched(range(len(samples)), batch_size))
+        else:
+            tokenizer, limit = self.prepare_tokenizer()
+            counted = (self._answers if self.prompted else self._plain_texts)(samples, tokenizer, limit)
+            yield from (self._padded(part, tokenizer) for part in batched(counted, batch_size))
 
     def _blocks(self, samples: datasets.Dataset, part: list[int]) -> Batch:
         """A batch of packed blocks: every token is real and is a label."""

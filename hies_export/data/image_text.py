@@ -31,8 +31,7 @@ class ImageTextReader(GenerationReader):
     hundred may fail to decode; such samples are left out.
     """
 
-    def input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        """Return the image column; prompts and answers are checked as targets."""
+    def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
         if self.columns.image is None or not self.prompted:
             raise DataError(
                 "image-text-to-text needs data.image, data.prompt and data.answer, but not all are given; the data has "
@@ -40,12 +39,10 @@ class ImageTextReader(GenerationReader):
             )
         return (self.columns.image,)
 
-    def batches(self, samples: datasets.Dataset, *, batch_size: int) -> list[Batch]:
-        """Make batches of the samples whose image decodes."""
+    def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         tokenizer, limit = self.prepare_tokenizer()
         texts, column = self.texts(samples), str(self.columns.image)
         good = _decodable(as_images(samples, column), column)
-        found = []
         for part in batched(good, batch_size):
             rows = [row for row, _ in part]
             pairs = [self._prompt_and_answer(texts[row]) for row in rows]
@@ -62,8 +59,7 @@ class ImageTextReader(GenerationReader):
                         f"has {length}; raise max_length, or shorten the prompt"
                     )
             check_vocabulary(encoded["input_ids"], self.config)
-            found.append(with_positions(encoded, self.config, _labels(encoded, answer_tokens)))
-        return found
+            yield with_positions(encoded, self.config, _labels(encoded, answer_tokens))
 
     def _prompt_and_answer(self, row: dict[str, Any]) -> tuple[str, str]:
         prompt, answer = filled(row, **self.template)

@@ -23,7 +23,7 @@ def by_length(batches: Sequence[dict[str, Tensor]], *, config: Any) -> list[dict
         Batches of the same samples, sorted by length; samples of equal length keep their order. A model predicts the
         same for each of them.
     """
-    if not all(_is_text(batch) for batch in batches):
+    if not batches or not all(_is_text(batch) for batch in batches):
         return list(batches)
     samples = [
         {key: value[row] for key, value in batch.items()} for batch in batches for row in range(len(batch["input_ids"]))

@@ -74,20 +74,10 @@ class Reader(ABC):
         samples: int | None = None,
         shuffle_seed: int | None = None,
     ) -> datasets.Dataset:
-        """Load a split, check its rows and draw samples from them.
-
-        Args:
-            split: As `load_rows` takes it, and so `name` and `files`.
-            name: A Hub dataset, or
-            files: local ones.
-            samples: As `draw` takes it, and so `shuffle_seed`.
-            shuffle_seed: Draw in a seeded random order.
-
-        Returns:
-            Samples for `batches`.
+        """Load rows as `load_rows` does, `check` them, and `draw` samples from them.
 
         Raises:
-            DataError: As `load_rows`, `check` and `draw`.
+            DataError: One of the three refuses.
         """
         wanted: dict[str, Any] = {"samples": samples, "shuffle_seed": shuffle_seed}
         rows = load_rows(name=name, files=files, split=split, **(wanted if self.a_row_is_a_sample else {}))
@@ -104,7 +94,7 @@ class Reader(ABC):
             DataError: A column is missing or of the wrong kind, a row has no text, image or usable label, or the
                 prompt names no column.
         """
-        columns, inputs = self.columns, self.input_columns(rows)
+        columns, inputs = self.columns, self._input_columns(rows)
         for column in (*inputs, *([columns.label] if columns.label else [])):
             if column not in rows.column_names:
                 raise DataError(f"the data must have the column {column!r}, but it has {listed(rows.column_names)}")
@@ -118,23 +108,15 @@ class Reader(ABC):
             for row, value in enumerate(rows.with_format("arrow")[column][:]):
                 if not value.is_valid:
                     raise DataError(f"every row must have a {column!r}, but row {row} (from 0) has none")
-        self.check_targets(rows)
+        self._check_targets(rows)
 
     @abstractmethod
-    def input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        """Return the text or image columns that are read as they are.
-
-        Raises:
-            DataError: `columns` names others than the task needs.
-        """
+    def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
+        """Return the text or image columns that are read as they are; refuse `columns` that the task cannot read."""
 
     @abstractmethod
-    def check_targets(self, rows: datasets.Dataset) -> None:
-        """Check labels or answers.
-
-        Raises:
-            DataError: A row has none that the model can learn from.
-        """
+    def _check_targets(self, rows: datasets.Dataset) -> None:
+        """Refuse rows without a label or answer that the model knows."""
 
     def draw(
         self, rows: datasets.Dataset, *, samples: int | None = None, shuffle_seed: int | None = None
@@ -149,17 +131,16 @@ class Reader(ABC):
         Raises:
             DataError: The rows give no samples, or max_length is more than the model can take.
         """
-        found = self.as_samples(rows)
+        found = self._as_samples(rows)
         order: Sequence[int] | np.ndarray = range(len(found))
         if shuffle_seed is not None:
             order = np.random.default_rng(shuffle_seed).permutation(len(found))
         return found.select(order[:samples], keep_in_memory=True)
 
-    def as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
+    def _as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Return one row per sample."""
         return rows
 
-    @abstractmethod
     def batches(self, samples: datasets.Dataset, *, batch_size: int) -> list[Batch]:
         """Turn samples into batches for `model(**batch)`, in their order.
 
@@ -174,6 +155,11 @@ class Reader(ABC):
             DataError: batch_size is below 1; an image does not decode (of images to talk about, more than one in a
                 hundred; others are left out, with a logged warning); max_length is more than the model can take.
         """
+        return list(self._batches(samples, batch_size)) if len(samples) else []
+
+    @abstractmethod
+    def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
+        """Make batches of at least one sample."""
 
     def unlabelled(self: AnyReader) -> AnyReader:
         """Return the reader of the same samples without their label column."""

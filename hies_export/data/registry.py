@@ -8,7 +8,7 @@ from ..tasks import find_task
 from .classification import ImageReader, TextReader
 from .generation import TextGenerationReader
 from .image_text import ImageTextReader
-from .reader import Columns, Reader
+from .reader import Reader
 
 READERS: dict[str, type[Reader]] = {
     "text-classification": TextReader,
@@ -18,27 +18,10 @@ READERS: dict[str, type[Reader]] = {
 }
 
 
-def reader_for(
-    task: str,
-    *,
-    columns: Columns,
-    config: Any,
-    processor: Any = None,
-    max_length: int | None = None,
-    packing: bool = True,
-) -> Reader:
-    """Return what turns rows into batches for a task.
-
-    Args:
-        task: One of `TASKS`; regression is text-classification with one label.
-        columns: As `Reader` has it, and so the others.
-        config: The model's.
-        processor: From `load_processor`.
-        max_length: Tokens of a sample.
-        packing: Whether plain text is packed into blocks.
+def reader_for(task: str, **fields: Any) -> Reader:
+    """Return the `Reader` of a task, with the fields it is given.
 
     Raises:
-        RequestError: The task is not one of these.
+        RequestError: The task is not one of `TASKS`.
     """
-    reader = READERS[find_task(task).name]
-    return reader(columns, config, processor, max_length=max_length, packing=packing)
+    return READERS[find_task(task).name](**fields)

@@ -76,13 +76,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Samples:
-    """What is drawn from the calibration split, once: the three overlap, and are samples for a `Reader`.
-
-    Attributes:
-        scoring: Those to score heads on.
-        held_out: Those after them.
-        compensation: Those to refit on, from the first again.
-    """
+    """What is drawn from the calibration split: those to score on, those after them, and those to refit on."""
 
     scoring: datasets.Dataset
     held_out: datasets.Dataset
@@ -139,7 +133,8 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
     reader = _reader(recipe, config)
     samples = _draw(recipe, reader, draws or Draws.of(recipe))
     if loaded is None:
-        evaluation_samples = _load(recipe, reader, recipe.evaluation.split, samples=recipe.evaluation.samples)
+        source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
+        judged = reader.load(recipe.evaluation.split, samples=recipe.evaluation.samples, **source)
         model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
     else:
         model = loaded.model
@@ -152,10 +147,6 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
     sites = find_attention(model, first_samples(calibration[0]))
     scored = _in_towers(model, sites, recipe.prune.towers)
     _check_budget(recipe, scored)
-    if loaded is None:
-        evaluation = _shortest_first(reader, evaluation_samples, recipe.evaluation.batch_size)
-    else:
-        evaluation = loaded.evaluation
     return Prepared(
         model=model,
         processor=reader.processor,
@@ -163,8 +154,8 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
         scored=scored,
         calibration=calibration,
         held_out=_shortest_first(reader, samples.held_out, size),
-        compensation=_batches(reader.unlabelled(), samples.compensation, size),
-        evaluation=evaluation,
+        compensation=reader.unlabelled().batches(samples.compensation, batch_size=size),
+        evaluation=loaded.evaluation if loaded else _shortest_first(reader, judged, recipe.evaluation.batch_size),
         metrics=metrics,
         regression=regression,
         runtimes=runtimes,
@@ -238,17 +229,12 @@ def _reader(recipe: PruningRecipe, config: Any) -> Reader:
     )
 
 
-def _load(
-    recipe: PruningRecipe, reader: Reader, split: str, *, samples: int | None, seed: int | None = None
-) -> datasets.Dataset:
-    return reader.load(split, name=recipe.data.name, files=recipe.data.files, samples=samples, shuffle_seed=seed)
-
-
 def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
     """Draw all samples of the calibration split at once."""
     split = recipe.calibration.split
     most = max(draws.scoring + draws.held_out, draws.compensation)
-    drawn = _load(recipe, reader, split, samples=most, seed=draws.seed)
+    source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
+    drawn = reader.load(split, samples=most, shuffle_seed=draws.seed, **source)
     if draws.held_out and len(drawn) <= draws.scoring:
         max_drop = recipe.prune.budget.max_drop is not None
         what, remedy = ("max_drop", "choose another budget") if max_drop else ("alpha: auto", "set alpha")
@@ -267,13 +253,8 @@ def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
     )
 
 
-def _batches(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
-    return reader.batches(samples, batch_size=batch_size) if len(samples) else []
-
-
 def _shortest_first(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
-    batches = _batches(reader, samples, batch_size)
-    return batches and by_length(batches, config=reader.config)
+    return by_length(reader.batches(samples, batch_size=batch_size), config=reader.config)
 
 
 def _warn_of_one_class(batches: Sequence[Batch], *, regression: bool) -> None:
