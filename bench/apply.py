@@ -1,9 +1,9 @@
-"""Cutting a checkpoint on disk: seconds, MB/s and peak memory, beside a plain copy of the same files.
+"""Measure how a checkpoint is cut on disk: seconds, MB/s and peak memory, beside a plain copy of the same files.
 
 python bench/apply.py [--gigabytes 4] [--rounds 3] [--folder DIR]
 
 A LLaMA in bfloat16 with random weights is written in shards of 1 GB to a temporary folder that is removed afterwards. A
-random plan takes 30 % of its key/value groups, unevenly. Three ways, each in a process of its own, interleaved:
+random plan removes 30 % of its key/value groups, unevenly. Three ways, each in a process of its own, are interleaved:
   copy       shutil.copyfile of every file
   apply      `apply_plan`
   in memory  load, `prune_heads`, `save_pretrained` (once; its files must be the same bytes)
@@ -33,15 +33,14 @@ BOUND_MB = 500
 
 
 def make_checkpoint(folder: Path, gigabytes: float) -> int:
-    """Write the dense checkpoint and its plan; returns the size of the largest tensor in bytes."""
+    """Write the dense checkpoint and its plan; return the size of the largest tensor in bytes."""
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from hies_export import find_attention, score_heads, select_heads
+    from hies_export import HeadScores, find_attention, select_heads
     from hies_export.model.tokens import synthetic_batch
-    from hies_export.legacy import HeadStatistics
 
     layer_bytes, embedding_bytes = 2 * (3072 * (2 * 3072 + 2 * 1024) + 3 * 3072 * 8192), 2 * 2 * 64000 * 3072
     config = LlamaConfig(
@@ -67,15 +66,15 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     sites = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
-    zeros = {site.name: torch.zeros(site.heads) for site in sites}
-    statistics_ = HeadStatistics(his=zeros, entropy=zeros, weight_l2=zeros, samples=0, labels="none", fingerprint="")
-    plan = select_heads(score_heads(statistics_, criterion="random"), sites, heads=0.3)
+    generator = torch.Generator().manual_seed(0)
+    scores = {site.name: torch.rand(site.heads, generator=generator, dtype=torch.float64) for site in sites}
+    plan = select_heads(HeadScores("random", {}, scores), sites, heads=0.3)
     (folder.parent / "plan.json").write_text(plan.to_json())
     return max(tensor.nbytes for tensor in state.values())
 
 
 def one_way(way: str, source: Path, target: Path) -> None:
-    """What a child process does; prints seconds and its own peak memory."""
+    """Do it one way, in a child process, and print the seconds and the process's own peak memory."""
     if way == "copy":
         start = time.perf_counter()
         target.mkdir()

@@ -2,9 +2,9 @@
 
 bench/gpu.sh [--out FILE] [--minutes 8] [--dry]
 
-Random weights; 0, 30 and 50 % of the heads of every layer removed (0 % is the dense model against itself). What is not
-installed, does not fit into memory or does not fit into the time is named in the file. `hies-export report FILE` shows
-the file again.
+Random weights; 0, 30 and 50 % of the heads of every layer removed (0 % is the dense model against itself). The file
+also names what was not measured: not installed, too large for the memory, or out of time. `hies-export report FILE`
+shows the file again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,9 +43,12 @@ from transformers import PreTrainedModel
 
 from hies_export.checkpoint.folders import replace_file
 from hies_export.errors import HiesError
-from hies_export.measure.compare import count_both_flops, latency_row, time_on
+from hies_export.measure.compare import time_on
+from hies_export.measure.counts import count_both_flops
 from hies_export.measure.environment import environment
 from hies_export.measure.latency import compare_latency
+from hies_export.measure.rows import LatencyRow
+from hies_export.measure.timing import Timing
 from hies_export.model.tokens import sequence_length
 from hies_export.onnx.trace import reason
 from hies_export.pipeline.bench import export_for
@@ -55,13 +58,13 @@ from hies_export.runtimes.pytorch import peak_memory_bytes
 from hies_export.runtimes.registry import check_runtime
 
 SHARES = (0.0, 0.3, 0.5)
-# What began in time may go on for so long.
+# Work that began in time may go on for so long.
 GRACE_SECONDS = 30
 RESULTS = Path(__file__).with_name("results")
 
 
 class Training(Runtime):
-    """A forward and backward pass, with or without the statistics of the heads: `way` of bench/scoring.py."""
+    """A forward and backward pass, by one of the ways of bench/scoring.py: with or without the statistics of heads."""
 
     dtypes: ClassVar[tuple[str, ...]] = ()
 
@@ -93,7 +96,7 @@ class Training(Runtime):
 
 @dataclass
 class Session:
-    """What was found so far, in a file from the first row on, and how much time is left."""
+    """The rows measured so far, written to a file after every piece of work, and the time that is left."""
 
     out: Path
     seconds: float
@@ -106,7 +109,7 @@ class Session:
     missing: list[str] = field(default_factory=list)
 
     def attempt(self, what: str, work: Callable[[], None]) -> None:
-        """Do a piece of work, or say why it is missing."""
+        """Do a piece of work, or write down why it is missing."""
         try:
             self.check_time("before it began")
             self.console.print(f"{time.perf_counter() - self.started:5.0f} s  {what}")
@@ -116,7 +119,7 @@ class Session:
             self.missing.append(f"{what}: {error}")
         except torch.OutOfMemoryError:
             self.missing.append(f"{what}: it does not fit into the device's memory")
-        except Exception as error:  # of a machine that nobody has tried: what was found before must not be lost
+        except Exception as error:  # any, on a machine nobody has tried: the rows so far must not be lost
             self.missing.append(f"{what}: {reason(error)}")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -126,12 +129,12 @@ class Session:
         replace_file(self.out, json.dumps(self.values(), indent=1) + "\n")
 
     def check_time(self, when: str) -> None:
-        """Raise TimeoutError where there is no time left to begin anything."""
+        """Raise TimeoutError if the time is over."""
         if time.perf_counter() - self.started > self.seconds:
             raise TimeoutError(f"the {self.seconds / 60:.3g} minutes were over {when}")
 
     def stop_after(self, grace: float) -> None:
-        """Raise TimeoutError in whatever runs, a while after the time is over."""
+        """Raise TimeoutError in whatever runs, `grace` seconds after the time is over."""
 
         def stop(*_: object) -> None:
             raise TimeoutError(f"it was stopped {grace:g} s after the {self.seconds / 60:.3g} minutes were over")
@@ -168,7 +171,7 @@ def time_models(
     sizes: Sequence[tuple[int, int]],
     shares: Sequence[float] = SHARES,
 ) -> None:
-    """Every runtime, dtype and share of heads, at every (batch, tokens of text)."""
+    """Time every runtime, dtype and share of heads, at every (batch, tokens of text)."""
     for runtime in runtimes:
         for dtype in dtypes:
             work = partial(_time_shares, session, shape, runtime=runtime, dtype=dtype, sizes=sizes, shares=shares)
@@ -199,12 +202,13 @@ def _time_shares(
             if exports:
                 second = export_for(runtime, slim, Path(folder) / f"{share:.0%}", dtype) if share else first
             flops = count_both_flops(dense, slim, batches)
-            rows = time_on(runtime, first, second, batches=batches, flops=flops, repeats=session.repeats)
-            session.latency.extend({"model": f"{shape.name} -{share:.0%}", **row} for row in rows)
+            timing = Timing(repeats=session.repeats)
+            rows = time_on(runtime, first, second, batches=batches, flops=flops, timing=timing)
+            session.latency.extend({"model": f"{shape.name} -{share:.0%}", **asdict(row)} for row in rows)
 
 
 def time_scoring(session: Session, shape: Shape, *, dtype: str, size: tuple[int, int]) -> None:
-    """What the statistics of the heads cost beyond a forward and backward pass."""
+    """Time collecting the statistics of the heads beside a forward and backward pass alone."""
 
     def work() -> None:
         sites = shape.sites()
@@ -216,13 +220,13 @@ def time_scoring(session: Session, shape: Shape, *, dtype: str, size: tuple[int,
         found = compare_latency(
             ways[0], ways[1], control=ways[2], batch={**batch, "labels": labels}, repeats=session.repeats, warmup=2
         )
-        session.scoring.append({"model": shape.name, **latency_row(found, runtime="torch", shape=size)})
+        session.scoring.append({"model": shape.name, **asdict(LatencyRow.of(found, runtime="torch", shape=size))})
 
     session.attempt(f"scoring {shape.name}, {dtype}", work)
 
 
 def real(session: Session) -> None:
-    """The shapes of the issue, the cheapest and most asked for first."""
+    """Measure models of real shapes, the cheapest and most wanted first."""
     base, large = bert("BERT-base", **BERT_BASE), vit("ViT-large", 224, **VIT_LARGE)
     billion = llama("LLaMA-1B", **LLAMA_1B)
     assistant = llava("LLaVA-1.5-7B", 336, text=LLAMA_7B, vision=CLIP_LARGE)
@@ -241,7 +245,7 @@ def real(session: Session) -> None:
 
 
 def dry(session: Session) -> None:
-    """The same code with tiny models on the CPU."""
+    """Run the same code with tiny models on the CPU."""
     short = {"vocab_size": 100, "max_position_embeddings": 64}
     decoder = {**TINY, **short, "num_key_value_heads": 4}
     base, decodes = bert("tiny BERT", **TINY, **short), llama("tiny LLaMA", **decoder)

@@ -1,4 +1,4 @@
-"""Part of the heads, how much of the time? Dense against slim, interleaved, with an A/A control beside every row.
+"""Time a dense model against slim ones with fewer heads, interleaved, with an A/A control beside every row.
 
 python bench/latency.py [--width minilm | --width bert-base | --model FOLDER] [--heads 0.3 0.5]
                         [--shapes 1x128 8x128 8x512] [--runtimes torch onnxruntime-cpu] [--repeats 30]
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter_ns
@@ -24,9 +25,11 @@ from rich.console import Console
 
 from hies_export import find_attention, load
 from hies_export.checkpoint.folders import replace_file
-from hies_export.measure.compare import count_both_flops, time_on
+from hies_export.measure.compare import time_on
+from hies_export.measure.counts import count_both_flops
 from hies_export.measure.environment import environment
 from hies_export.measure.latency import compare_latency
+from hies_export.measure.timing import Timing
 from hies_export.model.tokens import synthetic_batch
 from hies_export.pipeline.bench import export_for
 from hies_export.report.bench import Bench, print_bench
@@ -38,7 +41,7 @@ RESULTS = Path(__file__).with_name("results")
 
 
 class Nothing(Runtime):
-    """Takes no time: what is measured of it is the measuring."""
+    """A runtime that takes no time, so that only the measuring itself is measured."""
 
     provider, dtype, threads = "nothing", "float32", 1
 
@@ -53,7 +56,7 @@ class Nothing(Runtime):
 
 
 def overhead_us(repeats: int = 6000) -> float:
-    """What the loop of `compare_latency` spends on a call beyond the call itself: median over rounds, in us."""
+    """Return what the loop of `compare_latency` adds to a timed call: the median over rounds, in microseconds."""
     nothing = [Nothing() for _ in range(3)]
     bare, ends = [], []
     for _ in range(repeats):
@@ -115,8 +118,9 @@ def main() -> None:
                         if not place.exists():
                             export_for(runtime, model, place, "float32")
                     sources = [place / "onnx" for place in places]
-                found = time_on(runtime, *sources, batches=batches, flops=flops, repeats=options.repeats)
-                rows += [{"model": f"{name} -{share:.0%}", **row} for row in found]
+                timing = Timing(repeats=options.repeats)
+                found = time_on(runtime, *sources, batches=batches, flops=flops, timing=timing)
+                rows += [{"model": f"{name} -{share:.0%}", **asdict(row)} for row in found]
     values = {
         "title": f"{name}: the same share of the heads of every layer removed",
         "tables": [{"title": "Latency", "names": ["dense", "slim"], "rows": rows}],

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, which is enough for time, and pruned ones."""
+"""Build models of real shapes with random weights, which is enough for time, and prune them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hies_export import AttentionSite, find_attention, prune_heads, score_heads, select_heads
-from hies_export.model.copies import share_weights
+from hies_export import AttentionSite, find_attention
+from hies_export.cost.flops import cut_bundles
 from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import tower_of
-from hies_export.legacy import HeadStatistics
 
 BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
@@ -43,7 +42,7 @@ TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "in
 
 @dataclass(frozen=True)
 class Shape:
-    """A model to be built: its name, its config for images of a size (0 for text), its class, and what it is fed."""
+    """A model to be built: its name, its config by image size (0 for text), its class, and how to make its inputs."""
 
     name: str
     config: Callable[[int], Any]
@@ -52,12 +51,12 @@ class Shape:
     image_size: int = 0
 
     def build(self, *, device: str, dtype: torch.dtype) -> PreTrainedModel:
-        """The model with random weights, in evaluation mode."""
+        """Build the model with random weights, in evaluation mode."""
         with _default_dtype(dtype), torch.device(device):
             return self.model_class(self.config(self.image_size)).eval().requires_grad_(False)
 
     def sites(self) -> tuple[AttentionSite, ...]:
-        """Its attention modules, found without weights and on a small image."""
+        """Find its attention modules, without weights and on a small image."""
         small = 28 if self.image_size else 0
         with torch.device("meta"):
             model = self.model_class(self.config(small)).eval()
@@ -69,7 +68,7 @@ def text_batch(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, T
 
 
 def image_text_batch(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, Tensor]:
-    """An image in each row, with as many text tokens after it as are asked for."""
+    """Make rows of one image and `sequence` text tokens after it."""
     vision = model.config.vision_config
     tokens = (vision.image_size // vision.patch_size) ** 2
     text = text_batch(model, batch, sequence)["input_ids"] % (model.config.image_token_id - 1)
@@ -103,17 +102,14 @@ def llava(name: str, image_size: int, *, text: Mapping[str, Any], vision: Mappin
 
 
 def uniformly_pruned(model: PreTrainedModel, heads: float, sites: tuple[AttentionSite, ...]) -> PreTrainedModel:
-    """The same share of the heads of every layer removed, at random, the other weights shared with the model.
+    """Remove the same share of the heads of every layer, in a copy that shares its other weights with the model.
 
-    Which heads go does not matter for time. Of a composite model the language model loses heads.
+    Of a composite model, the language model loses heads.
     """
     towers = {site.name: tower_of(model, site) for site in sites}
     chosen = [site for site in sites if towers[site.name] == "language" or "language" not in towers.values()]
-    zeros = {site.name: torch.zeros(site.heads) for site in sites}
-    statistics = HeadStatistics(his=zeros, entropy=zeros, weight_l2=zeros, samples=0, labels="none", fingerprint="")
-    scores = score_heads(statistics, criterion="random")
-    plan = select_heads(scores, chosen, heads=heads, allocation="uniform")
-    return prune_heads(share_weights(model), plan, tuple(chosen), inplace=True)
+    removed = {site.name: round(heads * site.key_value_heads) for site in chosen}
+    return cut_bundles(model, chosen, removed, unit="group")
 
 
 @contextmanager

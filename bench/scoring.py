@@ -1,4 +1,4 @@
-"""What scoring costs: time and peak memory against a plain forward and backward pass of the same batch.
+"""Measure what scoring costs: time and peak memory against a plain forward and backward pass of the same batch.
 
 python bench/scoring.py [--shapes 128x32 512x8 2048x2] [--layers 6] [--repeats 3]
 python bench/scoring.py --model llama --layers 8 --shapes 1024x1 2048x1 4096x1 --ways plain hies
@@ -94,7 +94,7 @@ WAYS = {"plain": plain, "hies": hies, "eager": eager, "per sample": per_sample}
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """The profiler announces itself from C++."""
+    """Silence the profiler, which announces itself from C++."""
     saved = os.dup(2)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
@@ -106,7 +106,7 @@ def silent_stderr() -> Iterator[None]:
 
 
 def peak_megabytes(run: Callable[[], None]) -> float:
-    """Largest sum of live torch CPU allocations during `run`, over the sum before it."""
+    """Return the largest sum of torch's live CPU allocations during `run`, above the sum before it, in MB."""
     gc.collect()
     with silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()

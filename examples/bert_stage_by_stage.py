@@ -1,9 +1,9 @@
 """Prune a BERT in Python, one stage at a time.
 
     python examples/bert_stage_by_stage.py
-    python examples/bert_stage_by_stage.py --model DIR --data rows.jsonl     # your own: columns "sentence" and "label"
+    python examples/bert_stage_by_stage.py --model DIR --data rows.jsonl     # your own, with columns sentence and label
 
-Without arguments it trains a tiny model on made-up sentences; nothing is downloaded.
+Without arguments it trains a tiny model on made-up sentences. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hies_export import (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder or Hub id of a fine-tuned classifier")
-    parser.add_argument("--data", type=Path, help="its rows")
+    parser.add_argument("--data", type=Path, help="JSON lines with the columns sentence and label")
     parser.add_argument("--heads", type=float, default=0.3, help="share to remove (default: 0.3)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

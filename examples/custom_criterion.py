@@ -1,8 +1,8 @@
-"""Register a criterion of your own and compare it with HIES by masked evaluation, before anything is cut.
+"""Register a criterion of your own, and compare it with HIES by masking heads before anything is cut.
 
     python examples/custom_criterion.py
 
-Import the module that registers it, and `PruningRecipe(prune={"criterion": "his-per-weight", ...})` knows it too.
+A program that imports this module can name it in a recipe: `PruningRecipe(prune={"criterion": "his-per-weight", ...})`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hies_export import (
 
 @criterion
 def his_per_weight(statistics: HeadStatistics) -> Mapping[str, Tensor]:
-    """HIS relative to the norm of the head's weights; higher means keep."""
+    """Divide HIS by the norm of the head's weights; higher means keep."""
     return {name: his / statistics.weight_l2[name] for name, his in statistics.his.items()}
 
 

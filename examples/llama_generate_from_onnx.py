@@ -1,9 +1,9 @@
-"""Prune a LLaMA by key/value groups, export it, and generate from ONNX Runtime.
+"""Prune the key/value groups of a LLaMA, export it, and generate with ONNX Runtime.
 
     python examples/llama_generate_from_onnx.py
-    hies-export run recipes/llama-3.2-1b-wikitext.yaml     # the same for a real one, from the command line
+    hies-export run recipes/llama-3.2-1b-wikitext.yaml     # the same for a real LLaMA, from the command line
 
-Without arguments it trains a tiny LLaMA on one sentence; nothing is downloaded.
+It trains a tiny LLaMA on one sentence. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Remove heads from both towers of a LLaVA, the image encoder's and the language model's.
+"""Remove heads from both towers of a LLaVA: the image encoder and the language model.
 
     python examples/llava_both_towers.py
-    hies-export run recipes/llava-1.5-7b-vizwiz.yaml     # the same for a real one, from the command line
+    hies-export run recipes/llava-1.5-7b-vizwiz.yaml     # the same for a real LLaVA, from the command line
 
-Without arguments it makes a tiny LLaVA that has learnt nothing, and images of one colour; nothing is downloaded.
+It makes a tiny LLaVA with random weights, and images of one colour each. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny models and data that the examples fall back on: seconds to make, no network."""
+"""Make the tiny models and data of the examples, in seconds and without network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STORY = [
 
 
 def sentiment(folder: Path) -> Path:
-    """A BERT that learnt in seconds whether a sentence has more good or bad words, where "not" turns a word round."""
+    """Train a BERT to tell whether a sentence has more good or bad words ("not" negates one); return its folder."""
     generator = random.Random(0)
     rows = []
     for _ in range(640):
@@ -62,7 +62,7 @@ def sentiment(folder: Path) -> Path:
 
 
 def story(folder: Path) -> Path:
-    """A LLaMA of four query heads in two key/value groups that learnt one sentence by heart, and text.txt."""
+    """Train a LLaMA of four query heads in two key/value groups on one sentence; write text.txt; return its folder."""
     tokenizer = word_tokenizer(sorted(set(STORY)))
     (folder / "text.txt").write_text("\n".join(" ".join(STORY[i % 4 :]) for i in range(80)))
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def story(folder: Path) -> Path:
 
 
 def colours(folder: Path) -> Path:
-    """A LLaVA that has not learnt anything, with rows of one-coloured images and the question what colour they have."""
+    """Make a LLaVA with random weights, and rows that ask what colour an image has; return its folder."""
     from datasets import Dataset, Image
     from PIL.Image import new
 
@@ -103,7 +103,7 @@ def colours(folder: Path) -> Path:
 
 
 def decoder_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    """Two layers of four query heads, which share key/value heads in pairs."""
+    """Return a config of two layers with four query heads each, which share key/value heads in pairs."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -119,7 +119,7 @@ def decoder_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def word_tokenizer(words: Sequence[str], *special: str) -> PreTrainedTokenizerFast:
-    """A token per word; a text begins with <s>."""
+    """Return a tokenizer with a token per word, whose texts begin with <s>."""
     tokens = ["<pad>", "<unk>", "<s>", "</s>", *special, *words]
     numbers = {token: number for number, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))

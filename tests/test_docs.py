@@ -1,22 +1,34 @@
-"""The pages: every command on them is one, and the site builds without a warning."""
+"""The pages: their commands and links work, their tables follow the code, and the site is built without a warning."""
 
 from __future__ import annotations
 
+import ast
+import html
 import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
+from support.tables import TABLES, meaning, sections, with_table
 
 import hies_export
+from hies_export import PruningRecipe
 from hies_export.cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name != "tiny.py")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
 def commands(text: str) -> list[str]:
@@ -24,10 +36,11 @@ def commands(text: str) -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`(hies-export [a-z][^`|]*)`", text)
-    return [part.strip() for line in lines for part in line.partition(" #")[0].split("&&") if "hies-export " in part]
+    parts = [part.strip() for line in lines for part in line.partition(" #")[0].split("&&") if "hies-export " in part]
+    return [part for part in parts if not part.endswith("...")]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_every_command_is_one(path: Path) -> None:
     for command in commands(path.read_text()):
         program, *arguments = shlex.split(command.replace("[", "").replace("]", ""))
@@ -39,33 +52,169 @@ def test_commands_are_found() -> None:
     assert len([c for path in PAGES for c in commands(path.read_text())]) > 20
 
 
+@pytest.mark.parametrize("path", [ROOT / "README.md", DOCS / "reference" / "commands.md"], ids=name_of)
+def test_every_command_is_listed(path: Path) -> None:
+    available = re.findall(r"^    ([a-z]+)\b", build_parser().format_help().partition("COMMAND\n")[2], re.MULTILINE)
+    table = path.read_text().partition("| `hies-export ...` |")[2].partition("\n\n")[0]
+    listed = [name for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert "run" in available
+    assert sorted(listed) == sorted(available)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_python_on_a_page_imports_what_there_is(path: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module == "hies_export":
+                assert {alias.name for alias in node.names} <= set(hies_export.__all__)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.is_file(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings], link
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 8_700
+
+
 def test_the_reference_has_every_public_name() -> None:
-    text = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     listed = set(re.findall(r"^::: hies_export\.(\w+)$", text, re.MULTILINE))
     errors = {name for name in hies_export.__all__ if name.endswith("Error")}
     assert listed == (set(hies_export.__all__) - errors) | {"errors"}
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", TABLES, ids=name_of)
+def test_tables_are_those_of_the_code(path: Path) -> None:
+    page = path.read_text(encoding="utf-8")
+    assert page == with_table(page, TABLES[path]()), "run scripts/reference"
+
+
+def test_the_recipe_reference_has_every_field() -> None:
+    page = (DOCS / "reference" / "recipe.md").read_text()
+    fields = PruningRecipe.model_json_schema()
+    assert len(fields["$defs"]) == 10
+    for section in [fields, *fields["$defs"].values()]:
+        for name, value in section["properties"].items():
+            row = re.search(rf"^\| `{name}` \| .* \| .* \| .* \|$", page, re.MULTILINE)
+            assert row is not None, name
+            for word in value.get("enum", ()):
+                assert f"`{word}`" in page
+    # Two of them by hand: nothing above knows how a type, a bound or a default is written.
+    assert re.search(r"^\| `samples` \| integer, at least 5 \| `512` \|", page, re.MULTILINE)
+    assert re.search(r"^\| `allocation` \| `global`, `uniform` \| `global` \|", page, re.MULTILINE)
+
+
+@pytest.mark.xfail(strict=True, reason="six sections have no Attributes in hies_export.recipe yet")
+def test_every_recipe_field_has_a_meaning() -> None:
+    fields = [(path, name, model) for path, model in sections(PruningRecipe) for name in model.model_fields]
+    assert [f"{path}.{name}" for path, name, model in fields if not meaning(model, name)] == []
+
+
+class Page(HTMLParser):
+    """A page of the site: its text, what can be linked to, and what it links to."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        source = path.read_text(encoding="utf-8")
+        self.feed(source)
+        self.text = " ".join(html.unescape(re.sub(r"<[^>]+>", "", source)).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        self.ids |= {attributes[key] or "" for key in ("id", "name") if key in attributes}
+        link = attributes.get("href") or attributes.get("src")
+        if link and tag == "a":
+            self.links.append(link)
+        elif link and attributes.get("rel") != "canonical":
+            self.loaded.append(link)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `mkdocs build` writes it."""
     for name in ("mkdocs", "material", "mkdocstrings"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f'no {name} here: pip install "hies-export[docs]"')
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    stages = (tmp_path / "site" / "reference" / "stages" / "index.html").read_text()
-    for name in ("score_heads", "OnnxGenerator"):
-        assert f'id="hies_export.{name}"' in stages
-    # Docstrings are rendered: sections as tables, examples as code.
-    assert stages.count("Parameters:") >= 15
-    assert "collect_statistics(model, batches, sites)" in re.sub(r"<[^>]+>", "", stages)
-    assert (tmp_path / "site" / "img" / "line.svg").is_file()
-    for page in (tmp_path / "site").rglob("*.html"):
-        loaded = re.findall(r'(?:src|<link[^>]* href)="(https?://[^"]+)', page.read_text())
-        assert loaded == [], page
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(folder: Path) -> dict[str, Page]:
+    """The pages of the site by their path in it."""
+    return {path.relative_to(folder).as_posix(): Page(path) for path in folder.rglob("*.html")}
+
+
+@pytest.mark.slow
+def test_the_site_has_the_docstrings(site: dict[str, Page]) -> None:
+    stages = site["reference/stages/index.html"]
+    pages = [page for path, page in site.items() if path.startswith("reference/")]
+    for name in hies_export.__all__:
+        assert any({f"hies_export.{name}", f"hies_export.errors.{name}"} & page.ids for page in pages), name
+    # Sections as tables, examples as code.
+    assert stages.text.count("Parameters:") >= 15
+    assert "collect_statistics(model, batches, sites)" in stages.text
+    # The registry is empty in the source, so its value would say nothing; a page of its own lists what it holds.
+    assert "CRITERIA =" not in stages.text
+    assert all(name in site["reference/criteria/index.html"].text for name in hies_export.CRITERIA)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_site_shows_the_examples(site: dict[str, Page], example: str) -> None:
+    page = "criterion" if example == "custom_criterion.py" else "examples"
+    source = (ROOT / "examples" / example).read_text()
+    assert " ".join(source.split()) in site[f"guides/{page}/index.html"].text
+
+
+@pytest.mark.slow
+def test_the_site_shows_parts_of_contributing(site: dict[str, Page]) -> None:
+    for page in ("criterion", "architecture"):
+        part = (ROOT / "CONTRIBUTING.md").read_text().partition(f"[start:{page}] -->")[2].partition("```")[0]
+        words = re.sub(r"[`*]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", part))
+        assert " ".join(words.split()) in site[f"guides/{page}/index.html"].text
+
+
+@pytest.mark.slow
+def test_nothing_on_the_site_is_unresolved(site: dict[str, Page]) -> None:
+    for path, page in site.items():
+        for left in ("--8<--", "--8 <", ":::", "<autoref", "][hies_export"):
+            assert left not in page.text, f"{path}: {left}"
+
+
+@pytest.mark.slow
+def test_every_link_of_the_site_leads_somewhere(site: dict[str, Page], folder: Path) -> None:
+    for path, page in site.items():
+        assert [link for link in page.loaded if re.match(r"(https?:)?//", link)] == [], f"{path} loads from elsewhere"
+        if path == "404.html":  # it is served at any depth, with links from the root
+            continue
+        for link in (*page.links, *page.loaded):
+            if re.match(r"[a-z]+:", link):
+                continue
+            file, _, anchor = unquote(link).partition("#")
+            target = Path(os.path.normpath(folder / path / ".." / file)) if file else folder / path
+            target = target / "index.html" if target.is_dir() else target
+            assert target.is_file(), f"{path}: {link}"
+            if anchor:
+                assert anchor in site[target.relative_to(folder).as_posix()].ids, f"{path}: {link}"

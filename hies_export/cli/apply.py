@@ -1,19 +1,15 @@
-"""`hies-export apply`: cut the files of a checkpoint."""
+"""Cut a checkpoint on disk by a plan, without loading it."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from ..progress import Progress
 from .arguments import add_json, add_output
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "cut a checkpoint on disk by a plan, without loading it"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

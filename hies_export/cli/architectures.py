@@ -1,18 +1,14 @@
-"""`hies-export architectures`: what was tried with every model type."""
+"""Show which model types can be scored, cut, reloaded, trained and exported, and why others cannot."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from ..progress import Progress
 from .arguments import add_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "show which model types can be scored, cut, reloaded, trained and exported, and why others cannot"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -1,21 +1,17 @@
-"""`hies-export bench`: the latency of two models side by side."""
+"""Compare the latency of two checkpoints or ONNX folders."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ..errors import RequestError
+from ..progress import Progress
 from .arguments import add_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "compare the latency of two checkpoints or ONNX folders"
 
 EPILOG = (
     "Noisy rows were measured too, so the exit code is 0: read `noisy` in the rows of --json. Save that JSON in a "

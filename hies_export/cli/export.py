@@ -1,19 +1,15 @@
-"""`hies-export export`: an ONNX folder."""
+"""Export a checkpoint, slim or not, to an ONNX folder."""
 
 from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from ..progress import Progress
 from .arguments import add_json, add_output
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "export a checkpoint, slim or not, to an ONNX folder"
 
 
 def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:

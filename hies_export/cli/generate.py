@@ -1,21 +1,17 @@
-"""`hies-export generate`: text from an exported or a torch model."""
+"""Continue prompts, or answer questions about images, greedily with an ONNX folder."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ..errors import RequestError
+from ..progress import Progress
 from .arguments import add_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "continue prompts, or answer questions about images, greedily with an ONNX folder"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

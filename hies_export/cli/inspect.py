@@ -1,4 +1,4 @@
-"""`hies-export inspect`: the heads of a checkpoint, and HIES's theory on them."""
+"""Show the attention heads of a checkpoint and whether they can be cut."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ..errors import RequestError
+from ..progress import Progress
 from .arguments import add_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
     from ..studies.theory import Theory
-
-HELP = "show the attention heads of a checkpoint and whether they can be cut"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

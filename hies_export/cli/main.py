@@ -9,10 +9,13 @@ import threading
 import weakref
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from rich.console import Console
 
 from .. import __version__
 from ..errors import HiesError
+from ..progress import Progress
 from . import (
     apply,
     architectures,
@@ -30,18 +33,14 @@ from . import (
     ui,
     upgrade,
 )
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
+from .terminal import TerminalProgress, print_json, show_messages
 
 
 class Command(Protocol):
-    """What the file of a command has; the command is called as the file."""
+    """The file of a command: its name is the command's, its docstring the help text."""
 
     __name__: str
-    HELP: str
+    __doc__: str | None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's arguments; `--json` among them if `run` returns a result."""
@@ -80,11 +79,6 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         0 done; 2 the request was wrong; 1 a step failed, nothing half-written left behind; 130 interrupted.
     """
     options = (parser or build_parser()).parse_args(arguments)
-    # Not at the top: rich takes longer to import than everything that --help needs.
-    from rich.console import Console
-
-    from .terminal import TerminalProgress, print_json, show_messages
-
     # Into a file or a pipe, tables are as wide as they need.
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     err = Console(stderr=True, highlight=False)
@@ -123,7 +117,7 @@ def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         name = command.__name__.rpartition(".")[2]
-        subparser = subparsers.add_parser(name, help=command.HELP, description=command.HELP)
+        subparser = subparsers.add_parser(name, help=command.__doc__, description=command.__doc__)
         command.add_arguments(subparser)
         _finish(subparser, command)
     return parser
@@ -131,7 +125,7 @@ def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
 
 def build_optimum_export_parser() -> argparse.ArgumentParser:
     """Return the parser of `optimum-cli export hies MODEL DIR`: `export` with its folder where Optimum has it."""
-    parser = argparse.ArgumentParser(prog="optimum-cli export hies", description=export.HELP)
+    parser = argparse.ArgumentParser(prog="optimum-cli export hies", description=export.__doc__)
     export.add_arguments(parser, output="output")
     _finish(parser, export)
     return parser

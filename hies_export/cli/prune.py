@@ -1,19 +1,14 @@
-"""`hies-export prune`: a slim checkpoint and nothing else."""
+"""Score, select, cut and save, without export and measurement."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from ..progress import Progress
 from .arguments import add_recipe, read_recipe
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "score, select, cut and save, without export and measurement"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -1,20 +1,16 @@
-"""`hies-export push`: a finished run on the Hub."""
+"""Push a finished run to the Hub: checkpoint, ONNX, report and model card."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from ..progress import Progress
 from .arguments import add_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "push a finished run to the Hub: checkpoint, ONNX, report and model card"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

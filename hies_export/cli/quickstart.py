@@ -1,19 +1,15 @@
-"""`hies-export quickstart`: the whole program on a small model, offline."""
+"""Train a small model on bundled data and prune it, without a network."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from ..progress import Progress
 from .arguments import add_json, add_output
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "train a small model on bundled data and prune it, without a network"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

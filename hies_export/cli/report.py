@@ -1,21 +1,17 @@
-"""`hies-export report`: a finished run or benchmark, shown again."""
+"""Show a finished run, or the saved JSON of a bench, again."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ..errors import RequestError
+from ..progress import Progress
 from .arguments import add_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "show a finished run, or the saved JSON of a bench, again"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

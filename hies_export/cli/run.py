@@ -1,18 +1,14 @@
-"""`hies-export run`: every stage of a recipe."""
+"""Run every stage of a recipe: score, cut, save, evaluate, export and measure."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from ..progress import Progress
 from .arguments import add_json, add_recipe, read_recipe
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "run every stage of a recipe: score, cut, save, evaluate, export, measure"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

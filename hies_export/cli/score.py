@@ -1,18 +1,13 @@
-"""`hies-export score`: scores and a plan, nothing cut."""
+"""Score the heads and write scores.json and plan.json."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from ..progress import Progress
 from .arguments import add_recipe, read_recipe
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "score the heads and write scores.json and plan.json"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

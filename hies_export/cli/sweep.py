@@ -1,4 +1,4 @@
-"""`hies-export sweep`: many ways to prune one model, judged side by side."""
+"""Judge many ways to prune, in tables and figures; a sweep that was stopped resumes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ..errors import RequestError
+from ..progress import Progress
 from .arguments import add_json, add_recipe, read_recipe
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
     from ..sweep.grid import SweepGrid
-
-HELP = "judge many ways to prune, in tables and figures; a sweep that was stopped resumes"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

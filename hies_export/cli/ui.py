@@ -1,17 +1,13 @@
-"""`hies-export ui`: a page to explore other plans."""
+"""Explore other plans of a finished run or sweep in the browser."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
 
-    from ..progress import Progress
-
-HELP = "explore other plans of a finished run or sweep in the browser"
+from ..progress import Progress
 
 
 def add_arguments(parser: ArgumentParser) -> None:

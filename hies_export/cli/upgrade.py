@@ -1,18 +1,14 @@
-"""`hies-export upgrade`: a slim checkpoint from one that transformers 4 pruned."""
+"""Make a checkpoint whose heads transformers 4 pruned, and which transformers 5 cannot load, a slim one."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from ..progress import Progress
 from .arguments import add_json, add_output
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..progress import Progress
-
-HELP = "convert a checkpoint whose heads transformers 4 pruned, and which transformers 5 cannot load, into a slim one"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import replace_file, user_cache
-from ..measure.compare import Track, compare_loads
+from ..measure.compare import NamedTrack, compare_loads
 from ..measure.environment import environment
 from ..measure.ratios import is_noisy
 from ..measure.timing import Timing
@@ -84,7 +84,7 @@ def latency_table(
     where: TimedOn,
     *,
     unit: str = "group",
-    track: Track | None = None,
+    track: NamedTrack | None = None,
     cache: Path | None = None,
 ) -> CostTable:
     """Time uniform cuts of the model beside it, and derive what every module saves with every number of heads.
@@ -129,7 +129,7 @@ def latency_table(
 
 
 def _time_cuts(
-    model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, track: Track | None
+    model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, track: NamedTrack | None
 ) -> list[TimedCut]:
     """Time uniform cuts beside the dense model, the smallest cut first."""
     bundles = {module.name: bundle_count(module, unit) for module in modules}

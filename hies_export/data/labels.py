@@ -1,4 +1,4 @@
-"""What a model takes as labels: class numbers, or numbers for regression."""
+"""Read labels as a model takes them: class numbers, or numbers for regression."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ STRINGS = ("string", "large_string")
 
 
 def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int] | list[float]:
-    """Return what the model takes as labels, one per row: class numbers, or numbers for regression."""
+    """Return one label per row: class numbers, matched by name where the data has names, or numbers for regression.
+
+    Raises:
+        DataError: A row has no label, or one that the model does not know.
+    """
     feature, values = rows.features[column], rows[column][:]
     for row, value in enumerate(values):
         if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -93,5 +97,5 @@ def _numbers_of_names(names: Sequence[str], *, column: str, config: Any) -> list
 
 
 def kind_of(feature: Any) -> str:
-    """What a column holds, for an error message."""
+    """Name what a column holds, for an error message."""
     return str(getattr(feature, "dtype", None) or type(feature).__name__)

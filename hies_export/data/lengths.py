@@ -1,4 +1,4 @@
-"""Batches of samples of like length: padding is computed like anything else, and thrown away."""
+"""Group samples of similar length into batches: models spend as much time on padding as on tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def by_length(batches: Sequence[dict[str, Tensor]], *, config: Any) -> list[dict
     """Make batches of the same samples and sizes, shortest samples first, padded no further than they need.
 
     Args:
-        batches: Of text: tensors of (batch, tokens), as `attention_mask` has it, or of (batch, ...) without tokens.
-            Padding may be on either side. Others (images, images with text) are returned as they are.
-        config: The model's; its padding token fills what is added.
+        batches: Of text: tensors of shape (batch, tokens), like `attention_mask`, or (batch,). Padding may be on
+            either side. Batches of other inputs (images, images with text) are returned as they are.
+        config: The model's; its padding token fills up the shorter samples.
 
     Returns:
-        Batches on which a model predicts the same for every sample, in another order. Samples of equal length keep
-        theirs.
+        Batches of the same samples, sorted by length; samples of equal length keep their order. A model predicts the
+        same for each of them.
     """
     if not all(_is_text(batch) for batch in batches):
         return list(batches)
@@ -54,7 +54,7 @@ def _is_text(batch: Mapping[str, Tensor]) -> bool:
 
 
 def _fitted(values: Tensor, mask: Tensor, width: int, fill: int, left: bool) -> Tensor:
-    """The values of real tokens, (tokens,), with `fill` up to a width; of what has no tokens, the value."""
+    """Return the values of real tokens, (tokens,), padded with `fill` to a width; a value without tokens as it is."""
     if values.shape != mask.shape:
         return values
     real = values[mask != 0]

@@ -1,4 +1,4 @@
-"""Prompt and answer of a row: the template, one row per question, and which tokens are the answer."""
+"""Make prompts and answers out of rows: fill the template, split lists of questions, find the answer's tokens."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
 
 
 def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) -> datasets.Dataset:
-    """Explode rows with lists of questions and answers: one row for each pair, in order.
+    """Return one row for each pair of a question and an answer, in order.
 
-    Where a column of the template holds lists, it, and every other such column and the answer where they do too, are
-    lists of one length, item by item. Where only the answer does, the list holds answers to one question.
+    Where a column of the template holds lists, all columns of the template that do, and the answer if it does, are
+    paired item by item, so a row's lists must be of one length. Where only the answer column holds lists, each list
+    holds several answers to one question, and rows stay as they are.
 
     Raises:
         DataError: as `check_prompt`.
@@ -83,7 +84,7 @@ def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) ->
 
 
 def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets.Dataset:
-    """Of the choices in the answer column, keep the one that the label column numbers, counting from 0.
+    """Replace the choices in the answer column by the one that the label column numbers, counting from 0.
 
     Raises:
         DataError: the answers are no lists, or a label is not the number of a choice.
@@ -121,7 +122,7 @@ def _lengths(rows: datasets.Dataset, columns: Sequence[str]) -> list[int]:
 
 
 def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, str]:
-    """Prompt and answer of a row; of a list of answers the most frequent one, among equals the first."""
+    """Return the prompt and the answer of a row; of a list of answers the most frequent one, the first of equals."""
     given = row[answer]
     if isinstance(given, list):
         given = Counter(given).most_common(1)[0][0]
@@ -129,7 +130,7 @@ def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, st
 
 
 def answer_text(prompt: str, answer: str, tokenizer: Any) -> str:
-    """What follows the prompt: a space unless the prompt ends in one, the answer, the end-of-text token if any."""
+    """Return what follows the prompt: a space unless it ends in one, the answer, the end-of-text token if any."""
     end = tokenizer.eos_token or ""
     if end and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]:
         end = ""  # the tokenizer sets it itself
@@ -137,9 +138,10 @@ def answer_text(prompt: str, answer: str, tokenizer: Any) -> str:
 
 
 def tokenise(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], int]:
-    """Tokens of prompt and answer together, and how many at the end are the answer's.
+    """Return the tokens of prompt and answer together, and how many at the end are the answer's.
 
-    Tokenisers may join characters across the seam, so the answer is what differs from the prompt's own tokens.
+    A tokenizer may merge characters across the border between the two, so the answer begins at the first token that
+    differs from the tokens of the prompt alone.
     """
     special = not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token))
     options: dict[str, Any] = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}

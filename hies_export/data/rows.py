@@ -1,4 +1,4 @@
-"""Rows in: one split of a Hub dataset or of local files, read by `datasets`."""
+"""Load the rows of one split, of a Hub dataset or of local files, with `datasets`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import numpy as np
 from ..errors import DataError, listed, root_cause
 from ..progress import quiet
 
-# Only an empty cell is missing: "None", "NA" and "null" are words that texts contain. One chunk, so that the type of
-# a column is that of the whole file. Without index_col a row wider than the header would shift all columns.
+# Only an empty cell is missing: "None", "NA" and "null" are words that texts contain. The file is read in one chunk,
+# because a column's type is inferred chunk by chunk. Without index_col, a row wider than the header shifts all columns.
 _DELIMITED = {"na_values": [""], "keep_default_na": False, "chunksize": None, "index_col": False}
 _JSON = {"on_mixed_types": None, "parse_agent_traces": False}
 # File ending -> the builder of `datasets` and its options.
@@ -155,10 +155,10 @@ def _load_image_folder(folder: Path) -> datasets.Dataset:
 
 def _build(builder: str, patterns: list[str], **options: Any) -> datasets.Dataset:
     with quiet(), tempfile.TemporaryDirectory() as cache:
-        # What pandas says before it drops the surplus cells of rows wider than the header.
+        # pandas warns so before it drops the surplus cells of rows wider than the header.
         warnings.filterwarnings("error", message="Length of header")
         rows = datasets.load_dataset(
             builder, data_files={"train": patterns}, split="train", cache_dir=cache, keep_in_memory=True, **options
         )
-    rows.data.validate(full=True)  # pyarrow reads text that is not UTF-8 without a word
+    rows.data.validate(full=True)  # pyarrow reads text that is not UTF-8 without complaint
     return rows

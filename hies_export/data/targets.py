@@ -1,6 +1,6 @@
-"""What batches of tensors aim at: regression or classes, tokens that are judged, and which batches they were.
+"""Read the targets of finished batches: whether they are numbers, classes or tokens, and which tokens are judged.
 
-Scoring needs these, and no library that reads rows.
+Scoring needs this, but none of the libraries that read rows.
 """
 
 from __future__ import annotations
@@ -18,24 +18,29 @@ IGNORED = -100
 
 
 def is_regression(config: Any) -> bool:
-    """Tell whether a classifier's config makes it a regressor: one label, or that problem type."""
+    """Tell whether a classifier's configuration makes it a regression: it has one label, or that problem type."""
     return config.num_labels == 1 or getattr(config, "problem_type", None) == "regression"
 
 
 def predicted_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Which outputs of a language model are judged, (batch, tokens - 1) bool: those before a token that is a label.
+    """Return which outputs of a language model are judged: those that predict a label.
+
+    An output predicts the next token, so the last one is never judged.
 
     Args:
         labels: (batch, tokens), -100 where no loss is wanted; not shifted, as models take them.
+
+    Returns:
+        (batch, tokens - 1), bool.
     """
     return labels[:, 1:] != IGNORED
 
 
 def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Check, where labels are tokens, that every sample has one that a loss can be computed of.
+    """Check, where labels are tokens, that every sample has one to compute a loss from.
 
     Raises:
-        DataError: a sample has none.
+        DataError: A sample has none.
     """
     for index, batch in enumerate(batches):
         labels = batch.get("labels")
@@ -50,7 +55,7 @@ def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
 
 
 def size_of(batch: Mapping[str, torch.Tensor]) -> int:
-    """How many samples a batch has."""
+    """Return how many samples a batch has."""
     return len(next(iter(batch.values())))
 
 

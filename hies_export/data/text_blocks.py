@@ -1,4 +1,4 @@
-"""Plain text as a language model reads it: joined, then cut into blocks of equal length."""
+"""Pack plain text into blocks of equal length, as language models are trained and judged on it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..errors import DataError
 def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: int) -> list[list[int]]:
     """Tokenise all texts, join them, and cut them into blocks.
 
-    Rows are texts of their own, with the tokenizer's end-of-text (or else begin-of-text) token between two. But rows
-    are the lines of one running text, joined by line breaks, when they come from a txt file or when some are blank (as
-    in WikiText): there a blank row is an empty line, which is what sets paragraphs and stories apart.
+    Each row is a text of its own, and the tokenizer's end-of-text (or else begin-of-text) token is set between two of
+    them. Rows that come from a txt file, or of which some are blank (as in WikiText), are instead the lines of one
+    running text, joined by line breaks: there a blank row is the empty line between paragraphs or stories.
 
     Args:
-        rows: In their own order; shuffled lines are no text.
+        rows: In their own order, as lines may continue each other.
         column: The text column.
-        tokenizer: No special token is added but the one between texts.
+        tokenizer: Adds no special token but the one between texts.
         length: Tokens in a block.
 
     Returns:
         Blocks of exactly `length` tokens; the incomplete last one is dropped unless it is the only one.
 
     Raises:
-        DataError: there is less text than two tokens; or several texts, but no token to set between them.
+        DataError: There are fewer than two tokens, or several texts but no token to set between them.
     """
     texts = list(rows[column][:])
     if rows.info.builder_name == "text" or not all(text.strip() for text in texts):

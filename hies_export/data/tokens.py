@@ -1,4 +1,4 @@
-"""What a tokenizer and a model's config must agree on: padding, length, vocabulary and positions."""
+"""Make a tokenizer and a model's configuration agree on padding, length, vocabulary and positions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def settle_padding(tokenizer: Any, config: Any) -> None:
 
 
 def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | None:
-    """How many tokens a sample may have: `max_length`, else what tokenizer and model take; None for no limit.
+    """Return how many tokens a sample may have: `max_length`, else what tokenizer and model take; None for no limit.
 
     Raises:
         DataError: max_length is more than the model takes, or less than 1.
@@ -68,10 +68,10 @@ def check_vocabulary(input_ids: torch.Tensor, config: Any) -> None:
 
 
 def position_ids(attention_mask: torch.Tensor, config: Any) -> torch.Tensor | None:
-    """Positions that start at each sample's first real token, (batch, tokens); None where they need not be given.
+    """Return positions counted from each sample's first real token, (batch, tokens); None where none are needed.
 
-    Models count positions from the left edge of the batch; under left padding that is not where a text begins. Models
-    whose positions have several axes (mrope) work them out from the mask themselves.
+    By default models count positions from the left edge of the batch, which under left padding is not where a text
+    begins. Models whose positions have several axes (mrope) derive them from the mask themselves.
     """
     if bool(attention_mask[:, 0].all()):
         return None

@@ -1,4 +1,4 @@
-"""Answers to files of questions about images: MM-Vet's, for its own grader, and VizWiz's, judged by VQA accuracy."""
+"""Answer files of questions about images: MM-Vet's, for its own grader, and VizWiz's, judged by VQA accuracy."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _CONTRACTIONS = {word.replace("'", "").lower(): word for word in _CONTRACTED.spl
 
 
 def normalise_answer(answer: str) -> str:
-    """An answer as the VQA evaluation compares it (https://visualqa.org/evaluation.html).
+    """Normalise an answer as the VQA evaluation does before it compares (https://visualqa.org/evaluation.html).
 
-    Lower case, without articles and punctuation (kept as a space between letters; a point stays inside a number), with
-    digits for number words and apostrophes in contractions.
+    Letters become lower case, number words digits, and contractions get their apostrophe. Articles are removed. So is
+    punctuation, but between letters it becomes a space, and a point inside a number stays.
     """
     text = re.sub(r"[\n\t]", " ", answer).strip()
     has_thousands = re.search(r"\d,\d", text) is not None
@@ -49,12 +49,15 @@ def normalise_answer(answer: str) -> str:
 
 
 def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
-    """How many people agree: over those who answered the mean of min(equal answers of the others / 3, 1), in [0, 1].
+    """Return how many people agree with an answer: the mean over people of min(equal answers of the others / 3, 1).
 
-    Where all gave the same answer, nothing is normalised but white space, as in the evaluation's own code.
+    Where all people gave the same answer, only white space is stripped, as in the evaluation's own code.
+
+    Returns:
+        A number in [0, 1].
 
     Raises:
-        DataError: Nobody answered.
+        DataError: No answers are given.
     """
     if not given:
         raise DataError("VQA accuracy needs the answers people gave, got none; leave such questions out")

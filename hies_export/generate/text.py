@@ -1,4 +1,4 @@
-"""Text from prompts: a checkpoint in torch or an exported folder in ONNX Runtime, greedy both, to compare."""
+"""Generate text greedily, from a checkpoint in torch or from an exported folder in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def generate_text(
 
 
 def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str | Path] = ()) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` (batch, sequence) of prompts, and of images `pixel_values`.
+    """Return `input_ids` and `attention_mask`, (batch, sequence), of prompts, and `pixel_values` of images.
 
     Raises:
         DataError: There is no prompt, one has no tokens, or an image does not decode or has no prompt.
@@ -69,13 +69,14 @@ def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str 
 
 
 def load_generator(folder: str | Path) -> Callable[[dict[str, Tensor], int], Tensor]:
-    """What continues a batch of `encode_prompts`, greedily, by so many tokens at most.
+    """Load a function that continues prompts greedily.
 
     Args:
         folder: As `generate_text` takes.
 
     Returns:
-        A function to the tokens, (batch, sequence), those of the prompt first.
+        A function of a batch from `encode_prompts` and the most tokens to add. It returns all tokens, (batch,
+        sequence), those of the prompt first.
 
     Raises:
         RequestError: The folder does not generate.

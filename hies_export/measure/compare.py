@@ -20,7 +20,7 @@ from .rows import LatencyRow
 from .timing import Phase, Rounds, Timing, time_rounds
 
 # Wraps a loop that has a name, e.g. in a progress bar.
-Track = Callable[[Sequence[Any], str], Iterable[Any]]
+NamedTrack = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 def time_on(
@@ -31,7 +31,7 @@ def time_on(
     batches: Mapping[Shape, Mapping[str, Tensor]],
     flops: Mapping[Shape, FlopCount],
     timing: Timing,
-    track: Track | None = None,
+    track: NamedTrack | None = None,
 ) -> list[LatencyRow]:
     """Time two models on one runtime, interleaved, with the first one against itself as control.
 
@@ -67,7 +67,7 @@ def compare_loads(
     *,
     timing: Timing,
     decode: bool = True,
-    track: Track | None = None,
+    track: NamedTrack | None = None,
 ) -> dict[tuple[Shape, Phase], LatencyComparison]:
     """Return the comparisons behind `time_on`, by shape and phase; without `decode`, no decode step is timed."""
     loads, shapes = min(RUNTIMES[runtime].loads, timing.repeats), list(batches)

@@ -1,4 +1,4 @@
-"""Make and read batches of tokens: positions, padding, synthetic inputs."""
+"""Make batches, and find out what a model reads in them: which tokens are real, their positions, how many fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .copies import share_weights
 
 # These models number positions from pad_token_id + 1: that many of their position embeddings go unused.
 _POSITIONS_START_AFTER_PAD = {
-    *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet"),
+    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet"),
     *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 
@@ -35,7 +35,7 @@ def longest_sequence(config: Any) -> int | None:
 
 
 def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
-    """Which tokens of an attention module's output are no padding.
+    """Return which tokens of an attention module's output are not padding.
 
     Args:
         model: The whole model.
@@ -44,8 +44,8 @@ def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], 
         y: (batch, tokens, width)
 
     Returns:
-        (batch, tokens) bool. The `attention_mask` is that of the text: patches of an image are all real, even where
-        there happen to be as many of them as of text tokens.
+        (batch, tokens), bool. The `attention_mask` describes the text: the patches of an image are all real, even
+        where an image has as many patches as the text has tokens.
     """
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == y.shape[:2] and _reads_text(model, name):
@@ -66,7 +66,7 @@ def _reads_text(model: PreTrainedModel, name: str) -> bool:
 def synthetic_batch(
     model: PreTrainedModel, *, batch: int, sequence: int | None = None, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Random inputs of one shape.
+    """Make random inputs of one shape.
 
     Args:
         model: Decides between text and images, and the vocabulary or image size.
@@ -103,7 +103,7 @@ def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
-    """Tokens the attention sees per row: the text's, or an image's patches and special tokens."""
+    """Return how many tokens the attention sees per row: of the text, or an image's patches and special tokens."""
     if "input_ids" in batch:
         return int(batch["input_ids"].shape[1])
     base = share_weights(model.base_model, device="meta").eval()
@@ -113,13 +113,13 @@ def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
 
 
 def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a batch that the model's forward takes, in its own order, labels left out."""
+    """Return the tensors of a batch that the model's forward takes, in its own order and without labels."""
     accepted = [name for name in inspect.signature(model.forward).parameters if name != "labels"]
     return {name: batch[name] for name in accepted if isinstance(batch.get(name), torch.Tensor)}
 
 
 def positions_of(attention_mask: torch.Tensor) -> torch.Tensor:
-    """The position of every token, counted from the first that is not padding; padding is at 0.
+    """Return the position of every token, counted from the first that is not padding; padding is at 0.
 
     Args:
         attention_mask: Ones and zeros, (batch, sequence).

@@ -1,4 +1,4 @@
-"""Trace a decoder to one graph that prefills, continues and decodes, its key/value cache as inputs and outputs."""
+"""Trace a decoder to one graph for prompts, chunks and single tokens, with its cache as inputs and outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?past_key_values\.layers\.(\d+)\
 
 
 def check_decoder(model: PreTrainedModel) -> None:
-    """Refuse, before any work, a model that generates text some other way than from its own keys and values.
+    """Refuse, before any work, a model that does not generate from a cache of its own keys and values.
 
     Raises:
         UnsupportedModelError: It is an encoder-decoder, or it keeps no key/value cache.
@@ -39,17 +39,17 @@ def check_decoder(model: PreTrainedModel) -> None:
 
 
 def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = None) -> Tensor:
-    """Some of a prompt's own tokens, the same for every row, none of which stands for an image: (batch, count)."""
+    """Repeat text tokens of the first prompt in every row, in order, image tokens left out: (batch, count)."""
     text = input_ids[0][input_ids[0] != (-1 if image_token_id is None else image_token_id)]
     return text[torch.arange(count) % len(text)].repeat(len(input_ids), 1)
 
 
 def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
-    """Two rows of a batch, a little longer: three more tokens in front of the first, padding before the second.
+    """Take two rows of a batch and make them longer: the first by three tokens in front, the second by padding there.
 
     Args:
         given: `input_ids` (batch, sequence) and perhaps `pixel_values`, an image in each row.
-        image_token_id: What stands for images.
+        image_token_id: The token that stands for one image feature; None for text.
 
     Returns:
         `input_ids` and `attention_mask` (2, 3 + sequence), and the images of the two rows.
@@ -63,9 +63,10 @@ def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = Non
 
 
 def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Build what to trace: two further tokens after a padded prompt that is already in the cache.
+    """Build the inputs to trace: two tokens after a padded prompt that is already in the cache.
 
-    One further token would fix the sequence axis, a batch of 1 the batch axis, and a mask of ones would drop out.
+    With a single token the tracer would fix the sequence axis, with one row the batch axis, and it would leave out a
+    mask of ones.
 
     Args:
         model: The model to trace.
@@ -73,8 +74,8 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
             with padding on the left; at least 4 long.
 
     Returns:
-        Keyword arguments of the forward: the last two tokens, the mask of all, positions where the model takes
-        them, and the cache of what came before.
+        Keyword arguments of the forward: the last two tokens, the mask of all tokens, positions where the model takes
+        them, and the cache of the tokens before.
 
     Raises:
         ExportError: The model does not run with a cache of keys and values.
@@ -87,12 +88,12 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
         taken = {name: tokens[:, start:stop], "attention_mask": mask[:, :stop]}
         return {**taken, "position_ids": positions_of(mask)[:, start:stop]} if takes_positions else taken
 
-    # The model's own cache may forget what a sliding window has passed; the window is in the mask as well.
+    # Not the model's own cache, which forgets what a sliding window has passed: the mask has the window too.
     past, length = DynamicCache(), tokens.shape[1]
     try:
         with torch.no_grad():
             model(**inputs(0, length - 2), past_key_values=past, use_cache=True)
-    except Exception as error:  # of a model's own making: a cache of another kind, an input that is missing
+    except Exception as error:  # whatever the model raises: its cache is of another kind, an input is missing
         raise ExportError(
             f"a decoder must run with a cache of keys and values, and {type(model).__name__} refused: {reason(error)}"
         ) from error
@@ -105,7 +106,7 @@ def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions:
     """Trace a decoder to an `onnx_ir.Model`, fused, under Optimum's names.
 
     The key/value head axis of every layer is a named dimension, and so is the head width where it is not
-    hidden_size // num_attention_heads: older Optimum takes integers there for its own guess and refuses the graph.
+    hidden_size // num_attention_heads: older Optimum compares integers there with its own guess and refuses the graph.
     The sizes themselves are in the metadata.
 
     Args:
@@ -114,7 +115,7 @@ def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions:
         fusions: What to fuse the graph for.
 
     Raises:
-        ExportError: The exporter failed, fixed an axis, or the cache is not keys and values.
+        ExportError: The exporter failed or fixed an axis, or the cache is not one of keys and values.
     """
     sample = decoder_sample(model, prompt)
     program = export_program(model, sample, fusions, flags={"use_cache": True})
@@ -127,7 +128,7 @@ def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions:
 
 
 def _name_cache(program: Any, model: str) -> dict[str, tuple[int, int]]:
-    """Rename the cache tensors, and read off their sizes: input name -> (key/value heads, head width)."""
+    """Rename the cache tensors, and return their sizes: input name -> (key/value heads, head width)."""
     for values, prefix in ((program.graph.inputs, "past_key_values"), (program.graph.outputs, "present")):
         for value in values:
             match = _CACHE_TENSOR.fullmatch(value.name)
@@ -156,7 +157,7 @@ def _name_cache(program: Any, model: str) -> dict[str, tuple[int, int]]:
 
 
 def _name_sizes(program: Any, sizes: Mapping[str, tuple[int, int]], model: PreTrainedModel) -> None:
-    """Give the sizes of the cache names, and write their values into the metadata."""
+    """Replace the sizes of the cache by named dimensions, and write their values into the metadata."""
     import onnx_ir
 
     config = model.config.get_text_config()

@@ -29,7 +29,7 @@ from .trace import Fusions, trace_onnx, trace_sample
 WEIGHTS_SUFFIX = "_data"
 PROTOBUF_LIMIT_BYTES = 2**31 - 2**24
 
-# What to fuse for each provider; TensorRT fuses for itself, and does not know ONNX Runtime's operators.
+# Whose operators to fuse into; TensorRT fuses for itself, and does not know ONNX Runtime's own.
 FUSIONS: dict[str, Fusions] = {"cpu": "cpu", "cuda": "cuda", "tensorrt": None}
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
@@ -78,32 +78,35 @@ def export_onnx(
     overwrite: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> OnnxExport:
-    """Write a model as ONNX graphs under Optimum's names, and compare them with torch.
+    """Write a model as ONNX graphs under Optimum's names, and compare them with torch; the model is not changed.
 
-    An encoder becomes `folder/model.onnx`; the batch axis is dynamic, and for text the sequence axis too. It is run in
-    ONNX Runtime on the given batch, on a padded one, and on a batch of 1 (for text, another length).
+    An encoder becomes `folder/model.onnx`. Its batch axis is dynamic, and for text its sequence axis too. It is run in
+    ONNX Runtime on the given batch, on a padded one, and on a batch of 1 (for text, of another length).
 
-    A decoder becomes one `folder/model.onnx` too: logits and cache from tokens, attention mask, positions where the
-    model takes them, and a cache, empty for a prompt; each layer's cache has its own number of heads. A
-    vision-language model becomes `vision_encoder.onnx` (with the projector), `embed_tokens.onnx` and
-    `decoder_model_merged.onnx`. Both are run as `OnnxGenerator` runs them: a prompt (as given, padded on the left, a
-    single one), a chunk of two tokens, single tokens. The model is left alone.
+    A decoder becomes one `folder/model.onnx`, from tokens, attention mask, cache and, where the model takes them,
+    positions to logits and cache. The cache is empty for a prompt, and each layer's has its own number of heads.
+
+    A vision-language model becomes `vision_encoder.onnx` (with the projector), `embed_tokens.onnx` and
+    `decoder_model_merged.onnx`.
+
+    What generates is run as `OnnxGenerator` runs it: prompts (as given, padded on the left, a single one), a chunk of
+    two tokens, single tokens.
 
     Args:
         model: A text or image encoder, with or without a classification head, a decoder, or a vision-language
             model whose images become features by a projector; layers may differ in heads.
         folder: Where to write; must not exist, unless `overwrite`.
-        batch: A sample of shape (batch, sequence) for text or (batch, channels, height, width) for images, both for
-            a vision-language model, one image in each row; labels are ignored.
+        batch: A sample of shape (batch, sequence) for text or (batch, channels, height, width) for images; both for
+            a vision-language model, with one image in each row. Labels are ignored.
         processor: Tokenizer or image processor, saved beside the graph.
-        provider: What to fuse the graphs for, `cpu`, `cuda` or `tensorrt`.
+        provider: The execution provider to fuse the graphs for, `cpu`, `cuda` or `tensorrt`.
         dtype: Weights and floating inputs and outputs, `float32` or `float16`. Compared with float32 torch
             within 1e-3, or 2e-2 times max(1, largest output) for float16.
         overwrite: Replace an existing folder.
         progress: Called with (steps done, steps in all).
 
     Returns:
-        What was written, and how far it is from torch.
+        The files that were written, and their largest difference from torch.
 
     Raises:
         RecipeError: Unknown provider or dtype.
@@ -113,7 +116,7 @@ def export_onnx(
             features need more than their pixels.
         DataError: The batch has nothing the model reads, or image tokens that do not match the images.
         ExportError: The exporter failed.
-        ParityError: A graph computes something else than torch.
+        ParityError: A graph computes something other than torch.
 
     Examples:
         >>> exported = export_onnx(slim, folder / "onnx", batch=batches[0])
@@ -164,7 +167,11 @@ def export_onnx(
 
 
 def _check_request(provider: str, dtype: str) -> None:
-    """Refuse what cannot be done before any work."""
+    """Refuse an unknown provider or dtype, before any work.
+
+    Raises:
+        RecipeError: One of them is unknown; all problems at once.
+    """
     problems = []
     if provider not in FUSIONS:
         problems.append(f"export.provider must be one of {', '.join(FUSIONS)}, got {provider!r}")
@@ -175,7 +182,11 @@ def _check_request(provider: str, dtype: str) -> None:
 
 
 def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind, dict[str, torch.Tensor]]:
-    """What is to be exported, and what of the batch it needs; refuse before any work what cannot be."""
+    """Return the kind of the model, and the inputs of the batch that its export needs.
+
+    Raises:
+        UnsupportedModelError, DataError: As in `export_onnx`, before any work.
+    """
     if not model.can_generate():
         return "encoder", given
     check_decoder(model)
@@ -196,7 +207,7 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
 def _trace(
     kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor], fusions: Fusions
 ) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """The graphs by file name, the one that the others feed last, and batches to compare them with torch on."""
+    """Trace the graphs, and return them by file name, the decoder last, and the batches to compare them on."""
     if kind == "encoder":
         sample = trace_sample(model, given)
         return {ONNX_FILE: trace_onnx(model, sample, fusions)}, parity_batches(given, sample)
@@ -209,14 +220,14 @@ def _trace(
 
 
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The reference: float32, on the CPU, in evaluation mode, torch's own attention; the caller's model left alone."""
+    """Copy the model as the reference: float32, on the CPU, in evaluation mode, with torch's own attention."""
     copied = convert(model, dtype=torch.float32, device="cpu").eval()
     copied.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     return copied
 
 
 def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model to trace, with the attention that the exporter fuses best for the provider."""
+    """Copy the model to be traced, with the attention that the exporter fuses best for the provider."""
     copied = convert(reference, dtype=dtype)
     # For the CPU the exporter takes an sdpa trace apart again (microsoft/onnxruntime#33873), while an eager
     # trace becomes one Attention operator per layer. Latency eager / sdpa, one run, ONNX Runtime 1.31, 2 cores:
@@ -242,7 +253,7 @@ def _write_companions(folder: Path, model: PreTrainedModel, processor: Any) -> N
     config = model.config
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
-    # The code it points to is not in this folder.
+    # It points to code that is not in this folder.
     if hasattr(config, "auto_map"):
         del config.auto_map
     config.to_json_file(folder / "config.json")

@@ -20,17 +20,17 @@ from .multimodal import merge_images
 
 @dataclass(frozen=True)
 class OnnxGenerator:
-    """Greedy generation in ONNX Runtime on the CPU, the cache kept in its own memory between steps.
+    """Greedy generation in ONNX Runtime on the CPU, whose own memory keeps the cache between steps.
 
     Attributes:
-        decoder: From tokens, or embeddings, and cache to logits and cache.
-        embed_tokens: From tokens to embeddings; `None` where the decoder takes tokens.
-        vision_encoder: From images to features; `None` for text.
+        decoder: The graph from tokens, or embeddings, and cache to logits and cache.
+        embed_tokens: The graph from tokens to embeddings; `None` where the decoder takes tokens.
+        vision_encoder: The graph from images to features; `None` for text.
         image_token_id: The token that stands for one image feature; `None` for text.
-        vocabulary: Tokens the model knows.
-        positions: Tokens a row may have; `None` for any number.
-        eos_token_ids: What ends a row, unless `generate` is told otherwise.
-        pad_token_id: What a finished row goes on with.
+        vocabulary: Number of tokens the model knows.
+        positions: Most tokens a row may have; `None` for any number.
+        eos_token_ids: The tokens that end a row, unless `generate` names others.
+        pad_token_id: The token that fills a row after its end.
     """
 
     decoder: OnnxRuntime
@@ -44,10 +44,10 @@ class OnnxGenerator:
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, threads: int | None = None) -> OnnxGenerator:
-        """Load what `export_onnx` wrote.
+        """Load a folder that `export_onnx` wrote.
 
         Args:
-            folder: With a decoder's `model.onnx`, or the parts of a vision-language model.
+            folder: It has a decoder's `model.onnx`, or the parts of a vision-language model.
             threads: CPU threads within an operator; by default torch's own number.
 
         Raises:
@@ -99,12 +99,12 @@ class OnnxGenerator:
             input_ids: Prompts, (batch, sequence), padded on the left.
             attention_mask: 1 for tokens, 0 for padding, (batch, sequence); by default no padding.
             pixel_values: Images in the order of the image tokens, (images, channels, height, width).
-            max_new_tokens: Tokens to add at most.
-            eos_token_id: What ends a row; by default what the folder says. `()` for nothing.
+            max_new_tokens: Most tokens to add.
+            eos_token_id: The tokens that end a row; by default those of the folder's config. `()` for none.
 
         Returns:
-            Prompts and new tokens, (batch, sequence + new); a row that ended goes on with padding. Stops when
-            all rows have ended.
+            Prompts and new tokens, (batch, sequence + new). A row that has ended is filled with padding until all
+            rows have ended.
 
         Raises:
             RecipeError: max_new_tokens is below 1.
@@ -130,7 +130,7 @@ class OnnxGenerator:
         return tokens
 
     def prompt(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> dict[str, Any]:
-        """What the decoder takes for these tokens (batch, sequence): themselves, or embeddings with the images in.
+        """Return the decoder's input for tokens (batch, sequence): the tokens, or their embeddings with the images in.
 
         Raises:
             DataError: The image tokens do not match the images.
@@ -162,14 +162,18 @@ class OnnxGenerator:
             cache: From the step before; `None` for an empty one.
 
         Returns:
-            Logits (batch, sequence, vocabulary) in float32, and the cache by input name, values of ONNX Runtime.
+            Logits (batch, sequence, vocabulary) in float32, and the cache by input name, as values of ONNX Runtime.
         """
         outputs = _run(self.decoder, {**inputs, "attention_mask": attention_mask, **(cache or {})})
         logits = _tensor(outputs.pop("logits")).float()
         return logits, {name.replace("present", "past_key_values", 1): value for name, value in outputs.items()}
 
     def _check(self, ids: Tensor, mask: Tensor, pixel_values: Tensor | None, max_new_tokens: int) -> None:
-        """Refuse what cannot be generated from, before anything is run."""
+        """Refuse prompts that cannot be continued, before anything is run.
+
+        Raises:
+            RecipeError, DataError: As in `generate`.
+        """
         if max_new_tokens < 1:
             raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
         if ids.ndim != 2 or ids.is_floating_point() or 0 in ids.shape:

@@ -24,7 +24,7 @@ def is_vision_language(model: PreTrainedModel) -> bool:
 
 
 def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, seed: int = 0) -> dict[str, Tensor]:
-    """Random images, each with a prompt that has exactly the image tokens it needs.
+    """Make random images, each with a prompt that has exactly the image tokens it needs.
 
     Args:
         model: A vision-language model with images of one size.
@@ -36,7 +36,7 @@ def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, s
         `pixel_values` (batch, channels, height, width), `input_ids` and `attention_mask` (batch, sequence).
 
     Raises:
-        UnsupportedModelError: The config does not say how large images are, or the model takes more than those.
+        UnsupportedModelError: The config has no image size, or image features need more than `pixel_values`.
     """
     vision = getattr(model.config, "vision_config", None)
     size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
@@ -60,10 +60,10 @@ def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, s
 
 
 def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -> None:
-    """Refuse, before any work, a model whose images do not become one tensor of features, or a batch without.
+    """Refuse, before any work, a model that cannot be exported in parts, or a batch that does not fit it.
 
     Raises:
-        UnsupportedModelError: The model has no projector the exporter knows, or needs more than `pixel_values`.
+        UnsupportedModelError: The model has no projector under a known name, or needs more than `pixel_values`.
         DataError: The batch has no images or no prompt, or the image tokens do not match the images.
     """
     if getattr(model.config, "image_token_id", None) is None:
@@ -113,7 +113,7 @@ def merge_images(embeds: Tensor, input_ids: Tensor, features: Tensor, image_toke
 
 
 def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], fusions: Fusions) -> dict[str, Any]:
-    """Trace the parts, each to an `onnx_ir.Model`, fused.
+    """Trace the parts of a vision-language model, each to an `onnx_ir.Model`, fused.
 
     Args:
         model: A vision-language model that `check_vision_language` passed.
@@ -121,8 +121,8 @@ def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], f
         fusions: What to fuse the graphs for.
 
     Returns:
-        File name -> program: pixel_values -> image_features (images, tokens, hidden); input_ids -> inputs_embeds;
-        and the decoder of `trace_decoder`, from inputs_embeds.
+        By file name, the image encoder from pixel_values to image_features (images, tokens, hidden), the embedding from
+        input_ids to inputs_embeds, and last the decoder of `trace_decoder`, which takes inputs_embeds.
 
     Raises:
         ExportError: The exporter failed on a part, or fixed an axis.
@@ -144,7 +144,7 @@ def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], f
 
 
 class _ImageEncoder(torch.nn.Module):
-    """pixel_values -> the projector's output."""
+    """From `pixel_values` to the projector's output."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -155,7 +155,7 @@ class _ImageEncoder(torch.nn.Module):
 
 
 class _Embedding(torch.nn.Module):
-    """input_ids -> their embeddings."""
+    """From `input_ids` to their embeddings."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -167,17 +167,17 @@ class _Embedding(torch.nn.Module):
 
 
 class _Projected(Exception):
-    """Carries the projector's output out of `get_image_features`."""
+    """Raised to carry the projector's output out of `get_image_features`."""
 
     def __init__(self, features: Tensor):
         self.features = features
 
 
 def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
-    """Features of images, (images, tokens, hidden).
+    """Return the features of images, (images, tokens, hidden).
 
-    `get_image_features` goes on to split them into a Python list, which would fix the number of images in a
-    trace: it is left as soon as the projector has answered.
+    After the projector, `get_image_features` splits them into a Python list, which would fix the number of images in a
+    trace. So an exception leaves it as soon as the projector has returned.
 
     Raises:
         UnsupportedModelError: The model has no projector, or its features need more than `pixel_values`.
@@ -190,7 +190,7 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
     def project(*args: Any, **kwargs: Any) -> Any:
         raise _Projected(projector(*args, **kwargs))
 
-    # An instance attribute hides the module of that name, which a tracer must see called and finished.
+    # An instance attribute hides the module of that name, which the tracer must see called and returned from.
     vars(owner)[name] = project
     try:
         encoder.get_image_features(pixel_values=pixel_values)
@@ -212,7 +212,11 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
 
 
 def _projector(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
-    """The module that owns the projector between image encoder and language model, and its name there."""
+    """Return the module that owns the projector between image encoder and language model, and its name there.
+
+    Raises:
+        UnsupportedModelError: There is none under a known name.
+    """
     for owner in (model, model.base_model):
         for name in ("multi_modal_projector", "connector", "embed_vision"):
             if name in dict(owner.named_children()):

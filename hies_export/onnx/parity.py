@@ -16,7 +16,7 @@ from ..runtimes.pytorch import TorchRuntime
 from .decoder import text_tokens
 from .generator import OnnxGenerator
 
-# Half precision keeps 11 bits, so its bound grows with the largest output; single precision's does not.
+# Half precision keeps 11 bits, so its bound grows with the largest output; that of single precision does not.
 TOLERANCE_FP32 = 1e-3
 TOLERANCE_FP16 = 2e-2
 
@@ -27,21 +27,21 @@ SPARE_POSITIONS = 7
 def parity_batches(
     given: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Batches to compare on: as given, padded, and a single row, of another length for text."""
+    """Return the batches to compare on by name: as given, padded, and a single row, for text of another length."""
     single = {name: tensor[:1] for name, tensor in sample.items()}
     if "input_ids" in sample:
         length = max(3, given["input_ids"].shape[1] // 2)
         length += length == given["input_ids"].shape[1]
         tokens = single["input_ids"].shape
         single = {name: t[:, :length] if t.shape[:2] == tokens else t for name, t in single.items()}
-        # The first row of the sample is unpadded, the short one therefore too.
+        # The first row of the sample has no padding, so the shortened one has none.
     return {"the given batch": dict(given), "a padded batch": dict(sample), "a batch of 1": single}
 
 
 def check_parity(
     folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
 ) -> tuple[float, str]:
-    """Largest absolute difference between the file and torch, and the provider the file ran on.
+    """Return the largest absolute difference between the exported graph and torch, and the provider the graph ran on.
 
     Raises:
         ParityError: It is beyond the tolerance, not finite, or the outputs have other names or shapes.
@@ -57,7 +57,7 @@ def check_parity(
 
 
 def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Prompts to compare on: as given, padded on the left, and a single row of another length.
+    """Return the prompts to compare on by name: as given, padded on the left, and a single row of another length.
 
     Args:
         given: `input_ids`, `attention_mask` and for images `pixel_values`, one in each row.
@@ -70,10 +70,10 @@ def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, t
 def check_generation(
     folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
 ) -> tuple[float, str]:
-    """Largest absolute difference between an exported folder's generation and torch, and the provider it ran on.
+    """Return the largest absolute difference between an exported folder and torch, and the provider the folder ran on.
 
-    The folder takes each prompt, then two tokens at once, then two single ones, carrying its cache; torch takes all
-    of it in one forward pass. Logits and cache of the real tokens are compared.
+    The folder takes each prompt, then two tokens at once, then two single ones, each with the cache of those before;
+    torch takes all of them in one forward pass. Logits and cache are compared, without those of padding.
 
     Raises:
         ParityError: They differ beyond the tolerance, are not finite, or have other shapes.
@@ -94,7 +94,7 @@ def check_generation(
 def _in_pieces(
     exported: OnnxGenerator, tokens: torch.Tensor, mask: torch.Tensor, images: torch.Tensor | None
 ) -> dict[str, np.ndarray]:
-    """Logits of all tokens and the last cache, of a prompt, a chunk of two tokens and two single ones."""
+    """Run a prompt, a chunk of two tokens and two single ones; return the logits of all and the last cache."""
     cache, logits, length = None, [], tokens.shape[1]
     for start, stop in ((0, length - 4), (length - 4, length - 2), (length - 2, length - 1), (length - 1, length)):
         inputs = exported.prompt(tokens[:, start:stop], images if start == 0 else None)
@@ -107,9 +107,9 @@ def _in_pieces(
 def _real_tokens(
     want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], mask: torch.Tensor
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Logits and cache of torch and of the graph, with zeros where there is padding: it may hold anything.
+    """Return logits and cache of torch and of the graph, with zeros for padding, which may hold anything.
 
-    Of a sliding window torch keeps only the end and the graph everything: the ends are left to compare.
+    Of a sliding window torch keeps only the end, and the graph everything: the graph's is cut to the same length.
     """
     real = mask.bool().numpy()
 
@@ -125,7 +125,7 @@ def _real_tokens(
 
 
 def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], *, label: str, dtype: str) -> float:
-    """Largest absolute difference between torch's outputs and the graph's.
+    """Return the largest absolute difference between torch's outputs and the graph's.
 
     Raises:
         ParityError: It is beyond the tolerance, not finite, or the outputs have other names or shapes.

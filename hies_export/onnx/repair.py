@@ -28,9 +28,9 @@ def flatten_gemm_inputs(program: Any) -> None:
 
 
 def share_tied_weights(program: Any) -> None:
-    """Let an output layer tied to the embeddings read them, where constant folding gave it a transposed copy.
+    """Let an output layer that is tied to the embeddings read them, where constant folding gave it a transposed copy.
 
-    It becomes ONNX Runtime's FusedMatMul, which multiplies by a transposed matrix without making one.
+    The layer becomes ONNX Runtime's FusedMatMul, which multiplies by a transposed matrix without making one.
     """
     import onnx_ir
 

@@ -13,17 +13,17 @@ from transformers import PreTrainedModel
 from ..errors import ExportError
 from .repair import flatten_gemm_inputs, share_tied_weights
 
-# Whose operators the exporter fuses a graph into; None for those of the ONNX standard alone.
+# The provider whose operators the exporter fuses a graph into; None for operators of the ONNX standard alone.
 Fusions = Literal["cpu", "cuda"] | None
 
 
 def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Build the batch to trace: at least 2 rows, of at least 4 tokens, with padding in the second.
 
-    A batch of 1 would fix the batch axis, and a mask of ones would drop out of the graph.
+    With one row the tracer would fix the batch axis, and it would leave out a mask of ones.
 
     Args:
-        model: Decides which inputs the graph must have, whether or not the batch has them.
+        model: Its forward says which inputs the graph must have, whether or not the batch has them.
         given: Inputs of shape (batch, sequence) or (batch, channels, height, width).
 
     Returns:
@@ -46,13 +46,13 @@ def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> d
 
 
 def _dynamic_axes(name: str, tensor: torch.Tensor) -> dict[int, str]:
-    """Names of the axes of an input that must stay open."""
+    """Name the axes of an input that must stay open."""
     fixed = name in ("pixel_values", "input_features") or tensor.ndim < 2
     return {0: "batch"} if fixed else {0: "batch", 1: "sequence"}
 
 
 def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Fusions) -> Any:
-    """Trace an encoder to an `onnx_ir.Model`, fused, its open axes named."""
+    """Trace an encoder to an `onnx_ir.Model`, fused and with its open axes named."""
     axes = {name: _dynamic_axes(name, tensor) for name, tensor in sample.items()}
     flags: dict[str, Any] = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
     program = export_program(model, sample, fusions, axes=axes, flags=flags)
@@ -68,20 +68,20 @@ def export_program(
     axes: Mapping[str, Mapping[int, str]] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Run transformers' exporter on a module, and drop what it leaves behind of this machine.
+    """Run transformers' exporter on a module, repair the graph, and remove traces of this machine from it.
 
     Args:
         module: What to trace.
         sample: Its inputs by keyword, tensors or a cache.
         fusions: What to fuse the graph for.
         axes: The open axes of each input; without it, the exporter tries to leave every axis open.
-        flags: More keywords of the forward, that are no inputs of the graph.
+        flags: Further keywords of the forward, which do not become inputs of the graph.
 
     Returns:
         An `onnx_ir.Model`.
 
     Raises:
-        ExportError: The exporter failed; the message has its reason.
+        ExportError: The exporter failed; the message gives the reason.
     """
     shapes = None
     if axes is not None:
@@ -103,7 +103,7 @@ def export_program(
 
 
 def reason(error: BaseException) -> str:
-    """The root cause of an exception, in one line."""
+    """Return the root cause of an exception, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -111,10 +111,10 @@ def reason(error: BaseException) -> str:
 
 
 def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
-    """Call the open axes by their names wherever they occur in the graph, and make sure that they are open.
+    """Name the open axes wherever they occur in the graph, in place, and check that they are open.
 
     Raises:
-        ExportError: The graph has lost an input, or fixed one of the axes.
+        ExportError: The graph has lost an input, or one of the axes is fixed.
     """
     import onnx_ir
 
@@ -139,13 +139,13 @@ def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
 
 
 def fixed_size(dim: Any) -> int | None:
-    """A size that the trace fixed, else `None`; the exporter leaves some of them as symbols called `2`."""
+    """Return a size that the trace fixed, else `None`; the exporter leaves some of them as symbols called `2`."""
     text = str(dim if isinstance(dim, int) else dim.value)
     return int(text) if text.isdigit() else None
 
 
 def _named(expression: str, names: Mapping[str, str]) -> str:
-    """A size such as `s36 + s70` with its symbols replaced."""
+    """Replace the symbols of a size such as `s36 + s70` by names."""
     if expression in names:
         return names[expression]
     simple = {symbol: label for symbol, label in names.items() if " " not in label}
@@ -153,14 +153,14 @@ def _named(expression: str, names: Mapping[str, str]) -> str:
 
 
 def _values(graph: Any) -> Iterator[Any]:
-    """Every input and result of a graph."""
+    """Yield every input and result of a graph."""
     yield from graph.inputs
     for node in graph.all_nodes():
         yield from node.outputs
 
 
 def _strip_metadata(program: Any) -> None:
-    """Drop the stack traces, which name the folders of the machine that exported."""
+    """Remove the stack traces, which name folders of the machine that exported."""
     for node in program.graph.all_nodes():
         node.metadata_props.clear()
         node.doc_string = None

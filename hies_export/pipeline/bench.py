@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import find_model_class, load_config
 from ..checkpoint.loading import load
 from ..errors import RequestError
-from ..measure.compare import Track, time_on
+from ..measure.compare import NamedTrack, time_on
 from ..measure.counts import Shape, count_both_flops
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
@@ -34,7 +34,7 @@ def bench(
     dtypes: Sequence[str] = (),
     repeats: int = 30,
     min_seconds: float = 0.0,
-    track: Track | None = None,
+    track: NamedTrack | None = None,
 ) -> list[LatencyRow]:
     """Compare the latency of two checkpoints or ONNX folders; the same one twice measures the noise.
 

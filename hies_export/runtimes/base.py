@@ -1,4 +1,4 @@
-"""What a runtime is: a loaded model that can be run and timed, behind one interface."""
+"""Define what a runtime is: a loaded model that can be run and timed, behind one interface."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ RUNTIMES: dict[str, type[Runtime]] = {}
 def register_runtime(name: str) -> Callable[[type[Runtime]], type[Runtime]]:
     """Make a `Runtime` subclass available to recipes under `name`.
 
-    The class is built as `cls(source, threads=threads)` and must refuse, in its constructor, to run
-    on anything but what its name says:
+    The class is built as `cls(source, threads=threads)`. Its constructor refuses to run on anything but what the name
+    says:
 
         @register_runtime("openvino-cpu")
         class OpenVinoRuntime(Runtime): ...
@@ -39,10 +39,10 @@ class Runtime(ABC):
 
     Attributes:
         name: The name it is registered under.
-        reads_models: Whether it runs a `PreTrainedModel`; otherwise an ONNX file or folder.
-        fused_for: Where it runs ONNX, the provider whose fused operators suit it, as in `export_onnx`.
-        dtypes: In what it can run a model, by their names in torch.
-        loads: How many times a comparison loads the models anew, where copies of one model differ in time.
+        reads_models: Whether it runs a `PreTrainedModel`; otherwise it reads an ONNX file or folder.
+        fused_for: The provider, as in `export_onnx`, whose fused operators suit it; of those that read ONNX.
+        dtypes: What it can run a model in, by their names in torch.
+        loads: How many times a comparison loads the models; more than 1 where copies of one model differ in time.
         threads: CPU threads one run uses within an operator.
         cuda_graph: Whether what is timed is the replay of a captured CUDA graph.
     """
@@ -60,34 +60,34 @@ class Runtime(ABC):
         """Check that this machine has what the runtime needs, before a model is loaded.
 
         Raises:
-            MissingRuntimeError: It has not; the message names what to install.
+            MissingRuntimeError: Something is missing; the message names what to install.
         """
         return
 
     @property
     @abstractmethod
     def provider(self) -> str:
-        """Where it really runs, asked of the runtime itself and not of the request."""
+        """The device or execution provider it runs on, read from the loaded model and not from the request."""
 
     @property
     @abstractmethod
     def dtype(self) -> str:
-        """What the model computes in, asked of the model itself, by its name in torch."""
+        """The dtype the model computes in, read from the loaded model, by its name in torch."""
 
     @property
     def decodes(self) -> bool:
-        """Whether the model goes on from a key/value cache, so that `prepare_step` works."""
+        """Whether the model can continue from a key/value cache, so that `prepare_step` works."""
         return False
 
     @abstractmethod
     def prepare(self, batch: Mapping[str, Any]) -> Any:
-        """Move a batch to where the model reads it; labels and keys the model does not take are left out.
+        """Move a batch to the model's device; labels and other keys the model does not take are left out.
 
         Args:
             batch: Tensors by input name, of shape (batch, sequence) or (batch, channels, height, width).
 
         Returns:
-            What `run` takes; meant for this runtime's `run` only.
+            The argument of this runtime's `run`.
         """
 
     def prepare_step(self, batch: Mapping[str, Any]) -> Any:
@@ -97,7 +97,7 @@ class Runtime(ABC):
             batch: As for `prepare`, with a sequence of 2 or more.
 
         Returns:
-            What `run` takes; every run takes the same step.
+            The argument of this runtime's `run`; every run takes the same step.
         """
         raise NotImplementedError
 
@@ -116,7 +116,7 @@ class Runtime(ABC):
         """Copy what `run` returned to host arrays by output name; outside the timed call."""
 
     def peak_memory_bytes(self, feed: Any) -> int | None:
-        """Device memory that the model takes at the peak of a run, weights included; None on the CPU.
+        """Return the device memory that the model takes at the peak of a run, weights included; None on the CPU.
 
         Args:
             feed: From `prepare` or `prepare_step`; it has been run before.
@@ -131,8 +131,8 @@ def last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         batch: `input_ids` of shape (batch, sequence), and perhaps others of that shape, or images.
 
     Returns:
-        The prompt with everything but each last token, and the step: the last tokens, (batch, 1), under the mask of
-        all, (batch, sequence). Images belong to the prompt.
+        The prompt: everything but each row's last token; images belong to it. And the step: the last tokens,
+        (batch, 1), with the attention mask of all tokens, (batch, sequence).
     """
     ids = batch["input_ids"]
     batch = {"attention_mask": torch.ones_like(ids), **batch}

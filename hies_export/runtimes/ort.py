@@ -1,4 +1,4 @@
-"""ONNX graphs in ONNX Runtime on the CPU, as they are or quantised; `gpu_runtimes` builds on them."""
+"""Run ONNX graphs in ONNX Runtime on the CPU, as they are or quantised; `ort_gpu` builds on this."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class OnnxRuntime(Runtime):
         try:
             self._session = self._open(self._file)
         except Exception as error:  # ONNX Runtime has a class for each status, and no common one
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ExportError(f"ONNX Runtime must load {self._file.name}, and refused: {said}") from error
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ExportError(f"ONNX Runtime must load {self._file.name}, and refused: {reason}") from error
         if self.provider != self.requested:
             raise self._missing(f"its session fell back to {self.provider}")
         self.inputs = tuple(node.name for node in self._session.get_inputs())
@@ -119,7 +119,7 @@ class OnnxRuntime(Runtime):
 
     @property
     def dtype(self) -> str:
-        """That of the graph's first output."""
+        """The dtype of the graph's first output."""
         return _NAMES.get(self._session.get_outputs()[0].type, self._session.get_outputs()[0].type)
 
     @property
@@ -128,7 +128,7 @@ class OnnxRuntime(Runtime):
         return any(name.startswith("past_key_values.") for name in self.inputs)
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """Bind the inputs; what torch does without is filled in: masks, token types, positions, an empty cache.
+        """Bind the inputs, and fill in what torch does not ask for: masks, token types, positions, an empty cache.
 
         Args:
             batch: Tensors by input name, or values of ONNX Runtime as `values` returns them.
@@ -150,40 +150,40 @@ class OnnxRuntime(Runtime):
         return BoundFeed(binding, tuple(values))
 
     def prepare_step(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """The last token, and the graph's cache of the others."""
+        """Bind the last token, and the cache that the graph itself makes of the others."""
         prompt, step = last_token(batch)
         past = self._past(prompt)
         cache = {name: past[name.replace("past_key_values", "present", 1)] for name in self._cache_sizes}
         return self.prepare({**step, **cache})
 
     def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
-        # This class's own `prepare`: a prompt that is run once needs no more than its binding.
+        # Not a subclass's `prepare`, which may capture a CUDA graph: the prompt is run once.
         return self.values(self.run(OnnxRuntime.prepare(self, prompt)))
 
     def run(self, feed: BoundFeed) -> Any:
-        """One run over the bound inputs. It returns when the outputs are there, on a GPU too."""
+        """Run the graph over the bound inputs, and return when the outputs are there, on a GPU too."""
         try:
             self._session.run_with_iobinding(feed.binding, feed.options)
         except RuntimeError as error:
-            said = " ".join(str(error).split())[:300]
-            raise ExportError(f"ONNX Runtime must run the graph, and stopped: {said}; report the model") from error
+            reason = " ".join(str(error).split())[:300]
+            raise ExportError(f"ONNX Runtime must run the graph, and stopped: {reason}; report the model") from error
         return feed.binding
 
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
-        """Float32 arrays by output name."""
+        """Return float32 arrays by output name."""
         arrays = result.copy_outputs_to_cpu()
         return {name: np.asarray(array, dtype=np.float32) for name, array in zip(self.outputs, arrays, strict=True)}
 
     def values(self, result: Any) -> dict[str, Any]:
-        """The outputs by name as ONNX Runtime's own values, not copied: `prepare` takes them as inputs again."""
+        """Return the outputs by name as ONNX Runtime's own values, not copied; `prepare` takes them as inputs."""
         return dict(zip(self.outputs, result.get_outputs(), strict=True))
 
 
 @register_runtime("onnxruntime-cpu-int8")
 class QuantizedOnnxRuntime(OnnxRuntime):
-    """The same with weights in int8 and activations quantised as they come, by ONNX Runtime's own quantiser.
+    """An ONNX file with weights in int8 and activations quantised as they come, by ONNX Runtime's own quantiser.
 
-    Only its time is of interest here: whether the quantised model still predicts well is not checked.
+    It is meant to be timed: how well the quantised model still predicts is not checked.
     """
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
@@ -219,7 +219,11 @@ _NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bflo
 
 
 def _onnx_file(source: str | Path, name: str) -> Path:
-    """The ONNX file a source names."""
+    """Return the ONNX file that a source names.
+
+    Raises:
+        RecipeError: It names none.
+    """
     if not isinstance(source, (str, Path)):
         raise RecipeError([f"runtime {name!r} needs an ONNX file or folder, got {type(source).__name__}"])
     refuse_parts(source)
@@ -230,10 +234,10 @@ def _onnx_file(source: str | Path, name: str) -> Path:
 
 
 def refuse_parts(folder: str | Path) -> None:
-    """Refuse the folder of a vision-language model, which is no single graph that could be timed.
+    """Refuse the folder of a vision-language model, which has three graphs where one can be timed.
 
     Raises:
-        RecipeError: It is one.
+        RecipeError: The folder has the decoder of such a model.
     """
     if (Path(folder) / DECODER_FILE).is_file():
         raise RecipeError(
@@ -245,7 +249,7 @@ def refuse_parts(folder: str | Path) -> None:
 
 
 def _cache_sizes(session: Any) -> dict[str, tuple[int, int]]:
-    """Key/value heads and head width of every cache input: from our metadata, else from the graph's own shapes."""
+    """Return (key/value heads, head width) of every cache input, from our metadata or else from the graph's shapes."""
     written = session.get_modelmeta().custom_metadata_map.get(CACHE_SIZES)
     if written is not None:
         return {name: (heads, width) for name, (heads, width) in json.loads(written).items()}
@@ -258,7 +262,11 @@ def _cache_sizes(session: Any) -> dict[str, tuple[int, int]]:
 
 
 def _input_array(name: str, batch: Mapping[str, Any], cache_sizes: Mapping[str, tuple[int, int]]) -> np.ndarray:
-    """One input of the graph as a host array."""
+    """Return one input of the graph as a host array, from the batch or filled in.
+
+    Raises:
+        DataError: The batch does not have it, and it cannot be filled in.
+    """
     value = batch.get(name)
     tokens = next((batch[key] for key in ("input_ids", "inputs_embeds") if key in batch), None)
     if value is None and tokens is not None:

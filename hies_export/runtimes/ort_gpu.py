@@ -1,7 +1,7 @@
-"""ONNX graphs in ONNX Runtime on an NVIDIA GPU: inputs and outputs stay there, and runs are replays of a CUDA graph.
+"""Run ONNX graphs in ONNX Runtime on an NVIDIA GPU: inputs and outputs stay there, runs are replays of a CUDA graph.
 
-Times are the host's: a run returns when its stream is done (ONNX Runtime synchronises at the end of every run), and
-its stream is its own, so events on torch's would not see it.
+Times are taken by the host's clock. ONNX Runtime synchronises at the end of every run, so a run returns when its stream
+is done; and the stream is its own, so CUDA events on torch's would not see it.
 
 Sources: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html and
 https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 class CudaOnnxRuntime(OnnxRuntime):
     """An ONNX file in ONNX Runtime on the first GPU, captured to a CUDA graph where the graph allows it.
 
-    It does not where an operator other than those on shapes has no CUDA kernel, or where there is control flow.
+    A graph with control flow cannot be captured, nor one with an operator that has no CUDA kernel, unless that operator
+    only computes shapes.
     """
 
     requested: ClassVar[str] = "CUDAExecutionProvider"
@@ -59,20 +60,20 @@ class CudaOnnxRuntime(OnnxRuntime):
 
     def _give_up(self, error: Exception) -> None:
         self.cuda_graph = False
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("%s times %s without a CUDA graph: %s", self.name, self._file.name, said)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning("%s times %s without a CUDA graph: %s", self.name, self._file.name, reason)
 
     def _open_with(self, file: Path, *, cuda_graph: bool) -> Any:
         providers = [*self._providers(file, cuda_graph=cuda_graph), "CPUExecutionProvider"]
         return self._session_on(file, providers, record_ep_graph_assignment_info="1")
 
     def _providers(self, file: Path, *, cuda_graph: bool) -> list[Any]:
-        # An arena that grows by what is asked for, not by powers of two: memory is measured.
+        # The arena grows by what is asked for, not by powers of two, for memory is measured.
         options = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": str(int(cuda_graph))}
         return [("CUDAExecutionProvider", options)]
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """Bind the inputs, and run once or twice: then the outputs have addresses that stay, as a capture needs."""
+        """Bind the inputs, and run once or twice, so that outputs get the fixed addresses that a capture needs."""
         before = _free_bytes()
         feed = self._settled(batch)
         if self.cuda_graph:
@@ -86,7 +87,7 @@ class CudaOnnxRuntime(OnnxRuntime):
         return feed
 
     def _settled(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """Inputs and outputs bound to memory that stays, and the number of the CUDA graph to capture and replay."""
+        """Bind inputs and outputs to memory that stays, and number the CUDA graph to capture and replay."""
         bound = super().prepare(batch)
         self.run(replace(bound, options=_graph_number(-1)))
         for name, value in self.values(bound.binding).items():
@@ -101,15 +102,15 @@ class CudaOnnxRuntime(OnnxRuntime):
         return past
 
     def peak_memory_bytes(self, feed: BoundFeed) -> int | None:
-        """What the session took of the device's memory, which it keeps: weights, and its largest run so far."""
+        """Return the bytes that the session took and keeps: for the weights, and for its largest run so far."""
         return self._memory_bytes if torch.cuda.is_available() else None
 
 
 @register_runtime("onnxruntime-tensorrt")
 class TensorRtOnnxRuntime(CudaOnnxRuntime):
-    """The same by TensorRT, which takes minutes to build an engine for a new graph and shape, and keeps it.
+    """An ONNX file in TensorRT, which takes minutes to build an engine for a new graph and shape, and keeps it.
 
-    Export with provider "tensorrt": operators of ONNX Runtime's own are left to CUDA.
+    Export with provider "tensorrt": TensorRT leaves ONNX Runtime's own operators to CUDA.
     """
 
     requested: ClassVar[str] = "TensorrtExecutionProvider"
@@ -132,7 +133,7 @@ class TensorRtOnnxRuntime(CudaOnnxRuntime):
 
 
 def _graph_number(number: int) -> Any:
-    """Options of a run that captures, and then replays, the CUDA graph of this number; -1 for none."""
+    """Return the options of a run that captures, and then replays, the CUDA graph of this number; -1 for none."""
     import onnxruntime as ort
 
     options = ort.RunOptions()
@@ -141,12 +142,12 @@ def _graph_number(number: int) -> Any:
 
 
 def _free_bytes() -> int:
-    """Free memory of the device, of all that use it."""
+    """Return the device memory that no process uses."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def _digest(file: Path) -> str:
-    """What tells a graph and its weights from others."""
+    """Return a hash of a graph and the weights beside it, 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for part in sorted(file.parent.glob(f"{file.name}*")):
         with part.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""Models as torch runs them: as they are, or compiled."""
+"""Run models in torch, as they are or compiled."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .base import Runtime, last_token, register_runtime
 
 @register_runtime("torch")
 class TorchRuntime(Runtime):
-    """The model as it is, in evaluation mode, without gradients, on the device it is on.
+    """The model as it is, in evaluation mode, without gradients, on its own device.
 
     A decoder prefills as its ONNX graph does: it returns its cache, and positions follow the attention mask.
-    On a GPU time is what CUDA events say, which the host's own clock would only blur.
+    On a GPU it is timed by CUDA events, which leave out the host's own delays.
     """
 
     reads_models: ClassVar[bool] = True
@@ -49,7 +49,7 @@ class TorchRuntime(Runtime):
 
     @property
     def dtype(self) -> str:
-        """That of the parameters."""
+        """The dtype of the parameters."""
         return str(self._model.dtype).removeprefix("torch.")
 
     @property
@@ -59,7 +59,7 @@ class TorchRuntime(Runtime):
         return model.can_generate() and not model.config.is_encoder_decoder and "past_key_values" in self._inputs
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors on the model's device, floating ones in its dtype."""
+        """Move tensors to the model's device, floating ones to its dtype."""
         inputs = forward_inputs(self._model, batch)
         if self.decodes and "input_ids" in inputs and "position_ids" in self._inputs:
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
@@ -71,13 +71,13 @@ class TorchRuntime(Runtime):
         return {**feed, "use_cache": True} if self.decodes else feed
 
     def prepare_step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The last token, and the model's own cache of the others.
+        """Run all tokens but the last for the model's own cache, and prepare the last one.
 
         Raises:
             ExportError: The model returns no cache.
         """
         prompt, step = last_token(batch)
-        # Not compiled: what a CUDA graph returns is overwritten when it is run again.
+        # By the model that is not compiled: a CUDA graph overwrites what it returned when it is run again.
         with torch.inference_mode():
             model: Any = self._model
             past = model(**self.prepare(prompt)).get("past_key_values")
@@ -86,7 +86,7 @@ class TorchRuntime(Runtime):
         return {**self.prepare(step), "past_key_values": past}
 
     def run(self, feed: dict[str, Any]) -> Any:
-        """One forward pass."""
+        """Run one forward pass."""
         inputs = _fresh(feed)
         with torch_threads(self.threads), torch.inference_mode():
             output = self._forward(**inputs)
@@ -95,7 +95,7 @@ class TorchRuntime(Runtime):
         return output
 
     def time_ns(self, feed: dict[str, Any]) -> int:
-        """One forward pass, by CUDA events on a GPU."""
+        """Return the nanoseconds of one forward pass, by CUDA events on a GPU."""
         inputs = _fresh(feed)
         with torch_threads(self.threads), torch.inference_mode():
             if not self._on_cuda:
@@ -119,13 +119,13 @@ class TorchRuntime(Runtime):
         return {name: value.detach().float().cpu().numpy() for name, value in tensors.items()}
 
     def peak_memory_bytes(self, feed: dict[str, Any]) -> int | None:
-        """The parameters, and what torch's allocator holds beyond what it held before, at the peak of a run."""
+        """As `peak_memory_bytes` of this module, for one run."""
         return peak_memory_bytes(self._model, lambda: self.run(feed))
 
 
 @register_runtime("torch-compile")
 class CompiledTorchRuntime(TorchRuntime):
-    """The same, compiled for every shape it is run on; the first run compiles, and belongs into the warm-up.
+    """The model compiled for every shape it is run on; the first run compiles, and belongs to the warm-up.
 
     On a GPU it is compiled to CUDA graphs (mode "reduce-overhead").
     """
@@ -144,7 +144,7 @@ class CompiledTorchRuntime(TorchRuntime):
 
 
 def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int | None:
-    """A model's parameters, and the most that torch's allocator holds during `run` beyond what it held before.
+    """Return the bytes of a model's parameters, and of what torch's allocator additionally holds at the peak of `run`.
 
     Other models on the device do not count. None on the CPU.
 
@@ -160,7 +160,7 @@ def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int 
 
 
 def _fresh(feed: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a run, with a cache that the run may lengthen: the tensors of the prepared one are shared."""
+    """Copy the cache in the inputs of a run, which the run lengthens; its tensors are shared, not copied."""
     past = feed.get("past_key_values")
     if past is None:
         return feed
@@ -171,7 +171,7 @@ def _fresh(feed: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Pin torch's thread count, which is process-wide, inside the block."""
+    """Set torch's number of threads, which is process-wide, inside the block."""
     before = torch.get_num_threads()
     if before == threads:
         yield

@@ -1,4 +1,4 @@
-"""The runtimes there are, and how to load a model into one."""
+"""Know the runtimes, and load a model into one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: in
         threads: CPU threads within an operator; by default torch's own number, so that runtimes compare.
 
     Returns:
-        The loaded model; `.prepare(batch)`, `.run(prepared)` and `.fetch(result)` are what is done with it.
+        The loaded model, to be used as `.prepare(batch)`, `.run(prepared)` and `.fetch(result)`.
 
     Raises:
         RecipeError: The name is not registered, the source is not what this runtime reads, or threads < 1.

@@ -16,11 +16,11 @@ from typing import Any
 from smoke import smoke_overrides
 
 from hies_export.evaluate.lm_eval import run_benchmarks
+from hies_export.legacy import masked_heads
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
-from hies_export.legacy import masked_heads
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.sweep import sweep
 

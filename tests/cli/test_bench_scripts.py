@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,17 +52,26 @@ def test_what_takes_too_long_or_breaks_is_named_and_the_rest_goes_on(
     monkeypatch.syspath_prepend(BENCH)
     gpu = importlib.import_module("gpu")
     monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.5)
+    now = 0.0
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: now))
 
     def session(seconds: float) -> Any:
-        return gpu.Session(tmp_path / "gpu.json", seconds=seconds, device="cpu", repeats=1, console=Console(quiet=True))
+        options = {"device": "cpu", "repeats": 1, "console": Console(quiet=True), "started": now}
+        return gpu.Session(tmp_path / "gpu.json", seconds=seconds, **options)
+
+    def too_long() -> None:
+        nonlocal now
+        now = 30.0
+        signal.pause()
 
     late, broken = session(0.5), session(60)
-    late.attempt("long", lambda: time.sleep(30))
+    late.attempt("long", too_long)
     late.attempt("next", lambda: pytest.fail("begun"))
     assert late.missing == [
         "long: it was stopped 0.5 s after the 0.00833 minutes were over",
         "next: the 0.00833 minutes were over before it began",
     ]
+    now = 0.0
     broken.attempt("wrong", lambda: [][1])
     broken.attempt("right", lambda: broken.scoring.append({}))
     assert broken.missing == ["wrong: IndexError: list index out of range"]

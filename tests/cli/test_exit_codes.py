@@ -25,7 +25,7 @@ def test_success_is_0_and_says_nothing(run_command: Callable[..., int], capsys: 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (PlanError("the plan has [3] heads"), 2),  # brackets are no markup
+        (PlanError("the plan has no [dim] heads"), 2),  # brackets stay as they are
         (RecipeError(["alpha must be in [0, 1)", "no such field"]), 2),
         (CutMismatchError("the cut differs by 0.1"), 1),
     ],

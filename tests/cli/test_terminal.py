@@ -23,22 +23,22 @@ OurWarning.__module__ = "hies_export.somewhere"
 
 def warn(*_: object) -> None:
     warnings.simplefilter("always")
-    warnings.warn("ours [1]", OurWarning, stacklevel=1)
+    warnings.warn("ours [dim]", OurWarning, stacklevel=1)
     warnings.warn("theirs", UserWarning, stacklevel=1)
-    logging.getLogger("hies_export.somewhere").warning("a record of %d", 3)
+    logging.getLogger("hies_export.somewhere").warning("a record of [dim] %d", 3)
     logging.getLogger("hies_export.somewhere").info("a detail")
 
 
 def test_our_messages_are_single_lines(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(warn) == 0
-    assert capsys.readouterr() == ("", "warning: ours [1]\nwarning: a record of 3\n")
+    assert capsys.readouterr() == ("", "warning: ours [dim]\nwarning: a record of [dim] 3\n")
 
 
 def test_verbose_shows_those_of_the_libraries(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(warn, verbose=True) == 0
-    assert capsys.readouterr().err == "warning: ours [1]\nwarning: theirs\nwarning: a record of 3\n"
+    assert capsys.readouterr().err == "warning: ours [dim]\nwarning: theirs\nwarning: a record of [dim] 3\n"
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -65,5 +65,7 @@ def test_a_bar_is_for_terminals_and_a_stage_for_all(terminal: bool) -> None:
     progress = TerminalProgress(Console(file=file, force_terminal=terminal, width=80))
     progress.stage("score")
     assert list(progress.track([1, 2, 3], "score heads")) == [1, 2, 3]
-    assert "score\n" in file.getvalue()
-    assert ("score heads" in file.getvalue()) == terminal
+    if terminal:
+        assert "score heads" in file.getvalue()
+    else:
+        assert file.getvalue() == "· score\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+from typing import get_args
 
 import datasets
 import numpy as np
@@ -24,10 +26,11 @@ from transformers import (
 
 from hies_export.data.processors import load_processor
 from hies_export.data.reader import Columns
-from hies_export.data.registry import reader_for
+from hies_export.data.registry import READERS, reader_for
 from hies_export.data.rows import load_rows
 from hies_export.data.targets import batches_fingerprint, is_regression
 from hies_export.errors import DataError, RequestError
+from hies_export.tasks import TASKS, TaskName
 
 
 def rows_of(columns, features=None):
@@ -420,6 +423,24 @@ def test_a_checkpoint_without_image_processor(tmp_path):
     ViTConfig().save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"needs an image processor, but .*save_pretrained"):
         load_processor(tmp_path, task="image-classification")
+
+
+def test_code_of_a_checkpoint_is_neither_executed_nor_asked_about(tmp_path, monkeypatch):
+    word_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "own.Config"}}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    with pytest.raises(DataError, match="needs a tokenizer, but none could be loaded .*trust_remote_code"):
+        load_processor(tmp_path, task="text-classification")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_every_task_has_a_reader_and_an_auto_class():
+    assert set(READERS) == set(TASKS) == set(get_args(TaskName))
+    assert all(hasattr(transformers, task.auto_class) for task in TASKS.values())
 
 
 def test_tasks():

@@ -7,17 +7,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import evaluate
 import pytest
-import torch
 from PIL import Image
 from support.models import llava, llava_processor
 
 from hies_export.cli.main import main
 from hies_export.errors import DataError
-from hies_export.evaluate.judge import stability
-from hies_export.evaluate.metrics import Stability, load_metric
-from hies_export.generate.questions import VqaAccuracy, answer_questions, normalise_answer, read_questions, vqa_accuracy
+from hies_export.generate.questions import (
+    answer_questions,
+    mean_vqa_accuracy,
+    normalise_answer,
+    read_questions,
+    vqa_accuracy,
+)
 from hies_export.generate.text import generate_text
 
 
@@ -55,18 +57,11 @@ def test_answers_that_all_agree_are_compared_as_they_are() -> None:
         vqa_accuracy("dog", [])
 
 
-def test_vqa_accuracy_and_stability_are_evaluate_modules() -> None:
-    references = [["dog"] * 3 + ["cat"] * 7, ["red"] * 10]
-    found = VqaAccuracy().compute(predictions=["dog", "blue"], references=references)
-    assert found == {"vqa_accuracy": pytest.approx((3 * 2 / 3 + 7) / 10 / 2)}
-    dense, other = torch.randn(40, 3), torch.randn(40, 3)
-    classes = {"predictions": other.argmax(-1), "references": dense.argmax(-1)}
-    assert Stability().compute(**classes) == {"stability": stability(dense, other)}
-    numbers = {"predictions": other[:, 0], "references": dense[:, 0]}
-    expected = stability(dense[:, :1], other[:, :1], regression=True, tolerance=0.5)
-    assert Stability().compute(**numbers, tolerance=0.5) == {"stability": pytest.approx(expected)}
-    both = evaluate.combine([Stability(), load_metric("pearson")]).compute(**numbers)
-    assert list(both) == ["stability", "pearson"]
+def test_accuracy_of_a_file_is_the_mean_over_its_questions() -> None:
+    given = [["dog"] * 3 + ["cat"] * 7, ["red"] * 10]
+    assert mean_vqa_accuracy(["dog", "blue"], given) == pytest.approx((3 * 2 / 3 + 7) / 10 / 2)
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
+        mean_vqa_accuracy(["dog", "blue"], given[:1])
 
 
 @pytest.fixture

@@ -54,9 +54,9 @@ def run_folder(tmp_path: Path) -> Path:
 # Run in a process of its own, with an empty cache; without the package as on a machine that has only transformers.
 LOAD = """
 import json, sys
-way, repository, revision, folder = sys.argv[1:]
+ways, repository, revision, folder = sys.argv[1:]
 import torch, transformers
-if way == "transformers":
+if ways == "transformers":
     sys.modules["hies_export"] = None
     load = lambda *a, **k: transformers.AutoModelForSequenceClassification.from_pretrained(
         *a, trust_remote_code=True, **k)

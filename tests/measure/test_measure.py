@@ -3,6 +3,7 @@ from __future__ import annotations
 import getpass
 import platform
 import weakref
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from hies_export.measure.counts import FlopCount, LayerFlops, count_flops, count
 from hies_export.measure.environment import environment, gpu_facts
 from hies_export.measure.latency import compare_latency
 from hies_export.measure.ratios import is_noisy, paired_ratio, realised_share
+from hies_export.measure.rows import LatencyRow
 from hies_export.measure.timing import Timing
 from hies_export.model.copies import parameter_bytes
 from hies_export.model.tokens import sequence_length, synthetic_batch
@@ -366,6 +368,28 @@ def test_models_are_loaded_anew_and_each_is_the_first_in_turn(clock, monkeypatch
         time_on("loaded", "dense", "slim", batches={(1, 8): {}}, flops=flops, timing=Timing(repeats=0))
 
 
+def test_a_row_has_the_keys_of_report_json_in_their_order(clock):
+    dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
+    slim.dtype = "float16"
+    for runner, size in ((dense, 900), (slim, 600), (control, 800)):
+        runner.peak_memory_bytes, runner.decodes = lambda feed, size=size: size, True
+    found = compare_latency(dense, slim, control=control, batch={}, phase="decode", repeats=6)
+    row = asdict(LatencyRow.of(found, runtime="torch", shape=(4, 128), phase="decode"))
+    assert " ".join(row) == (
+        "runtime provider dtype phase batch sequence dense_ms slim_ms ratio ratio_low ratio_high realised flops_ratio "
+        "tokens_per_second dense_p90_ms dense_p99_ms slim_p90_ms slim_p99_ms control_ratio control_low control_high "
+        "noisy repeats loads threads cuda_graph peak_bytes gpu_clock_mhz"
+    )
+    assert (row["provider"], row["dtype"], row["phase"]) == ("fake", "float32 / float16", "decode")
+    assert (row["batch"], row["sequence"], row["dense_ms"], row["slim_ms"], row["ratio"]) == (4, 128, 10.0, 5.0, 0.5)
+    assert row["tokens_per_second"] == {"dense": 400.0, "slim": 800.0}
+    assert row["peak_bytes"] == {"dense": 800, "slim": 600}
+    assert (row["realised"], row["flops_ratio"]) == (None, None)
+    forward = LatencyRow.of(found, runtime="torch", shape=(4, 128), flops=FlopCount(10, 8, (4, 128)))
+    assert (forward.flops_ratio, forward.realised) == (0.8, pytest.approx(0.5 / 0.2))
+    assert (forward.phase, forward.tokens_per_second) == ("forward", None)
+
+
 def test_the_interval_depends_on_the_seed_only():
     base, other = np.random.default_rng(0).uniform(1, 2, (2, 30))
     # A bootstrapped median only takes values of the sample, so that two seeds may well agree.
@@ -452,7 +476,7 @@ def test_a_control_that_misses_one_makes_the_comparison_noisy(clock):
     assert found.control.median == pytest.approx(1.03)
     beside = ((0.97, 1.0), (0.9, 0.97), (1.02, 1.1), (1.021, 1.1))
     assert [is_noisy(*ends) for ends in beside] == [False, True, False, True]
-    # One that holds 1 and half the world with it.
+    # An interval may hold 1 and still be too wide to say anything.
     assert [is_noisy(*ends) for ends in ((0.95, 1.049), (0.9, 1.1), (0.99, 1.1))] == [False, True, True]
 
 

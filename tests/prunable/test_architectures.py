@@ -1,45 +1,45 @@
-"""The committed table of model types is what the contract earns: every "yes" is run again.
+"""The committed table of model types is what the contract earns: every "yes" and every refusal is found again.
 
-By default all steps but the export, which takes seconds, and the export of a few; `-m architectures` exports all.
+By default of the types in tests/support/representatives.py; `-m architectures` takes the others, without the export,
+and `-m exports` exports all that can be.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from support import representatives
 from support.architectures import model_types
 from support.contract import STEPS, Broken, Subject, cut, score, train
+from support.representatives import CUT, EXPORTED, REFUSED, changed_since_all_were_checked, decisive_sources
 from torch import nn
 
+import hies_export
 from hies_export.cli.main import main
-from hies_export.errors import CutMismatchError, RequestError, UnsupportedModelError
-from hies_export.model import attention
+from hies_export.errors import CutMismatchError, RequestError
+from hies_export.model import kernels
 from hies_export.prunable.architectures import STEPS as DESCRIBED
-from hies_export.prunable.architectures import TABLE, counts, holds, markdown, read_table, whole
+from hies_export.prunable.architectures import TABLE, counts, holds, markdown, read_table
 
 ENTRIES = json.loads(TABLE.read_text(encoding="utf-8"))["types"]
 
-# One of each kind: encoder, decoder, encoder-decoder; text, images, audio, both; fused, grouped, soft-capped, hybrid.
-REPRESENTATIVE = (
-    "albert",
-    "bart",
-    "distilbert",
-    "gemma2",
-    "gpt2",
-    "llama",
-    "llava",
-    "modernbert",
-    "phi3",
-    "vit",
-    "wav2vec2",
-)
+
+def types(holding: Iterable[str], representative: Container[str], marker: pytest.MarkDecorator) -> list[object]:
+    """Model types as parameters, all but the representative ones under a marker and slow."""
+    return [pytest.param(name, marks=() if name in representative else (marker, pytest.mark.slow)) for name in holding]
+
+
+def of_kind(kind: str) -> list[str]:
+    return [name for name, entry in ENTRIES.items() if entry["kind"] == kind]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def _quiet_and_single_threaded() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("model_type", [name for name, entry in ENTRIES.items() if entry["kind"] == "tried"])
+@pytest.mark.parametrize("model_type", types(of_kind("tried"), CUT, pytest.mark.architectures))
 def test_what_the_table_says_holds(model_type: str) -> None:
     entry, subject = ENTRIES[model_type], Subject.of(model_type)
     for name, step in STEPS.items():
@@ -65,32 +65,59 @@ def test_what_the_table_says_holds(model_type: str) -> None:
 
 @pytest.mark.parametrize(
     "model_type",
-    [
-        # Whoever leaves out what is slow leaves out the others too.
-        pytest.param(name, marks=() if name in REPRESENTATIVE else (pytest.mark.architectures, pytest.mark.slow))
-        for name, entry in ENTRIES.items()
-        if holds(entry, "onnx")
-    ],
+    types((name for name, entry in ENTRIES.items() if holds(entry, "onnx")), EXPORTED, pytest.mark.exports),
 )
 def test_what_the_table_says_is_exported(model_type: str) -> None:
     STEPS["onnx"](Subject.of(model_type))
 
 
-@pytest.mark.parametrize("model_type", [name for name, entry in ENTRIES.items() if entry["kind"] == "refused"])
-def test_what_the_table_says_is_refused(model_type: str) -> None:
-    with pytest.raises(UnsupportedModelError):
-        assert Subject.of(model_type).sites
+@pytest.mark.parametrize("model_type", types(of_kind("refused"), REFUSED, pytest.mark.architectures))
+def test_what_the_table_says_is_refused_for_that_reason(model_type: str) -> None:
+    assert Subject.of(model_type).refusal() == ENTRIES[model_type]["refused"]
+
+
+def test_what_is_not_refused_has_no_reason() -> None:
+    assert Subject.of("bert").refusal() is None
+
+
+def test_the_representatives_are_in_the_table() -> None:
+    assert CUT.keys() <= set(of_kind("tried"))
+    assert REFUSED.keys() <= set(of_kind("refused"))
+    assert all(holds(ENTRIES[name], "onnx") for name in EXPORTED)
+    assert {words(name) for name in of_kind("refused")} == {words(name) for name in REFUSED}
+    assert len({words(name) for name in REFUSED}) == len(REFUSED)
+
+
+def words(model_type: str) -> str:
+    """Return a reason without the names of types, classes, modules and sizes."""
+    outside = re.sub(r"\([^)]*\)?", "", ENTRIES[model_type]["refused"].replace(model_type, ""))
+    return " ".join(word for word in outside.split() if word.isalpha() and word.islower())
+
+
+def test_a_change_of_the_cut_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "hies_export"
+    for name in ("__init__.py", "prunable/attention.py", "slim/cut.py", "report/page.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("pass")
+    monkeypatch.setattr(hies_export, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(representatives, "LOCK", tmp_path / "lock")
+    assert changed_since_all_were_checked()
+    (tmp_path / "lock").write_text(decisive_sources() + "\n")
+    assert not changed_since_all_were_checked()
+    (package / "report/page.py").write_text("1")
+    assert not changed_since_all_were_checked()
+    (package / "slim/cut.py").rename(package / "slim/mask.py")
+    assert changed_since_all_were_checked()
 
 
 def test_the_table_is_whole() -> None:
     table = read_table()
     assert list(table["types"]) == model_types()
     assert set(DESCRIBED) == set(STEPS)
-    assert all(whole(table["types"][name]) or name in ("bart",) for name in REPRESENTATIVE)
     number = counts(table)
     assert number["cut"] >= 100
     assert number["onnx"] >= 60
-    document = (TABLE.parents[1] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    document = (TABLE.parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
     assert document == markdown(table)  # else run scripts/architectures
 
 
@@ -106,9 +133,9 @@ def test_a_broken_cut_breaks_the_contract() -> None:
 def test_a_broken_score_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject.of("gemma2")
     score(subject)
-    log_softmax = attention._log_softmax
+    log_softmax = kernels._log_softmax
     monkeypatch.setattr(
-        attention, "_log_softmax", lambda call, *rest: log_softmax(dataclasses.replace(call, softcap=None), *rest)
+        kernels, "_log_softmax", lambda call, *rest: log_softmax(dataclasses.replace(call, softcap=None), *rest)
     )
     with pytest.raises(Broken, match="HIS"):
         score(subject)

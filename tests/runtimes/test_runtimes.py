@@ -13,6 +13,7 @@ from hies_export.errors import DataError, MissingRuntimeError, RecipeError
 from hies_export.model.copies import convert, share_weights
 from hies_export.model.tokens import forward_inputs, positions_of
 from hies_export.onnx.export import export_onnx
+from hies_export.recipe import MeasureSection
 from hies_export.runtimes.base import RUNTIMES, Runtime, last_token, register_runtime
 from hies_export.runtimes.ort import OnnxRuntime
 from hies_export.runtimes.pytorch import TorchRuntime
@@ -149,13 +150,14 @@ def test_a_runtime_joins_by_registering(monkeypatch):
     runtime = load_runtime("echo", "anything", threads=2)
     assert isinstance(runtime, Runtime)
     assert (runtime.name, runtime.source, runtime.threads) == ("echo", "anything", 2)
+    assert MeasureSection(runtimes=("echo",)).runtimes == ("echo",)
 
 
-def test_a_twin_shares_weights_and_nothing_else(model):
+def test_a_copy_that_shares_weights_shares_nothing_else(model):
     model.encode = model.config  # an attribute that both must not share
-    twin = share_weights(model.train())
-    assert [id(p) for p in twin.parameters()] == [id(p) for p in model.parameters()]
-    twin.eval().set_attn_implementation("eager")
+    copied = share_weights(model.train())
+    assert [id(p) for p in copied.parameters()] == [id(p) for p in model.parameters()]
+    copied.eval().set_attn_implementation("eager")
     assert model.training
     assert model.config._attn_implementation == "sdpa"
     empty = share_weights(model, device="meta")
@@ -292,13 +294,27 @@ def test_a_converted_model_computes_nearly_the_same_and_leaves_the_other_alone(m
     assert [id(p) for p in same.parameters()] == [id(p) for p in model.parameters()]
 
 
-@pytest.mark.slow
+# Eight bits, on logits of about 1.
+TOLERANCE = {"onnxruntime-cpu-int8": 0.05}
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch imports it itself
-def test_compiled_torch_computes_the_same(model):
-    runtime = load_runtime("torch-compile", model)
-    got = runtime.fetch(runtime.run(runtime.prepare({"input_ids": IDS})))["logits"]
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "torch-compile" else ()) for name in RUNTIMES]
+)
+def test_every_runtime_computes_what_torch_does(model, tmp_path, name):
+    try:
+        RUNTIMES[name].require()
+    except MissingRuntimeError as error:
+        pytest.skip(str(error))
+    batch, source = {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, model.eval()
+    if not RUNTIMES[name].reads_models:
+        source = export_onnx(model, tmp_path / "onnx", batch=batch, provider=RUNTIMES[name].fused_for).folder
+    runtime = load_runtime(name, source, threads=1)
+    got = runtime.fetch(runtime.run(runtime.prepare(batch)))["logits"]
     with torch.no_grad():
-        np.testing.assert_allclose(got, model.eval()(input_ids=IDS).logits.numpy(), atol=1e-5)
+        np.testing.assert_allclose(got, model(**batch).logits.numpy(), atol=TOLERANCE.get(name, 1e-5))
+    assert (runtime.dtype, runtime.threads) == ("float32", 1)
 
 
 def test_compiled_torch_needs_a_compiler(model, monkeypatch):

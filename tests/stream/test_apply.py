@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from support.cuts import random_plan
 from support.families import SMALL, architecture, decoder, gpt2
 from support.models import bert, llama, llava, save_text_model, text_batch, vit
+from support.runs import hies
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -238,7 +240,9 @@ def test_peak_memory_does_not_follow_the_size(tmp_path: Path) -> None:
     assert int(output.split()[-1]) * 1024 < bound
 
 
-def test_the_command_with_a_model_of_the_hub(tmp_path: Path) -> None:
+def test_the_command_with_a_model_of_the_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The Hub's cache as it is after a download: the command takes an id, and no network."""
     snapshot = tmp_path / "home" / "hub" / "models--someone--tiny" / "snapshots" / "abc"
     decoder("Llama")().save_pretrained(snapshot, max_shard_size="30KB")
@@ -246,14 +250,10 @@ def test_the_command_with_a_model_of_the_hub(tmp_path: Path) -> None:
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
     plan = in_memory(snapshot, tmp_path / "memory")
     (tmp_path / "plan.json").write_text(plan.to_json())
-    command = [sys.executable, "-m", "hies_export", "apply", str(tmp_path / "plan.json"), "someone/tiny"]
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    environment.pop("HF_HUB_CACHE", None)
-    done = subprocess.run(
-        [*command, "-o", str(tmp_path / "slim"), "--json"], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    assert constants.HF_HUB_OFFLINE
+    assert hies("apply", tmp_path / "plan.json", "someone/tiny", "-o", tmp_path / "slim", "--json") == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["heads"] == {"total": 18, "removed": plan.removed}
     assert result["bytes"]["slim"] < result["bytes"]["dense"]
     assert result["seconds"] > 0

@@ -1,0 +1,38 @@
+"""The recipe: all that a run is asked to do, checked before any work starts.
+
+In go the fields of a YAML file, or the same as keyword arguments; out comes a `PruningRecipe`, frozen and consistent,
+or one `RecipeError` that names all problems at once. Nothing is loaded: whether model, data and recipe fit together
+is for `pipeline.prepare` to find out.
+
+- `sections.py`: the fields and their defaults, section by section.
+- `recipe.py`: the whole, and what one section demands of another.
+- `reading.py`: YAML files, overrides from the command line, and pydantic's errors in our words.
+"""
+
+from .recipe import PruningRecipe
+from .sections import (
+    BudgetSection,
+    CalibrationSection,
+    CompensationSection,
+    DataSection,
+    DropBudget,
+    EvaluationSection,
+    ExportSection,
+    LatencyBudget,
+    MeasureSection,
+    PruneSection,
+)
+
+__all__ = [
+    "BudgetSection",
+    "CalibrationSection",
+    "CompensationSection",
+    "DataSection",
+    "DropBudget",
+    "EvaluationSection",
+    "ExportSection",
+    "LatencyBudget",
+    "MeasureSection",
+    "PruneSection",
+    "PruningRecipe",
+]

@@ -1,0 +1,95 @@
+"""Read a recipe's fields from YAML, override some, and say in words what pydantic finds wrong with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ..errors import RecipeError, did_you_mean
+
+
+def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a recipe file, its relative paths made relative to the file, with overrides.
+
+    Args:
+        path: The YAML file.
+        overrides: Dotted field -> value.
+
+    Raises:
+        RecipeError: There is no such file, it is no YAML mapping, or an override is inside a plain value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise RecipeError([f"a recipe must be a YAML file, but there is no file {path}"])
+    try:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError([f"a recipe must be valid YAML, but {path} is not: {' '.join(str(error).split())}"]) from None
+    if not isinstance(fields, dict):
+        raise RecipeError([f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}"])
+    _resolve_paths(fields, path.parent)
+    for key, value in overrides.items():
+        _override(fields, key, value)
+    return fields
+
+
+def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
+    """Make relative paths relative to the recipe's folder; a model that is no folder there is a Hub id."""
+    if isinstance(fields.get("model"), str) and (folder / fields["model"]).exists():
+        fields["model"] = os.path.normpath(folder / fields["model"])
+    if isinstance(fields.get("output"), str):
+        fields["output"] = folder / fields["output"]
+    evaluation = fields.get("evaluation")
+    if isinstance(evaluation, dict) and isinstance(evaluation.get("lm_eval"), list):
+        files = [folder / str(task) for task in evaluation["lm_eval"]]
+        named = zip(evaluation["lm_eval"], files, strict=True)
+        evaluation["lm_eval"] = [str(file) if file.suffix in (".yaml", ".yml") else task for task, file in named]
+    if isinstance(evaluation, dict) and isinstance(evaluation.get("metrics"), list):
+        evaluation["metrics"] = [
+            str(folder / name) if "/" in str(name) and (folder / str(name)).exists() else name
+            for name in evaluation["metrics"]
+        ]
+    data = fields.get("data")
+    if isinstance(data, dict) and isinstance(data.get("files"), dict):
+        data["files"] = {k: folder / v if isinstance(v, str) else v for k, v in data["files"].items()}
+
+
+def _override(fields: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, last = dotted.split(".")
+    for section in sections:
+        child = fields.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise RecipeError([f"{dotted} cannot be set: {section} is a plain value in this recipe"])
+        fields = child
+    fields[last] = value
+
+
+def sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:
+    """Yield a sentence for each problem that pydantic found with the fields of a recipe."""
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = list(_section_at(recipe, problem["loc"][:-1]).model_fields)
+            nearest = did_you_mean(str(problem["loc"][-1]), known) or f"; the fields here are {', '.join(known)}"
+            yield f"{where} is not a field of the recipe{nearest}"
+        elif problem["type"] == "missing":
+            yield f"{where} must be given"
+        elif problem["type"] == "value_error":
+            reason = str(problem["ctx"]["error"])
+            yield f"{where}: {reason}" if where else reason
+        else:
+            message = problem["msg"].removeprefix("Input should be ")
+            yield f"{where} must be {message}, got {problem['input']!r}"
+
+
+def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        candidates = get_args(annotation) if get_origin(annotation) else (annotation,)
+        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return section

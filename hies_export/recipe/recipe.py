@@ -1,0 +1,115 @@
+"""The whole recipe, and what one of its sections demands of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ValidationError, model_validator
+
+from ..errors import RecipeError
+from ..tasks import TASKS, TaskName
+from .reading import read_fields, sentences
+from .sections import (
+    CalibrationSection,
+    DataSection,
+    EvaluationSection,
+    ExportSection,
+    MeasureSection,
+    PruneSection,
+    Section,
+)
+
+if TYPE_CHECKING:
+    from ..progress import Progress
+    from ..report.report import Report
+
+
+class PruningRecipe(Section):
+    """A whole run: model, data, how to prune, what to measure. The fields are those of the YAML recipe.
+
+    Attributes:
+        model: Folder or Hub id of a fine-tuned model.
+        revision: Revision of a Hub model.
+        dtype: What the model is loaded, scored and saved in: float32 (default on CPU), float16, bfloat16, or "auto"
+            for the checkpoint's own (default on GPU).
+        device_map: Where the layers go, as in `from_pretrained`: "auto" spreads a model over all GPUs. By default the
+            GPU if there is one.
+        task: text-classification (regression is text-classification with one label), image-classification,
+            text-generation or image-text-to-text.
+        data: See `DataSection`.
+        calibration: See `CalibrationSection`.
+        evaluation: See `EvaluationSection`.
+        prune: See `PruneSection`.
+        export: See `ExportSection`.
+        measure: See `MeasureSection`.
+        output: Folder to write; must not exist.
+
+    Raises:
+        RecipeError: Fields are unknown, missing or impossible; all problems at once.
+
+    Examples:
+        >>> PruningRecipe(model="m", task="text-classification", data={"name": "glue/sst2", "text": "sentence"},
+        ...               prune={"budget": {"heads": 1.5}})
+        Traceback (most recent call last):
+        hies_export.errors.RecipeError: prune.budget.heads: sparsity must be in (0, 1), got 1.5; ...
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
+    device_map: str | None = None
+    task: TaskName
+    data: DataSection
+    calibration: CalibrationSection = CalibrationSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    prune: PruneSection
+    export: ExportSection = ExportSection()
+    measure: MeasureSection = MeasureSection()
+    output: Path = Path("runs/hies")
+
+    def __init__(self, **fields: Any):
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise RecipeError(list(sentences(error, type(self)))) from None
+
+    @model_validator(mode="after")
+    def _a_latency_budget_has_one_dtype(self) -> PruningRecipe:
+        if self.prune.budget.latency is not None and self.measure.dtypes:
+            raise ValueError(
+                "a latency budget is met in the dtype of the model or of the export, so measure.dtypes must not be "
+                f"given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _columns_fit_the_task(self) -> PruningRecipe:
+        task = TASKS[self.task]
+        if self.evaluation.lm_eval and (task.images or not task.generative):
+            raise ValueError(f"evaluation.lm_eval judges language models (text-generation), got task: {self.task}")
+        given = {name for name in ("text", "image", "prompt", "label") if getattr(self.data, name)}
+        if given not in task.columns or len(self.data.text) > task.text_columns:
+            surplus = ", ".join(f"data.{name}" for name in sorted(given.difference(*task.columns)))
+            raise ValueError(f"{self.task} needs {task.needs}" + (f" and no {surplus}" if surplus else ""))
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> PruningRecipe:
+        """Read a recipe file; relative paths in it are relative to the file.
+
+        Args:
+            path: The YAML file.
+            overrides: Dotted field -> value, e.g. {"prune.alpha": 0.5}; their relative paths are relative to the
+                working folder.
+
+        Raises:
+            RecipeError: No such file, no valid YAML, or fields that are unknown, missing or impossible.
+        """
+        return cls(**read_fields(path, overrides or {}))
+
+    def run(self, *, progress: Progress | None = None) -> Report:
+        """Run the whole line and write `output`; see `hies_export.run`."""
+        import hies_export
+
+        return hies_export.run(self, progress=progress)

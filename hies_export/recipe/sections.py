@@ -1,0 +1,337 @@
+"""The sections of a recipe: their fields, defaults, and what each demands of its values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from ..errors import did_you_mean
+
+
+def _share_of_dense(value: float, info: ValidationInfo) -> float:
+    if not 0 < value < 1:
+        raise ValueError(
+            f"{info.field_name} must be in (0, 1), a share of the dense model's, got {value:g}; 0.85 takes 15 % of it "
+            "away"
+        )
+    return value
+
+
+def _known_runtime(name: str) -> str:
+    from ..runtimes.registry import RUNTIMES
+
+    if name not in RUNTIMES:
+        raise ValueError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {name!r}{did_you_mean(name, RUNTIMES)}")
+    return name
+
+
+def _known_metric(name: str) -> str:
+    from ..evaluate.metrics import METRICS
+
+    if name not in METRICS:
+        raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {name!r}{did_you_mean(name, METRICS)}")
+    return name
+
+
+ShareOfDense = Annotated[float, AfterValidator(_share_of_dense)]
+
+
+class Section(BaseModel):
+    """A part of the recipe: frozen, and without fields that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class DataSection(Section):
+    """Where the rows are and which columns matter.
+
+    Attributes:
+        name: Hub data set, its configuration last ("nyu-mll/glue/sst2"); or
+        files: split -> file (jsonl, csv, tsv, parquet, txt, gzipped or not) or image folder.
+        text: One or two text columns; one for text-generation.
+        image: Image column.
+        prompt: What to ask, with the columns it reads in braces: "Question: {question}"; instead of `text` in
+            text-generation, and always in image-text-to-text.
+        answer: Column of answers; the loss and the quality are those of its tokens.
+        label: Label column; without one, the model's own predictions stand in for calibration. Where `answer` holds
+            choices, the column with the number of the right one.
+        max_length: Longest sequence in tokens; the model's own limit by default, and at most 512 for packed text.
+        packing: Whether texts to generate are joined and cut into blocks of max_length, or are a sample each.
+    """
+
+    name: str | None = None
+    files: dict[str, Path] | None = None
+    text: tuple[str, ...] = ()
+    image: str | None = None
+    prompt: str | None = None
+    answer: str | None = None
+    label: str | None = None
+    max_length: int | None = Field(None, ge=2)
+    packing: bool = True
+
+    @field_validator("text", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSection:
+        if (self.name is None) == (self.files is None):
+            given = "both" if self.name is not None else "neither"
+            raise ValueError(f"exactly one of name (a Hub data set) and files must be given, got {given}")
+        if len(self.text) > 2:
+            raise ValueError(f"text must be one or two columns, got {len(self.text)}")
+        if (self.prompt is None) != (self.answer is None):
+            given, missing = ("prompt", "answer") if self.answer is None else ("answer", "prompt")
+            raise ValueError(f"prompt and answer go together, got {given} without {missing}")
+        return self
+
+
+class CalibrationSection(Section):
+    """Which rows the heads are scored on.
+
+    Attributes:
+        split: Split of the data set, or a slice of one such as "train[:60%]".
+        samples: How many rows to draw.
+        batch_size: Most rows that go through the model at once. It is halved where they do not fit into memory.
+        seed: Seed of the draw.
+    """
+
+    split: str = "train"
+    samples: int = Field(32, ge=1)
+    batch_size: int = Field(16, ge=1)
+    seed: int = Field(0, ge=0)
+
+
+class EvaluationSection(Section):
+    """Which rows quality is judged on.
+
+    Attributes:
+        split: Split of the data set, or a slice of one.
+        samples: Use the first so many rows; all of them by default.
+        batch_size: Most rows that go through the model at once.
+        metrics: Names of metrics, as `evaluate/metrics.py` lists them, or what `evaluate.load` finds: `owner/name` on
+            the Hub, or a local script. The first one is the report's. By default those usual for the task.
+        stability_tolerance: How far a regression output may move and still count as the same prediction.
+        lm_eval: Benchmarks of lm-eval (an extra) that language models are judged on as well: names of its tasks, or
+            YAML files. `samples` documents of each are used.
+    """
+
+    split: str = "validation"
+    samples: int | None = Field(None, ge=1)
+    batch_size: int = Field(32, ge=1)
+    metrics: tuple[str, ...] = ()
+    stability_tolerance: float = Field(0.25, gt=0)
+    lm_eval: tuple[str, ...] = ()
+
+
+class LatencyBudget(Section):
+    """At most a share of the dense model's time, on a runtime and at a shape.
+
+    Attributes:
+        ratio: Time of the slim model divided by that of the dense one, in (0, 1).
+        runtime: Name of the runtime.
+        batch: Rows in a batch.
+        sequence: Tokens in a row. Leave it out for an image model, where it follows from the image size, and for a
+            vision-language model, where it follows from the prompts.
+    """
+
+    ratio: ShareOfDense
+    runtime: Annotated[str, AfterValidator(_known_runtime)] = "onnxruntime-cpu"
+    batch: int = Field(8, ge=1)
+    sequence: int | None = Field(None, ge=1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch, sequence), or (batch,)."""
+        return (self.batch,) if self.sequence is None else (self.batch, self.sequence)
+
+
+class DropBudget(Section):
+    """Remove as many heads as a metric allows on held-out rows.
+
+    Attributes:
+        metric: Name of the metric.
+        by: How much worse the metric may get, in its own unit: 0.01 allows an accuracy of 0.88 to become 0.87.
+    """
+
+    metric: Annotated[str, AfterValidator(_known_metric)]
+    by: float
+
+    @field_validator("by")
+    @classmethod
+    def _is_not_negative(cls, value: float) -> float:
+        if value < 0:
+            raise ValueError(f"by must be at least 0, got {value:g}; 0.01 allows an accuracy of 0.88 to become 0.87")
+        return value
+
+
+class BudgetSection(Section):
+    """How much is removed: exactly one of these.
+
+    Attributes:
+        heads: Share of heads to remove, in (0, 1).
+        flops: Largest share of the dense model's FLOPs that may be left, at the first measured shape.
+        latency: Largest share of the dense model's time that may be left.
+        max_drop: Largest loss of a metric.
+    """
+
+    heads: float | None = None
+    flops: ShareOfDense | None = None
+    latency: LatencyBudget | None = None
+    max_drop: DropBudget | None = None
+
+    @field_validator("heads")
+    @classmethod
+    def _is_a_share(cls, value: float | None) -> float | None:
+        if value is not None and not 0 < value < 1:
+            raise ValueError(f"sparsity must be in (0, 1), got {value:g}; 0.3 removes 30 % of the heads")
+        return value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> BudgetSection:
+        names = list(type(self).model_fields)
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of {', '.join(names)} must be given, got {' and '.join(given) or 'none'}")
+        return self
+
+
+class CompensationSection(Section):
+    """How the output projections are refitted after the cut, without training; see `compensate_heads`.
+
+    Attributes:
+        method: "least_squares" refits weights and bias. "bias" only adds what the removed heads wrote on average.
+        samples: How many rows of the calibration split to use, without their labels.
+        ridge: Strength of the ridge, relative to the mean of the diagonal of the inputs' covariance. By default the
+            one with the smallest error on held-out tokens is chosen for every layer.
+        sequential: Fit layer by layer, with inputs from the layers already cut and refitted. This takes one pass of
+            both models for each layer instead of one for all.
+    """
+
+    method: Literal["bias", "least_squares"] = "least_squares"
+    samples: int = Field(512, ge=5)
+    ridge: float | None = Field(None, gt=0)
+    sequential: bool = False
+
+
+class PruneSection(Section):
+    """How heads are scored, selected and compensated; see `score_heads`, `select_heads` and `compensate_heads`.
+
+    Attributes:
+        criterion: What heads are ranked by. `hies-compensated` presumes `compensation`, uses neither alpha nor labels,
+            and wants `calibration.samples: 256`; see `score_compensated`.
+        alpha: The weight of importance against entropy, in [0, 1), or "auto" to choose it on held-out rows.
+        normalize: Whether the terms of HIES are scaled over all heads of the model or within each layer.
+        budget: See `BudgetSection`.
+        allocation: "uniform" removes as many heads from every layer, "global" those that score lowest anywhere.
+        unit: Of grouped-query attention, "group" removes whole key/value groups, "query" as many query heads from each.
+        towers: The parts of a composite model that lose heads; by default the language model where there is one.
+        min_heads: Heads that every layer keeps.
+        keep_layers: Layers that keep all of their heads.
+        multiple_of: What the number of heads left in a layer is divisible by.
+        steps: Parts in which the heads are removed; those that are left are scored anew in between.
+        compensation: See `CompensationSection`; None for no compensation.
+    """
+
+    criterion: str = "hies"
+    alpha: float | Literal["auto"] = 0.9
+    normalize: Literal["model", "layer"] = "model"
+    budget: BudgetSection
+    allocation: Literal["global", "uniform"] = "global"
+    unit: Literal["group", "query"] = "group"
+    towers: tuple[str, ...] = ()
+    min_heads: int = Field(1, ge=1)
+    keep_layers: tuple[int, ...] = ()
+    multiple_of: int = Field(1, ge=1)
+    steps: int = Field(1, ge=1)
+    compensation: CompensationSection | None = None
+
+    @field_validator("criterion")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        from ..baselines.names import JUDGED_ONLY
+        from ..score.criteria import criterion_names
+
+        if value in JUDGED_ONLY:
+            raise ValueError(
+                f"criterion must remove whole heads to be cut and saved, got {value!r}, which removes parts of all of "
+                f"them; compare with it in hies-export sweep --criteria hies,{value}"
+            )
+        known = criterion_names()
+        if value not in known:
+            raise ValueError(f"criterion must be one of {', '.join(known)}, got {value!r}{did_you_mean(value, known)}")
+        return value
+
+    @field_validator("alpha", mode="before")
+    @classmethod
+    def _is_a_weight(cls, value: Any) -> Any:
+        if value == "auto":
+            return value
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ValueError(f"alpha must be a number in [0, 1) or auto, got {value!r}")
+        if not 0 <= value < 1:
+            raise ValueError(f"alpha must be in [0, 1), got {value:g}; for importance alone use criterion: his")
+        return value
+
+    @model_validator(mode="after")
+    def _can_take_steps(self) -> PruneSection:
+        budget = next(name for name in type(self.budget).model_fields if getattr(self.budget, name) is not None)
+        given = {
+            f"a budget of {budget}": budget != "heads",
+            f"multiple_of {self.multiple_of}": self.multiple_of > 1,
+            # With one query head left in each group, the next step would remove whole groups.
+            "unit query": self.unit == "query",
+        }
+        if self.steps > 1 and any(given.values()):
+            reasons = " and ".join(name for name, is_given in given.items() if is_given)
+            raise ValueError(
+                f"steps: {self.steps} needs a budget of heads in units of groups, got {reasons}; set steps: 1"
+            )
+        return self
+
+
+class ExportSection(Section):
+    """The ONNX model.
+
+    Attributes:
+        provider: Execution provider that the graph is fused for.
+        dtype: What the weights are stored in and the graph computes in.
+    """
+
+    provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
+    dtype: Literal["float32", "float16"] = "float32"
+
+
+class MeasureSection(Section):
+    """What is timed.
+
+    Attributes:
+        runtimes: Names of runtimes, as `runtimes/` registers them.
+        dtypes: What the models are timed in, each on the runtimes that can run it; by default torch runs the model
+            as it is, and ONNX Runtime the graph as it is exported. Only time is measured in the others.
+        shapes: (batch, sequence) pairs; an image model's sequence follows from its image size, so (batch,) is enough.
+        repeats: Timed runs of each model, at least.
+        min_seconds: Go on beyond `repeats` until the runs of a shape have taken so many seconds together.
+    """
+
+    runtimes: tuple[str, ...] = ("torch", "onnxruntime-cpu")
+    dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    repeats: int = Field(30, ge=2)
+    min_seconds: float = Field(0.0, ge=0)
+
+    @field_validator("shapes")
+    @classmethod
+    def _are_shapes(cls, value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        for shape in value:
+            if len(shape) not in (1, 2) or min(shape) < 1:
+                raise ValueError(f"a shape must be [batch, sequence] (or [batch] for images), got {list(shape)}")
+        return value
+
+    @field_validator("runtimes")
+    @classmethod
+    def _are_known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_known_runtime(name) for name in value)

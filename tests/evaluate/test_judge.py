@@ -1,0 +1,111 @@
+"""Judge against loops over the samples, and the warnings it logs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.generative import padded
+from support.models import causal_lm
+from torch import Tensor
+
+from hies_export.errors import DataError
+from hies_export.evaluate.judge import Judge, Judgement, Quality, standard_error
+from hies_export.evaluate.predict import TokenPredictions, predict
+
+
+def batches(labels: Tensor | None, count: int) -> list[dict[str, Tensor]]:
+    """Two batches; a judge reads their labels alone."""
+    whole = {"input_ids": torch.zeros(count, 1)} | ({} if labels is None else {"labels": labels})
+    return [{key: part[:7] for key, part in whole.items()}, {key: part[7:] for key, part in whole.items()}]
+
+
+def test_classes_are_judged_by_labels_and_by_the_dense_model() -> None:
+    labels, dense = torch.randint(0, 3, (20,)), torch.randn(20, 3)
+    other = dense + torch.randn(20, 3)
+    judge = Judge(batches(labels, 20), dense, ("accuracy", "matthews_correlation"))
+    right = [row.argmax() == label for row, label in zip(other, labels, strict=True)]
+    same = [row.argmax() == before.argmax() for row, before in zip(other, dense, strict=True)]
+    found = judge.of(other)
+    assert list(found.metrics) == ["accuracy", "matthews_correlation"]
+    assert found.metrics["accuracy"] == pytest.approx(sum(right) / 20)
+    assert found.stability == pytest.approx(sum(same) / 20)
+    assert 0 < sum(same) < 20
+    judgement = judge.judgement(other)
+    assert judgement == Judgement(
+        found.metrics["accuracy"], standard_error(other, labels, name="accuracy"), sum(same) / 20
+    )
+    assert judge.of(dense).stability == 1.0
+
+
+def test_numbers_are_judged_within_the_tolerance() -> None:
+    labels, dense = torch.rand(20), torch.rand(20, 1)
+    other = dense + 0.4 * torch.rand(20, 1)
+    judge = Judge(batches(labels, 20), dense, ("pearson",), regression=True, tolerance=0.2)
+    within = [abs(a.item() - b.item()) <= 0.2 for a, b in zip(other, dense, strict=True)]
+    correlation = np.corrcoef(other.flatten().double(), labels.double())[0, 1]
+    assert judge.of(other) == Quality({"pearson": pytest.approx(correlation)}, sum(within) / 20)
+    assert 0 < sum(within) < 20
+    assert judge.judgement(other).quality == pytest.approx(correlation)
+
+
+def test_answers_are_judged_by_their_tokens() -> None:
+    model = causal_lm()
+    given = [padded([9, 4, 6], "right", answers=[2, 3, 1]), padded([3, 7], "right", answers=[1, 1])]
+    judge = Judge.on(model, given, metrics=("perplexity", "exact_match"))
+    assert isinstance(judge.dense, TokenPredictions)
+    losses = torch.cat([
+        -model(**batch).logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0][
+            batch["labels"][:, 1:] != -100
+        ]
+        for batch in given
+    ])  # fmt: skip
+    found = judge.of(judge.dense)
+    assert found.metrics["perplexity"] == pytest.approx(math.exp(losses.mean().item()), rel=1e-5)
+    assert found.stability == 1.0
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    assert judge.of(predict(model, given)).stability < 1.0
+
+
+@pytest.mark.parametrize("regression", [False, True])
+def test_without_labels_the_dense_models_predictions_are_the_reference(regression: bool) -> None:
+    dense = torch.randn(20, 1 if regression else 3)
+    other = dense + torch.randn_like(dense)
+    name = "pearson" if regression else "accuracy"
+    judge = Judge(batches(None, 20), dense, (name,), regression)
+    assert judge.of(dense) == Quality({name: pytest.approx(1.0)}, 1.0)
+    found = judge.of(other)
+    if regression:
+        assert found.metrics[name] == pytest.approx(np.corrcoef(other.flatten(), dense.flatten())[0, 1], rel=1e-5)
+    else:
+        assert found.metrics[name] == found.stability
+    assert judge.judgement(other) == Judgement(None, 0.0, found.stability)
+
+
+def test_predictions_of_other_samples_are_refused() -> None:
+    judge = Judge(batches(torch.zeros(20).long(), 20), torch.randn(20, 3), ("accuracy",))
+    with pytest.raises(DataError, match="got 19 logits and 20 references"):
+        judge.of(torch.randn(19, 3))
+
+
+def test_an_undefined_metric_is_logged_once_however_often_it_is_resampled(caplog: Any) -> None:
+    labels, logits = torch.randint(0, 2, (20,)), torch.tensor([[1.0, 0.0]]).repeat(20, 1)
+    judge = Judge(batches(labels, 20), logits, ("matthews_correlation",))
+    with caplog.at_level(logging.WARNING):
+        assert judge.judgement(logits) == Judgement(0.0, 0.0, 1.0)
+    assert caplog.messages == ["matthews_correlation is undefined because all predictions are equal: 0.0 is returned"]
+
+
+def test_resampled_sets_where_a_metric_is_undefined_count_as_zero(caplog: Any) -> None:
+    labels = torch.tensor([0, 1, 1, 1])
+    logits = torch.nn.functional.one_hot(labels, 2).float()
+    draws = torch.randint(0, 4, (100, 4), generator=torch.Generator().manual_seed(0))
+    values = [0.0 if len(set(labels[draw].tolist())) == 1 else 1.0 for draw in draws]
+    assert 0 < sum(values) < 100
+    assert standard_error(logits, labels, name="matthews_correlation") == pytest.approx(np.std(values, ddof=1))
+    assert caplog.messages == []

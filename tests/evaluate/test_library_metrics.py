@@ -1,0 +1,157 @@
+"""Metrics of the `evaluate` library, from scripts in a local folder, against numpy."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from support.models import save_project
+
+from hies_export.errors import DataError, RecipeError
+from hies_export.evaluate import metrics
+from hies_export.evaluate.judge import compute_metrics, standard_error
+from hies_export.evaluate.metrics import METRICS, check_metrics, find_metric, higher_is_better
+from hies_export.pipeline.choose import choose
+from hies_export.pipeline.prepare import prepare
+from hies_export.progress import Silent
+from hies_export.recipe import PruningRecipe
+
+SCRIPT = """
+import datasets
+import evaluate
+import numpy as np
+
+
+class {name}(evaluate.Metric):
+    higher_is_better = {higher_is_better}
+
+    def _info(self):
+        value = datasets.Value("{dtype}")
+        features = datasets.Features({{"predictions": value, "references": value}})
+        return evaluate.MetricInfo(description="", citation="", features=features)
+
+    def _compute(self, predictions, references):
+        predictions, references = np.array(predictions), np.array(references)
+        return {result}
+"""
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Forget afterwards what a test loaded; write none of it to the user's cache."""
+    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path / "cache")
+    # Scripts are imported from a package in that folder, found once in a process.
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    for module in [name for name in sys.modules if name.partition(".")[0] == "evaluate_modules"]:
+        monkeypatch.delitem(sys.modules, module)
+    before = dict(METRICS)
+    yield
+    METRICS.clear()
+    METRICS.update(before)
+
+
+def script(folder: Path, name: str, result: str, *, dtype: str = "int64", higher_is_better: bool = True) -> str:
+    """Write a metric as `evaluate` wants it, a folder with a file of the same name, and return its path."""
+    (folder / name).mkdir()
+    fields = {"name": name.title().replace("_", ""), "dtype": dtype, "higher_is_better": higher_is_better}
+    (folder / name / f"{name}.py").write_text(textwrap.dedent(SCRIPT).format(**fields, result=result))
+    return str(folder / name)
+
+
+def test_a_metric_of_classes(tmp_path: Path) -> None:
+    name = script(tmp_path, "hits_of_one", '{"hits_of_one": (predictions[references == 1] == 1).mean()}')
+    check_metrics(["accuracy", name])
+    logits, labels = torch.randn(60, 3), torch.randint(0, 3, (60,))
+    classes = logits.argmax(-1).numpy()
+    hits = [classes[i] == 1 for i in range(60) if labels[i] == 1]
+    values = compute_metrics(logits, labels, names=["accuracy", name])
+    assert values == {"accuracy": (classes == labels.numpy()).mean(), name: pytest.approx(np.mean(hits))}
+    assert METRICS[name].higher_is_better
+    draws = torch.randint(0, 60, (10, 60), generator=torch.Generator().manual_seed(2)).numpy()
+    resampled = [(classes[draw][labels.numpy()[draw] == 1] == 1).mean() for draw in draws]
+    found = standard_error(logits, labels, name=name, resamples=10, seed=2)
+    assert found == pytest.approx(np.std(resampled, ddof=1))
+
+
+def test_a_metric_of_numbers_of_which_less_is_better(tmp_path: Path) -> None:
+    # One value under any name will do.
+    result = '{"distance": np.abs(predictions - references).mean()}'
+    name = script(tmp_path, "mean_distance", result, dtype="float64", higher_is_better=False)
+    logits, labels = torch.randn(20, 1), torch.rand(20)
+    values = compute_metrics(logits, labels, names=[name], regression=True)
+    assert values == {name: pytest.approx((logits[:, 0] - labels).abs().mean().item())}
+    assert (find_metric(name).of, higher_is_better(name)) == ("numbers", False)
+    with pytest.raises(RecipeError, match="metrics of a classifier must be among .* which is for numbers"):
+        check_metrics([name])
+
+
+def test_which_way_is_better_is_known_without_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics.evaluate, "load", lambda *_, **__: pytest.fail("loaded"))
+    names = ["accuracy", "perplexity", "mse", "recall", "some/where/recall_gap"]
+    assert [higher_is_better(name) for name in names] == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result", "message"),
+    [
+        ("string", '{"other": 1.0}', "must compare classes or numbers, one per sample, but .*other' takes"),
+        ("int64", '{"low": 0.0, "high": 1.0}', "must give one number for these predictions, but: it gives low, high"),
+        ("int64", "missing_name", "must give one number .* but: name 'missing_name' is not defined"),
+    ],
+)
+def test_a_metric_that_cannot_be_used_is_refused_before_any_work(
+    tmp_path: Path, dtype: str, result: str, message: str
+) -> None:
+    name = script(tmp_path, "other", result, dtype=dtype)
+    with pytest.raises(RecipeError, match=message):
+        check_metrics([name])
+    assert name not in METRICS
+
+
+def test_a_script_that_does_not_load_is_refused_with_its_own_words(tmp_path: Path) -> None:
+    name = script(tmp_path, "broken", "{}")
+    (tmp_path / "broken" / "broken.py").write_text("import evaluate\nraise ValueError('no such thing')\n")
+    with pytest.raises(RecipeError, match="broken' must be one that evaluate can load, but it says: no such thing"):
+        check_metrics([name])
+
+
+def test_a_metric_that_fails_on_the_predictions_says_so(tmp_path: Path) -> None:
+    name = script(tmp_path, "binary", '{"binary": float([0.0, 1.0][predictions.max()])}')
+    check_metrics([name])
+    with pytest.raises(DataError, match="binary' must give one number .* but: list index out of range"):
+        compute_metrics(torch.eye(3), torch.arange(3), names=[name])
+
+
+def test_a_script_is_relative_to_the_recipe(tmp_path: Path) -> None:
+    save_project(tmp_path, train=4, validation=4, prune={"budget": {"heads": 0.5}})
+    path = script(tmp_path, "own", '{"own": 1.0}')
+    (tmp_path / "accuracy").mkdir()  # no path, so still the name of a metric
+    fields = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    fields["evaluation"] = {"metrics": ["./own", "accuracy", "owner/name"]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
+    assert PruningRecipe.from_yaml(tmp_path / "recipe.yaml").evaluation.metrics == (path, "accuracy", "owner/name")
+
+
+@pytest.mark.slow
+def test_alpha_is_chosen_by_an_error_rate_as_by_the_accuracy(tmp_path: Path) -> None:
+    save_project(tmp_path, train=100, validation=8, calibration={"samples": 8}, prune={"budget": {"heads": 0.5}})
+    errors = script(
+        tmp_path, "error_rate", '{"error_rate": (predictions != references).mean()}', higher_is_better=False
+    )
+    chosen = []
+    for metric in ("accuracy", errors):
+        asked = {"prune.alpha": "auto", "evaluation.metrics": [metric], "measure.runtimes": ["torch"]}
+        recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml", asked)
+        chosen.append(choose(prepare(recipe), recipe, progress=Silent()))
+    by_accuracy, by_errors = chosen
+    assert by_errors.plan.alpha == by_accuracy.plan.alpha
+    for right, wrong in zip(by_accuracy.alpha_curve, by_errors.alpha_curve, strict=True):
+        assert wrong["quality"] == pytest.approx(1 - right["quality"])
+        assert wrong["standard_error"] == pytest.approx(right["standard_error"])

@@ -1,0 +1,81 @@
+"""The model types that every run of the tests takes: each kind of attention once, each reason of a refusal once."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import hies_export
+
+CUT = {
+    "albert": "layers that share their weights",
+    "bart": "encoder-decoder with cross-attention",
+    "bert": "separate projections with biases",
+    "clip": "images through a tower of its own",
+    "deepseek_v3": "latent keys and values",
+    "distilbert": "projections under other names",
+    "gemma2": "soft-capped, windowed",
+    "gemma3": "images and text in one decoder",
+    "gemma4_text": "keys and values that layers share",
+    "gpt2": "fused, transposed weights",
+    "gpt_bigcode": "fused, one key/value head",
+    "gpt_neox": "fused head by head",
+    "gpt_oss": "sinks",
+    "granite_swa": "sinks that the eager map leaves out, so that there is no score to compare with",
+    "jamba": "attention in some layers only, a state space in the others",
+    "llama": "grouped queries, no biases",
+    "llava": "two towers",
+    "mimo_v2_flash": "values narrower than keys, another number of groups in some layers",
+    "mistral": "a window",
+    "mixtral": "experts",
+    "mllama": "cross-attention to images",
+    "modernbert": "fused, rotary, an encoder",
+    "opt": "learned positions with an offset",
+    "phi3": "fused side by side",
+    "qwen2": "biases on some projections",
+    "qwen3": "norms of each head, heads wider than the model",
+    "qwen3_next": "gated",
+    "roberta": "positions that begin after the padding",
+    "t5gemma2": "an attention that returns no map",
+    "videomae": "video",
+    "vit": "images",
+    "wav2vec2": "audio",
+    "whisper": "audio to text",
+}
+EXPORTED = {
+    "albert": "layers that share their weights",
+    "distilbert": "an encoder without token types",
+    "modernbert": "a rotary encoder",
+    "phi3": "an uneven decoder with fused projections",
+    "wav2vec2": "audio",
+}
+REFUSED = {
+    "beam": "code that fails with fewer heads",
+    "bitnet": "heads that are mixed before the output projection",
+    "deberta-v2": "attention of its own",
+    "diffllama": "values that heads share",
+    "fnet": "no attention",
+    "jetmoe": "queries that no linear layer makes",
+    "nemotron3_diarization_audio": "numbers of heads that do not match",
+    "olmo2": "a norm across heads",
+    "parakeet_encoder": "a bias for every head",
+    "t5": "a position bias",
+}
+
+DECISIVE = ("prunable", "slim", "checkpoint")
+LOCK = Path(__file__).parents[1] / "prunable" / "architectures.lock"
+
+
+def decisive_sources() -> str:
+    """Return a digest of the code on which it depends what holds for a model type."""
+    root = Path(hies_export.__file__).parent
+    files = sorted(path for folder in DECISIVE for path in (root / folder).rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def changed_since_all_were_checked() -> bool:
+    """Return whether `scripts/architectures --check` has something to do."""
+    return not LOCK.is_file() or LOCK.read_text().strip() != decisive_sources()

@@ -1,0 +1,49 @@
+"""What holds of every test file: where it stands, what it imports, which errors it expects."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import hies_export
+
+TESTS = Path(__file__).parent
+MODULES = sorted(TESTS.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """The modules a file imports, wherever in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    parts = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return names | {f"{'.' * part.level}{part.module or ''}.{alias.name}" for part in parts for alias in part.names}
+
+
+def test_no_test_imports_another() -> None:
+    tests = {path.stem for path in MODULES if path.stem.startswith("test_")} | {"conftest", "tests"}
+    for path in MODULES:
+        found = {name for name in imported(path) if name.startswith(".") or tests & set(name.split("."))}
+        assert not found, f"{path.relative_to(TESTS)} imports {found}; what tests share is in tests/support"
+
+
+def test_every_expected_error_says_which() -> None:
+    # ruff's PT011 sees no error that is an expression or one of several.
+    for path in MODULES:
+        calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        for call in calls:
+            if ast.unparse(call.func) in ("pytest.raises", "pytest.warns"):
+                assert "match" in {k.arg for k in call.keywords}, f"{path.relative_to(TESTS)}:{call.lineno}"
+
+
+def test_folders_mirror_the_package() -> None:
+    package = {path.name for path in Path(hies_export.__file__).parent.iterdir() if path.is_dir()}
+    folders = {path.name for path in TESTS.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert folders - {"support"} <= package
+
+
+def test_conftest_holds_fixtures_only() -> None:
+    tree = ast.parse((TESTS / "conftest.py").read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    assert functions
+    for function in functions:
+        assert any("fixture" in ast.unparse(decorator) for decorator in function.decorator_list), function.name
