@@ -53,20 +53,20 @@ def run_folder(tmp_path: Path) -> Path:
 
 # Run in a process of its own, with an empty cache; without the package as on a machine that has only transformers.
 LOAD = """
-import json, sys
-ways, repository, revision, folder = sys.argv[1:]
+import sys
+here, repository, revision, folder = sys.argv[1:]
 import torch, transformers
-if ways == "transformers":
+if here == "transformers":
     sys.modules["hies_export"] = None
-    load = lambda *a, **k: transformers.AutoModelForSequenceClassification.from_pretrained(
-        *a, trust_remote_code=True, **k)
+    loaders = {"transformers": lambda *a, **k: transformers.AutoModelForSequenceClassification.from_pretrained(
+        *a, trust_remote_code=True, **k)}
 else:
     import hies_export
-    load = hies_export.load if way == "load" else hies_export.HIESModel.from_pretrained
+    loaders = {"load": hies_export.load, "HIESModel": hies_export.HIESModel.from_pretrained}
 tokenizer = transformers.AutoTokenizer.from_pretrained(repository, revision=revision)
 batch = tokenizer(["good nice dull", "bad"], padding=True, return_tensors="pt")
-model = load(repository, revision=revision)
-torch.save(model(**batch).logits.detach(), f"{folder}/{way}.pt")
+for way, load in loaders.items():
+    torch.save(load(repository, revision=revision)(**batch).logits.detach(), f"{folder}/{way}.pt")
 """
 
 
@@ -78,7 +78,7 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(tmp_path: Path) -
         validation=20,
         calibration={"samples": 8},
         prune={"alpha": "auto", "budget": {"heads": 0.4}},
-        measure={"shapes": [[2, 16]], "repeats": 4},
+        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 4},
     )
     card = "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\nbase_model: some/bert\n---\n# Dense\n"
     (tmp_path / "project" / "model" / "README.md").write_text(card)
@@ -98,8 +98,8 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(tmp_path: Path) -
     with Hub(tokens={TOKEN: "user"}) as hub:
         push = ("-m", "hies_export", "push", str(run), "user/slim", "--private", "--revision", "half", "--json")
         told = json.loads(process(*push, "--message", "first try", home="one").splitlines()[-1])
-        for way in ("load", "HIESModel", "transformers"):
-            process("-c", LOAD, way, "user/slim", "half", str(tmp_path), home=way)
+        for here in ("hies_export", "transformers"):
+            process("-c", LOAD, here, "user/slim", "half", str(tmp_path), home=here)
         repository = hub.repositories["user/slim"]
         files = hub.files("user/slim", "half")
     batch = {"input_ids": torch.tensor([[2, 5, 11, 12, 3], [2, 6, 3, 0, 0]])}
