@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from .errors import PlanError
 from .model.attention import AttentionCall, use_attention
 from .model.kernels import VisibleKeys, attend
+from .progress import SILENT, Progress
 from .prunable.attention import find_attention
 from .score.criteria import score_units as score_heads
 from .select.constraints import Constraints
@@ -228,7 +229,7 @@ def compensate_heads(
     sites: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
     *,
-    progress: Any = None,
+    progress: Progress = SILENT,
     **how: Any,
 ) -> list[LayerFit]:
     """Refit the output projections by `compensate`; `how` are the fields of `Compensation`."""

@@ -6,13 +6,10 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-
-# What wraps one loop: `tqdm.tqdm`, or `partial(progress.track, name="score")`.
-Track = Callable[[Sequence[Any]], Iterable[Any]]
 
 
 class Progress(Protocol):

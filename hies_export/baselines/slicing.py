@@ -23,7 +23,7 @@ from ..evaluate.predict import Predictions
 from ..model.modes import evaluating, frozen, without_cache
 from ..model.tokens import real_tokens
 from ..model.watch import watch
-from ..progress import Track
+from ..progress import SILENT, Progress
 from ..values import PrunableModule
 
 
@@ -45,7 +45,7 @@ def collect_bases(
     batches: Sequence[dict[str, Tensor]],
     modules: Sequence[PrunableModule],
     *,
-    progress: Track | None = None,
+    progress: Progress = SILENT,
 ) -> Bases:
     """Find the principal components in one forward pass per batch; padding is left out.
 
@@ -53,7 +53,7 @@ def collect_bases(
         model: The dense model.
         batches: Inputs; labels are not used.
         modules: The attention modules, from `find_attention`.
-        progress: Wraps the batches.
+        progress: Told about the loop.
 
     Raises:
         DataError: There is no batch.
@@ -64,7 +64,7 @@ def collect_bases(
     layers = {name: name for module in modules for name in (*module.producers, module.consumer)}
     sums: dict[tuple[str, int], Tensor] = {}
     with evaluating(model), without_cache(model), watch(model, layers, outputs=True) as seen, torch.no_grad():
-        for batch in progress(batches) if progress else batches:
+        for batch in progress.track(batches, "principal components"):
             on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
             seen.clear()
             model(**on_device)

@@ -17,7 +17,7 @@ from ..errors import DataError, NonFiniteError, StepError
 from ..model.attention import use_attention
 from ..model.modes import checkpointing, frozen, without_cache
 from ..model.watch import intercept
-from ..progress import Track
+from ..progress import SILENT, Progress
 from ..values import Calibration, PrunableModule, Statistics
 from . import inputs, weights
 from .entropy import Entropies
@@ -35,7 +35,7 @@ def collect_statistics(
     modules: Sequence[PrunableModule],
     *,
     needs: Collection[str] = DEFAULT_NEEDS,
-    progress: Track | None = None,
+    progress: Progress = SILENT,
 ) -> Statistics:
     """Average what is needed of every unit over the calibration samples.
 
@@ -60,7 +60,7 @@ def collect_statistics(
         needs: Names of statistics beside "his", "entropy" and "weight_l2", which are always collected:
             "activation_l2", "output_norm" and "obs" (see `inputs.InputSums`), "taylor" and "channel_taylor" (see
             `weights.WeightGradients`).
-        progress: Wraps the batches, e.g. in a progress bar.
+        progress: Told about the loop.
 
     Returns:
         The statistics; tensors of shape (units,), float64, on CPU.
@@ -84,7 +84,7 @@ def collect_statistics(
     samples, samples_with_rows = 0, {module.name: 0 for module in modules}
     at_once = max(size_of(batch) for batch in batches)
     with collected.running():
-        for index, batch in enumerate(progress(batches) if progress else batches):
+        for index, batch in enumerate(progress.track(batches, "score")):
             done = 0
             while done < size_of(batch):
                 part = _part(batch, done, at_once)

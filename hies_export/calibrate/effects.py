@@ -14,7 +14,7 @@ from ..errors import DataError, NonFiniteError
 from ..model.modes import frozen, without_cache
 from ..model.tokens import real_tokens
 from ..model.watch import watch
-from ..progress import Track
+from ..progress import SILENT, Progress
 from ..values import PrunableModule
 
 
@@ -53,7 +53,7 @@ def collect_effects(
     batches: Sequence[dict[str, Tensor]],
     modules: Sequence[PrunableModule],
     *,
-    progress: Track | None = None,
+    progress: Progress = SILENT,
 ) -> Effects:
     """Record what every consumer reads, and the gradient of the model's prediction to it.
 
@@ -68,7 +68,7 @@ def collect_effects(
         batches: What `model(**batch)` takes; padding is left out by their `attention_mask`. Covariances of hundreds of
             inputs want about 256 samples; with few, take a greater ridge.
         modules: From `find_attention`.
-        progress: Wraps the batches, e.g. in a progress bar.
+        progress: Told about the loop.
 
     Returns:
         By module the inputs of its consumer and the gradients there, of all real tokens.
@@ -84,7 +84,7 @@ def collect_effects(
     samples = 0
     consumers = {module.name: module.consumer for module in modules}
     with frozen(model), without_cache(model), watch(model, consumers, gradients=True) as seen, torch.enable_grad():
-        for index, batch in enumerate(progress(batches) if progress else batches):
+        for index, batch in enumerate(progress.track(batches, "effects")):
             seen.clear()
             on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
             logits = model(**on_device).logits

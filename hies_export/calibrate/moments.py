@@ -15,7 +15,7 @@ from ..errors import DataError
 from ..model.modes import evaluating
 from ..model.tokens import real_tokens
 from ..model.watch import watch
-from ..progress import Track
+from ..progress import SILENT, Progress
 from ..values import PrunableModule, Selection
 
 # Every fifth sample is held out: enough to judge a fit, few enough to leave it its tokens.
@@ -109,7 +109,7 @@ def collect_moments(
     *,
     selection: Selection | None = None,
     slim: PreTrainedModel | None = None,
-    progress: Track | None = None,
+    progress: Progress = SILENT,
 ) -> dict[str, SplitMoments]:
     """Collect, in one pass, the moments of the inputs of every consumer and of the dense model's outputs there.
 
@@ -123,7 +123,7 @@ def collect_moments(
         batches: Inputs; labels are not used, and padding is left out by the `attention_mask`.
         selection: Collect the moments of the kept units' inputs only.
         slim: Take the inputs from this model, cut by `selection`, and the outputs from the dense one.
-        progress: Wraps the batches.
+        progress: Told about the loop.
 
     Returns:
         By the name of the module.
@@ -143,7 +143,7 @@ def collect_moments(
             stack.enter_context(evaluating(slim))
             read = stack.enter_context(watch(slim, consumers))
         stack.enter_context(torch.no_grad())
-        for batch in progress(batches) if progress else batches:
+        for batch in progress.track(batches, "moments"):
             on_device = {k: v.to(dense.device) for k, v in batch.items() if k != "labels"}
             written.clear()
             read.clear()

@@ -58,7 +58,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         dtypes=options.dtypes,
         repeats=options.repeats,
         min_seconds=options.min_seconds,
-        track=progress.track,
+        progress=progress,
     )
     result = {
         "a": str(options.first),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def _answer(options: Namespace, console: Console, progress: Progress) -> dict[st
         questions,
         images=options.images[0],
         max_new_tokens=options.max_new_tokens,
-        progress=partial(progress.track, name="generate"),
+        progress=progress,
     )
     replace_file(options.output, dump_json(answers))
     console.print(f"written to {options.output}: {len(answers)} answers", markup=False)

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import replace_file, user_cache
-from ..measure.compare import NamedTrack, compare_loads
+from ..measure.compare import compare_loads
 from ..measure.environment import environment
 from ..measure.ratios import is_noisy
 from ..measure.timing import Timing
-from ..progress import Silent
+from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES
 from ..select.budget import CostTable
 from ..select.bundles import bundle_count
@@ -84,7 +84,7 @@ def latency_table(
     where: TimedOn,
     *,
     unit: str = "group",
-    track: NamedTrack | None = None,
+    progress: Progress = SILENT,
     cache: Path | None = None,
 ) -> CostTable:
     """Time uniform cuts of the model beside it, and derive what every module saves with every number of heads.
@@ -98,7 +98,7 @@ def latency_table(
         modules: The modules that may lose units.
         where: The runtime, what it runs, and how often.
         unit: As in `Constraints`.
-        track: Wraps the loop over the cuts, e.g. in a progress bar.
+        progress: Told about the loop over the cuts.
         cache: Folder of kept cuts; by default hies_export/latency in the user's cache folder.
     """
     key = _key(model, modules, where, unit)
@@ -106,7 +106,7 @@ def latency_table(
     file = (cache or user_cache("latency")) / f"{name}.json"
     cuts = _read(file, key)
     if cuts is None:
-        cuts = _time_cuts(model, modules, where, unit=unit, track=track)
+        cuts = _time_cuts(model, modules, where, unit=unit, progress=progress)
         if all(cut.sharp for cut in cuts):
             replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
         else:
@@ -129,7 +129,7 @@ def latency_table(
 
 
 def _time_cuts(
-    model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, track: NamedTrack | None
+    model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, progress: Progress
 ) -> list[TimedCut]:
     """Time uniform cuts beside the dense model, the smallest cut first."""
     bundles = {module.name: bundle_count(module, unit) for module in modules}
@@ -149,7 +149,7 @@ def _time_cuts(
             return Path(temporary) / name
 
         dense = source(model, "dense")
-        for kept in (track or Silent().track)(list(removed), f"time cuts on {where.runtime}"):
+        for kept in progress.track(list(removed), f"time cuts on {where.runtime}"):
             slim = source(cut_bundles(model, modules, removed[kept], unit=unit), f"kept-{kept:.4f}")
             timed = compare_loads(where.runtime, dense, slim, batches, timing=where.timing, decode=False)
             (found,) = timed.values()

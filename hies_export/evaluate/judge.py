@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import DataError
-from ..progress import Track
+from ..progress import SILENT, Progress
 from .metrics import METRICS, check_metrics
 from .predict import Batch, Predictions, TokenPredictions, predict, predicted, references
 
@@ -77,7 +77,7 @@ class Judge:
         metrics: tuple[str, ...],
         regression: bool = False,
         tolerance: float = 0.25,
-        progress: Track | None = None,
+        progress: Progress = SILENT,
     ) -> Judge:
         """Run the dense model over the batches, and return what judges other models on them."""
         return cls(batches, predict(model, batches, progress=progress), metrics, regression, tolerance)

@@ -11,7 +11,7 @@ import torch
 from ..data.targets import IGNORED, check_label_tokens, predicted_positions
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, without_cache
-from ..progress import Track
+from ..progress import SILENT, Progress
 
 Batch = Mapping[str, torch.Tensor]
 # How many rows of logits are held in float32 at once: 64 MB for a vocabulary of 32,000.
@@ -50,7 +50,7 @@ class TokenPredictions:
 Predictions = torch.Tensor | TokenPredictions
 
 
-def predict(model: Any, batches: Sequence[Batch], *, progress: Track | None = None) -> Predictions:
+def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT) -> Predictions:
     """Run a model over batches, in evaluation mode and without gradients.
 
     The labels are left out, so the model computes no loss; token labels say which predictions count. Every module's
@@ -59,7 +59,7 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Track | None = No
     Args:
         model: A model for one of the tasks; the batches are moved to its device.
         batches: From `make_batches`.
-        progress: Wraps the iteration over the batches, for example in a progress bar.
+        progress: Told about the loop.
 
     Returns:
         The logits, (samples, labels), float32, on the CPU; where labels are tokens, `TokenPredictions`.
@@ -74,7 +74,7 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Track | None = No
     device = next(model.parameters()).device
     outputs: list[Any] = []
     with evaluating(model), without_cache(model), torch.inference_mode():
-        for index, batch in enumerate(progress(batches) if progress else batches):
+        for index, batch in enumerate(progress.track(batches, "predict")):
             inputs = {key: value.to(device) for key, value in batch.items() if key != "labels"}
             logits = model(**inputs).logits  # (batch, labels) or (batch, tokens, vocabulary)
             labels = batch.get("labels")

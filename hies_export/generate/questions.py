@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..data.processors import load_processor
 from ..data.prompts import template_fields
 from ..errors import DataError
+from ..progress import SILENT, Progress
 from .text import encode_prompts, load_generator
 
 # LLaVA-1.5's own turn; an image is put in front of prompts that do not place it.
@@ -137,7 +137,7 @@ def answer_questions(
     prompt: str = PROMPT,
     max_new_tokens: int = 128,
     batch_size: int = 4,
-    progress: Callable[[Sequence[Any]], Iterable[Any]] | None = None,
+    progress: Progress = SILENT,
 ) -> dict[str, str]:
     """Answer questions greedily with a checkpoint or an exported folder.
 
@@ -148,7 +148,7 @@ def answer_questions(
         prompt: Template with the field `{question}`.
         max_new_tokens: Tokens of an answer at most.
         batch_size: Questions at a time.
-        progress: Wraps the batches.
+        progress: Told about the batches.
 
     Returns:
         Id -> answer, in the order of the questions: as MM-Vet's grader reads it.
@@ -166,7 +166,7 @@ def answer_questions(
     generate = load_generator(folder)
     found: dict[str, str] = {}
     starts = list(range(0, len(questions), batch_size))
-    for start in progress(starts) if progress else starts:
+    for start in progress.track(starts, "generate"):
         part = slice(start, start + batch_size)
         texts = [prompt.format(question=question.text) for question in questions[part]]
         batch = encode_prompts(processor, texts, files[part])

@@ -24,7 +24,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, Repository
 from huggingface_hub.utils import validate_repo_id
 
 from ..errors import OutputExistsError, PushError, RequestError
-from ..progress import Progress, Silent
+from ..progress import SILENT, Progress
 from ..report.card import LICENSE_KEYS, read_card, render_card
 from ..report.html import render_html
 from ..report.markdown import render_markdown
@@ -79,7 +79,7 @@ def push_to_hub(
     base_model: str | None = None,
     commit: Commit | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> Pushed:
     """Push a run: the slim checkpoint, `onnx/`, the report, pictures, and a card with metadata.
 
@@ -108,7 +108,7 @@ def push_to_hub(
         MissingRuntimeError: matplotlib is not installed.
         PushError: The Hub could not be reached, or the upload did not finish; nothing of it is visible.
     """
-    progress, commit = progress or Silent(), commit or Commit()
+    commit = commit or Commit()
     revision = commit.revision
     report = _read_run(Path(folder))
     _check_name(repository)

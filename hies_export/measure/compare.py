@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..progress import Silent
+from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES, Runtime
 from ..runtimes.registry import load_runtime
 from .counts import FlopCount, Shape
 from .latency import LatencyComparison, compare_rounds
 from .rows import LatencyRow
 from .timing import Phase, Rounds, Timing, time_rounds
-
-# Wraps a loop that has a name, e.g. in a progress bar.
-NamedTrack = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 def time_on(
@@ -31,7 +27,7 @@ def time_on(
     batches: Mapping[Shape, Mapping[str, Tensor]],
     flops: Mapping[Shape, FlopCount],
     timing: Timing,
-    track: NamedTrack | None = None,
+    progress: Progress = SILENT,
 ) -> list[LatencyRow]:
     """Time two models on one runtime, interleaved, with the first one against itself as control.
 
@@ -44,12 +40,12 @@ def time_on(
         batches: What both run, by (batch, sequence).
         flops: Of both, from `count_both_flops`, for the realised share of the saving.
         timing: How often each is run over all loads together; every load is run once at least.
-        track: Wraps the loop over loads and shapes, e.g. in a progress bar.
+        progress: Told about the loop over loads and shapes.
 
     Returns:
         One row per shape, with times in ms. A model that generates has two, of the phases "prefill" and "decode".
     """
-    found = compare_loads(runtime, dense, slim, batches, timing=timing, track=track)
+    found = compare_loads(runtime, dense, slim, batches, timing=timing, progress=progress)
     # A decode step reads all weights to compute one token: memory decides its time, and no share of FLOPs does.
     return [
         LatencyRow.of(
@@ -67,7 +63,7 @@ def compare_loads(
     *,
     timing: Timing,
     decode: bool = True,
-    track: NamedTrack | None = None,
+    progress: Progress = SILENT,
 ) -> dict[tuple[Shape, Phase], LatencyComparison]:
     """Return the comparisons behind `time_on`, by shape and phase; without `decode`, no decode step is timed."""
     loads, shapes = min(RUNTIMES[runtime].loads, timing.repeats), list(batches)
@@ -76,7 +72,7 @@ def compare_loads(
     runners: dict[int, Runtime] = {}
     timed: dict[tuple[Shape, Phase], list[Rounds]] = {}
     steps = [(number, shape) for number in range(loads) for shape in shapes]
-    for number, shape in (track or Silent().track)(steps, f"measure {runtime}"):
+    for number, shape in progress.track(steps, f"measure {runtime}"):
         if shape == shapes[0]:
             runners.clear()
             # What is loaded first tends to run fastest: each of the three is that in turn.

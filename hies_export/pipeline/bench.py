@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import find_model_class, load_config
 from ..checkpoint.loading import load
 from ..errors import RequestError
-from ..measure.compare import NamedTrack, time_on
+from ..measure.compare import time_on
 from ..measure.counts import Shape, count_both_flops
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
 from ..model.tokens import longest_sequence, sequence_length, synthetic_batch
 from ..onnx.export import export_onnx
 from ..onnx.multimodal import is_vision_language
+from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES
 from ..runtimes.ort import ONNX_FILE, refuse_parts
 from ..runtimes.registry import check_runtime
@@ -34,7 +35,7 @@ def bench(
     dtypes: Sequence[str] = (),
     repeats: int = 30,
     min_seconds: float = 0.0,
-    track: NamedTrack | None = None,
+    progress: Progress = SILENT,
 ) -> list[LatencyRow]:
     """Compare the latency of two checkpoints or ONNX folders; the same one twice measures the noise.
 
@@ -47,7 +48,7 @@ def bench(
         dtypes: What checkpoints are run in, each on the runtimes that can; float32 by default. An ONNX folder runs in
             its own.
         repeats, min_seconds: As in `Timing`.
-        track: Wraps the loops, e.g. in a progress bar.
+        progress: Told about the loops.
 
     Returns:
         Rows as in report.json's `latency`; "dense" is the first model, "slim" the second.
@@ -75,7 +76,7 @@ def bench(
                     sources = [
                         _source(folder, runtime, dtype, place) for folder, place in zip(folders, places, strict=True)
                     ]
-                    rows += time_on(runtime, *sources, batches=batches, flops=flops, timing=timing, track=track)
+                    rows += time_on(runtime, *sources, batches=batches, flops=flops, timing=timing, progress=progress)
     return rows
 
 

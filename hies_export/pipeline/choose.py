@@ -191,7 +191,7 @@ class _Chooser:
             self._prepared.calibration,
             self._prepared.scored,
             needs=(*DEFAULT_NEEDS, *needs_of(self._recipe.prune.criterion)),
-            progress=lambda batches: self._progress.track(batches, "score"),
+            progress=self._progress,
         )
 
     def _candidates(self, statistics: Statistics) -> dict[float, Scores]:
@@ -202,14 +202,10 @@ class _Chooser:
                 self._prepared.model,
                 self._prepared.calibration,
                 self._prepared.scored,
-                progress=lambda batches: self._progress.track(batches, "effects"),
+                progress=self._progress,
             )
             scored = self._prepared.scored
-            return {
-                0.0: score_compensated(
-                    effects, scored, progress=lambda modules: self._progress.track(modules, "greedy removal")
-                )
-            }
+            return {0.0: score_compensated(effects, scored, progress=self._progress)}
         if prune.alpha != "auto":
             alphas: tuple[float, ...] = (prune.alpha,)
         else:
@@ -263,7 +259,7 @@ class _Chooser:
             prepared.model,
             prepared.sites,
             prepared.compensation,
-            progress=lambda batches: self._progress.track(batches, "moments"),
+            progress=self._progress,
         )
         how = compensation_of(section)
         return lambda slim, selection: refit(slim, selection, prepared.sites, moments, how)
@@ -286,8 +282,8 @@ class _Chooser:
                 timing=Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds),
                 export=lambda model, folder: export(prepared, model, recipe, folder),
             )
-            unit, track = recipe.prune.unit, self._progress.track
-            table = latency_table(prepared.model, prepared.scored, where, unit=unit, track=track)
+            unit, progress = recipe.prune.unit, self._progress
+            table = latency_table(prepared.model, prepared.scored, where, unit=unit, progress=progress)
         elif budget.flops is not None:
             batch = next(iter(prepared.measured.values()))
             table = flops_table(prepared.model, prepared.scored, batch=batch, unit=recipe.prune.unit)

@@ -118,5 +118,5 @@ def _time(
                     wanted = None if dtype is None else getattr(torch, dtype)
                     sources = [convert(model, dtype=wanted) for model in (prepared.model, slim)]
                 batches = prepared.measured
-                rows += time_on(name, *sources, batches=batches, flops=flops, timing=timing, track=progress.track)
+                rows += time_on(name, *sources, batches=batches, flops=flops, timing=timing, progress=progress)
     return rows

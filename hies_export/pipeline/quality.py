@@ -97,7 +97,7 @@ def evaluate(
     """
 
     def quality_of(model: PreTrainedModel) -> Quality:
-        return judge.of(predict(model, judge.batches, progress=lambda batches: progress.track(batches, "evaluate")))
+        return judge.of(predict(model, judge.batches, progress=progress))
 
     dense, pruned, masked = judge.of(judge.dense), quality_of(slim), None
     if uncompensated is not None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import datasets
 import numpy as np
@@ -16,14 +15,13 @@ from sklearn.datasets import load_digits
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-if TYPE_CHECKING:
-    from ..progress import Progress
+from ..progress import SILENT, Progress
 
 # In the package, so that an installed one has it; recipes/ links to it.
 RECIPE = Path(__file__).with_name("quickstart-vit-digits.yaml")
 
 
-def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progress: Progress | None = None) -> Path:
+def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progress: Progress = SILENT) -> Path:
     """Write digits/, model/ and recipe.yaml into a folder: everything the recipe needs.
 
     Args:
@@ -35,8 +33,7 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progres
     Returns:
         Path of the recipe.
     """
-    if progress:
-        progress.stage("train")
+    progress.stage("train")
     rows = _digits()
     (folder / "digits").mkdir()
     for split, part in rows.items():
@@ -90,7 +87,7 @@ def _train(
     *,
     epochs: int,
     seed: int,
-    progress: Progress | None,
+    progress: Progress,
 ) -> ViTForImageClassification:
     torch.manual_seed(seed)
     names = rows.features["label"].names
@@ -110,7 +107,7 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
     passes: Sequence[int] = range(epochs)
-    tracked: Iterable[int] = progress.track(passes, "train") if progress else passes
+    tracked = progress.track(passes, "train")
     for _ in tracked:
         for batch in torch.randperm(len(labels)).split(64):
             loss = model(pixel_values=pixels[batch], labels=labels[batch]).loss

@@ -25,7 +25,7 @@ from ..evaluate.predict import predict
 from ..measure.environment import environment
 from ..model.tokens import first_samples
 from ..onnx.export import OnnxExport
-from ..progress import Progress, Silent
+from ..progress import SILENT, Progress
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
 from ..report.html import render_html
@@ -47,7 +47,7 @@ from .quality import Evaluation, Refit, evaluate
 from .search import quality_loss
 
 
-def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | None = None) -> Report:
+def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = SILENT) -> Report:
     """Do the whole line and write `recipe.output`: scores.json, plan.json, slim/, onnx/ and report.json, .md and .html.
 
     The folder appears only when everything is done and checked.
@@ -64,7 +64,6 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress | 
         RequestError: The recipe, the data or the model does not allow the run; raised before anything is computed.
         StepError: A step failed; nothing is left behind.
     """
-    progress = progress or Silent()
     refuse_existing(recipe.output, overwrite=overwrite)
     require_onnxruntime()
     progress.stage("load")
@@ -225,7 +224,7 @@ def prune(
                 modules,
                 prepared.compensation,
                 compensation_of(section),
-                progress=lambda batches: progress.track(batches, "compensate"),
+                progress=progress,
             )
     progress.stage("save")
     reload_max_abs = save_slim(slim, folder, plan=plan, batch=batch, processor=prepared.processor, overwrite=overwrite)
@@ -244,7 +243,7 @@ def evaluate_run(
         metrics=prepared.metrics,
         regression=prepared.regression,
         tolerance=asked.stability_tolerance,
-        progress=lambda batches: progress.track(batches, "evaluate"),
+        progress=progress,
     )
 
     def benchmark(model: PreTrainedModel) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError, model_validator
 
 from ..errors import RecipeError
+from ..progress import SILENT, Progress
 from ..tasks import TASKS, TaskName
 from .reading import read_fields, sentences
 from .sections import (
@@ -21,7 +22,6 @@ from .sections import (
 )
 
 if TYPE_CHECKING:
-    from ..progress import Progress
     from ..report.report import Report
 
 
@@ -108,7 +108,7 @@ class PruningRecipe(Section):
         """
         return cls(**read_fields(path, overrides or {}))
 
-    def run(self, *, progress: Progress | None = None) -> Report:
+    def run(self, *, progress: Progress = SILENT) -> Report:
         """Run the whole line and write `output`; see `hies_export.run`."""
         import hies_export
 

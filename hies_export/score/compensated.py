@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..calibrate.effects import Effects, LayerEffects
 from ..errors import RecipeError
-from ..progress import Track
+from ..progress import SILENT, Progress
 from ..values import PrunableModule, Scores
 from .criteria import COMPENSATED
 
@@ -34,7 +34,7 @@ def score_compensated(
     *,
     ridge: float = 0.1,
     squared: bool = True,
-    progress: Track | None = None,
+    progress: Progress = SILENT,
 ) -> Scores:
     """Score every unit by the rank at which greedy removal takes it, over the number of groups.
 
@@ -48,7 +48,7 @@ def score_compensated(
             where `compensate` takes that of the kept ones: so every e(K) follows from one inverse by
             downdating.
         squared: Average the square of a sample's effect; otherwise its absolute value.
-        progress: Wraps the modules.
+        progress: Told about the loop.
 
     Returns:
         Scores in (0, 1], of shape (units,) per module.
@@ -64,7 +64,7 @@ def score_compensated(
         raise RecipeError([f"ridge must be above 0, got {ridge}"])
     orders = [
         removal_order(effects.layers[module.name], module.groups, effects.samples, ridge=ridge, squared=squared)
-        for module in (progress(modules) if progress else modules)
+        for module in progress.track(modules, "greedy removal")
     ]
     ranks = [[0] * module.groups for module in modules]
     for rank, (i, group) in enumerate(_merged(orders)):

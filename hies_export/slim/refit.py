@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ..calibrate.moments import SplitMoments, check_samples, collect_moments
 from ..errors import RecipeError, RequestError
 from ..model.linear import weight_of
-from ..progress import Track
+from ..progress import SILENT, Progress
 from ..values import PrunableModule, PruningPlan, Selection, selection_of
 
 METHODS = ("bias", "least_squares")
@@ -99,7 +99,7 @@ def compensate(
     batches: Sequence[dict[str, Tensor]],
     how: Compensation = LEAST_SQUARES,
     *,
-    progress: Track | None = None,
+    progress: Progress = SILENT,
 ) -> list[LayerFit]:
     """Refit the consumers of `slim`, in place, so that they give what the dense ones gave.
 
@@ -112,7 +112,7 @@ def compensate(
         modules: From `find_attention` on the dense model.
         batches: Inputs; padding is left out by their `attention_mask`.
         how: Method, ridge, order.
-        progress: Wraps the batches, once per pass.
+        progress: Told about the loop.
 
     Returns:
         What was done to each layer that lost units. A fit is never worse than `bias` on held-out tokens: where it would

@@ -28,7 +28,7 @@ from ..checkpoint.folders import new_folder, refuse_existing
 from ..errors import ReloadMismatchError, RequestError, UnsupportedModelError
 from ..model.linear import weight_axis
 from ..model.tokens import synthetic_batch
-from ..progress import Progress, Silent
+from ..progress import SILENT, Progress
 from ..prunable.attention import find_attention
 from ..prunable.follow import feature_cuts, row_cuts
 from ..slim.check import check_selection, check_weights
@@ -70,7 +70,7 @@ def apply_plan(
     batch: Mapping[str, Tensor] | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> Applied:
     """Cut a checkpoint of safetensors by a plan, tensor by tensor.
 
@@ -103,7 +103,6 @@ def apply_plan(
         True
     """
     start = time.perf_counter()
-    progress = progress or Silent()
     refuse_existing(folder, overwrite=overwrite)
     source = fetch(model)
     tensors = read_tensors(source)

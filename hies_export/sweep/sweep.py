@@ -28,7 +28,7 @@ from ..evaluate.predict import Predictions, predict
 from ..pipeline.prepare import constraints_of
 from ..pipeline.quality import Refit, predict_pruned
 from ..pipeline.search import ALPHAS, HeldOut, choose_alpha
-from ..progress import Progress, Silent
+from ..progress import SILENT, Progress
 from ..recipe import PruningRecipe
 from ..score.criteria import COMPENSATED, score_units
 from ..select.constraints import check_budget
@@ -65,7 +65,7 @@ def sweep(
     folder: Path,
     *,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> SweepResult:
     """Try every cell of a grid and write sweep.json, details.json, sweep.csv, tables.md and tables.tex.
 
@@ -85,7 +85,6 @@ def sweep(
         RequestError: The recipe, the grid, the data or the model does not allow it, or the folder holds something else.
         StepError: A step failed; what was finished stays in the journal.
     """
-    progress = progress or Silent()
     if recipe.prune.steps > 1:
         raise RecipeError(
             [f"a sweep scores heads once for all sparsities, got prune.steps: {recipe.prune.steps}; set it to 1"]

@@ -15,6 +15,7 @@ from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.evaluate.judge import compute_metrics, stability, standard_error
 from hies_export.evaluate.metrics import METRICS
 from hies_export.evaluate.predict import TokenPredictions, predict, references
+from hies_export.progress import Silent
 
 
 def tiny_bert(num_labels=3):
@@ -101,17 +102,17 @@ def test_logits_of_a_half_precision_model_are_float32():
     assert predict(tiny_bert().to(torch.bfloat16), batches()).dtype == torch.float32
 
 
-def test_progress_wraps_the_batches():
+def test_progress_is_told_about_the_batches():
     lengths = []
 
-    def progress(iterable):
-        items = list(iterable)
-        lengths.append(len(items))
-        return iter(items)
+    class Noted(Silent):
+        def track(self, items, name):
+            lengths.append((name, len(items)))
+            return iter(items)
 
     model = tiny_bert()
-    torch.testing.assert_close(predict(model, batches(), progress=progress), predict(model, batches()))
-    assert lengths == [2]
+    torch.testing.assert_close(predict(model, batches(), progress=Noted()), predict(model, batches()))
+    assert lengths == [("predict", 2)]
 
 
 def test_predict_names_the_batch_with_a_nan():
