@@ -74,7 +74,7 @@ def test_noisy_rows_give_no_ratio() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "said"),
+    ("budget", "sentence"),
     [
         (
             {"kind": "latency", "runtime": "torch", "batch": 8, "sequence": 128, "target": 0.85}
@@ -92,10 +92,10 @@ def test_noisy_rows_give_no_ratio() -> None:
         ),
     ],
 )
-def test_the_budget_is_told_everywhere(budget: dict[str, Any], said: str) -> None:
+def test_every_rendering_shows_the_budget(budget: dict[str, Any], sentence: str) -> None:
     report = make_report(budget=budget)
-    assert said in "".join(Page(render_html(report)).words)
-    assert said in render_markdown(report)
+    assert sentence in "".join(Page(render_html(report)).words)
+    assert sentence in render_markdown(report)
 
 
 def test_reports_of_older_runs_still_render() -> None:
@@ -107,7 +107,7 @@ def test_reports_of_older_runs_still_render() -> None:
     assert "noisy" not in "".join(Page(text).words[3:])
 
 
-def test_a_step_tells_tokens_and_every_layer_its_flops() -> None:
+def test_a_decode_step_shows_tokens_and_every_layer_its_flops() -> None:
     speed = {"tokens_per_second": {"dense": 812.3, "slim": 1043.1}, "realised": None}
     step = latency_row("torch", 0.78, phase="decode", dtype="bfloat16", **speed)
     layers = [{"layer": "encoder.layer.0", "projections": 3e6, "products": 1e6, "other": 8e6}]

@@ -63,14 +63,14 @@ def swept(ran: Path) -> Path:
 def test_a_saved_plan_is_the_one_a_run_would_make(ran: Path, tmp_path: Path) -> None:
     exploration = read_exploration(ran)
     for alpha, share, allocation in ((0.25, 0.3, "global"), (0.9, 0.5, "uniform")):
-        said = save(exploration, tmp_path, alpha, share, allocation)
+        text = save(exploration, tmp_path, alpha, share, allocation)
         options = [f"prune.alpha={alpha}", f"prune.budget.heads={share}", f"prune.allocation={allocation}"]
         other = tmp_path / f"scored-{alpha}"
         settings = [part for option in options for part in ("--set", option)]
         assert main(["score", str(ran.parent / "recipe.yaml"), "-o", str(other), *settings]) == 0
         (saved,) = tmp_path.glob(f"plan-alpha{alpha}-*.json")
         assert saved.read_bytes() == (other / "plan.json").read_bytes()
-        assert str(saved) in said
+        assert str(saved) in text
     slim = tmp_path / "slim"
     assert main(["apply", str(saved), str(ran.parent / "model"), "-o", str(slim)]) == 0
     assert PruningPlan.from_file(saved).removed == 9 == PruningPlan.from_file(slim / "hies_plan.json").removed
@@ -166,9 +166,9 @@ def test_what_is_drawn(ran: Path) -> None:
     assert page.count("<rect") == 18
     assert len(re.findall(r'<path[^>]* d="M', page)) == 9
     assert "masked, on held-out rows" in page
-    for said in (draw(exploration, 0.5, 0.95, "global"), draw(exploration, 0.5, 0.01, "global")):
-        assert "the budget" in said
-        assert "<svg" not in said
+    for text in (draw(exploration, 0.5, 0.95, "global"), draw(exploration, 0.5, 0.01, "global")):
+        assert "the budget" in text
+        assert "<svg" not in text
     assert "No quality is predicted" in draw(
         Exploration("m", exploration.statistics, "model", exploration.plan, 0.01, "", "accuracy"), 0.5, 0.5, "global"
     )
