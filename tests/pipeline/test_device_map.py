@@ -9,7 +9,7 @@ import torch
 from support.models import causal_lm
 
 from hies_export.calibrate.collect import collect_statistics
-from hies_export.pipeline.prepare import load_dense
+from hies_export.pipeline.load import load_dense
 from hies_export.prunable.attention import find_attention
 from hies_export.score.criteria import score_heads
 from hies_export.select.select import select_heads
