@@ -159,16 +159,10 @@ class TextGenerationReader(GenerationReader):
 
 
 def check_answer(tokens: int, answer_tokens: int, row: int, limit: int | None) -> None:
-    """Check that a sample has a prompt, and an answer that fits behind it.
-
-    Args:
-        tokens: Of both.
-        answer_tokens: Of the answer.
-        row: The sample's number, from 0.
-        limit: Tokens a sample may have.
+    """Check that a sample of so many tokens has a prompt, and an answer that fits behind it.
 
     Raises:
-        DataError: One of them has no token, or the answer takes all.
+        DataError: One of them has no token, or the answer takes all that are allowed.
     """
     if answer_tokens == 0 or answer_tokens == tokens:
         what = "an answer" if answer_tokens == 0 else "a prompt"

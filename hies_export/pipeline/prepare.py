@@ -5,23 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoint.classes import find_model_class, load_config
+from ..checkpoint.classes import load_config
 from ..data.lengths import by_length
 from ..data.processors import load_processor
 from ..data.reader import Batch, Columns, Reader
 from ..data.registry import reader_for
 from ..data.targets import is_regression
-from ..errors import RequestError, require_package
+from ..errors import RequestError
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import check_metrics, default_metrics
-from ..model.auto import auto_classes
 from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import find_attention, tower_of
 from ..recipe import PruningRecipe
@@ -31,6 +29,7 @@ from ..select.constraints import Constraints, check_budget, check_constraints
 from ..tasks import TASKS
 from ..values import PrunableModule
 from .bench import check_dtypes, model_shapes
+from .load import load_dense, task_class
 
 logger = logging.getLogger(__name__)
 
@@ -319,6 +318,7 @@ def _measured(
 def constraints_of(recipe: PruningRecipe) -> Constraints:
     """Return what a recipe's selections are subject to."""
     prune = recipe.prune
+<<<<<<< HEAD
     return Constraints(
         allocation=prune.allocation,
         unit=prune.unit,
@@ -378,3 +378,13 @@ def load_dense(
             "they would be random"
         )
     return (model if device_map is not None else model.to(device)).eval()
+=======
+    return {
+        **({} if prune.budget.heads is None else {"heads": prune.budget.heads}),
+        "allocation": prune.allocation,
+        "unit": prune.unit,
+        "min_heads": prune.min_heads,
+        "keep_layers": prune.keep_layers,
+        "multiple_of": prune.multiple_of,
+    }
+>>>>>>> refs/heads/data
