@@ -318,7 +318,6 @@ def _measured(
 def constraints_of(recipe: PruningRecipe) -> Constraints:
     """Return what a recipe's selections are subject to."""
     prune = recipe.prune
-<<<<<<< HEAD
     return Constraints(
         allocation=prune.allocation,
         unit=prune.unit,
@@ -326,65 +325,3 @@ def constraints_of(recipe: PruningRecipe) -> Constraints:
         keep_layers=prune.keep_layers,
         multiple_of=prune.multiple_of,
     )
-
-
-def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:
-    """Return the model class of a checkpoint, which must be one for the task.
-
-    Raises:
-        RequestError: It is for something else.
-    """
-    model_class = find_model_class(path, **hub)
-    auto_class = TASKS[task].auto_class
-    if auto_class not in auto_classes(model_class.__name__, config.model_type):
-        raise RequestError(
-            f"{task} needs a model fine-tuned for it (one that {auto_class} loads), but {path} is a "
-            f"{model_class.__name__}; fine-tune it for the task first, or change the task"
-        )
-    return model_class
-
-
-def load_dense(
-    path: str | Path, model_class: Any, *, dtype: str | None = None, device_map: str | None = None, **hub: Any
-) -> PreTrainedModel:
-    """Load the model to prune, on the GPU if there is one.
-
-    Args:
-        path: Folder or Hub id, dense or slim.
-        model_class: From `task_class`.
-        dtype: Name of a torch dtype, or "auto" for the checkpoint's own; float32 on CPU and "auto" on GPU by default.
-        device_map: As in `from_pretrained`; None for one device.
-        **hub: Where and how to look on the Hub, as in `from_pretrained`.
-
-    Raises:
-        MissingRuntimeError: A device_map is given, and accelerate is not installed.
-        RequestError: The checkpoint lacks weights.
-    """
-    if device_map is not None:
-        require_package("accelerate", who="device_map needs", package="accelerate", extra="big")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = dtype or ("float32" if device == "cpu" else "auto")
-    model, info = model_class.from_pretrained(
-        path,
-        dtype=name if name == "auto" else getattr(torch, name),
-        device_map=device_map,
-        output_loading_info=True,
-        **hub,
-    )
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise RequestError(
-            f"a checkpoint must hold all weights of its model, but {path} lacks {len(missing)}, e.g. {missing[0]}; "
-            "they would be random"
-        )
-    return (model if device_map is not None else model.to(device)).eval()
-=======
-    return {
-        **({} if prune.budget.heads is None else {"heads": prune.budget.heads}),
-        "allocation": prune.allocation,
-        "unit": prune.unit,
-        "min_heads": prune.min_heads,
-        "keep_layers": prune.keep_layers,
-        "multiple_of": prune.multiple_of,
-    }
->>>>>>> refs/heads/data

@@ -9,12 +9,8 @@ import torch
 from support.models import causal_lm
 
 from hies_export.calibrate.collect import collect_statistics
-<<<<<<< HEAD
 from hies_export.legacy import check_cut, select_heads
-from hies_export.pipeline.prepare import load_dense
-=======
 from hies_export.pipeline.load import load_dense
->>>>>>> refs/heads/data
 from hies_export.prunable.attention import find_attention
 from hies_export.score.criteria import score_units
 from hies_export.slim.cut import prune_units
