@@ -45,7 +45,6 @@ CUT = {
 EXPORTED = {
     "albert": "layers that share their weights",
     "modernbert": "a rotary encoder",
-    "phi3": "an uneven decoder with fused projections",
     "wav2vec2": "audio",
 }
 REFUSED = {
