@@ -115,9 +115,7 @@ def test_names_axes_sizes_and_files_are_optimums(uneven: tuple[PreTrainedModel, 
 SHORT = TEXT | {"num_hidden_layers": 2}
 ALONE = {"num_hidden_layers": 2, "eos_token_id": None}  # every head has keys of its own
 DECODERS = {
-    "sliding window": decoder("Mistral", **SHORT, sliding_window=5),
-    "head width of its own": decoder("Qwen3", **SHORT, head_dim=16),
-    "biases": decoder("Qwen2", **SHORT),
+    "biases, norms and width of heads of their own": decoder("Qwen3", **SHORT, head_dim=16, attention_bias=True),
     "soft cap and window": decoder("Gemma2", **SHORT, head_dim=8, sliding_window=4, attn_logit_softcapping=0.5),
     "fused projections": decoder("Phi3", **SHORT),
     "Conv1D, tied embeddings, few positions": architecture("GPT2", "LMHeadModel", **ALONE, max_position_embeddings=30),

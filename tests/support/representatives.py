@@ -44,9 +44,7 @@ CUT = {
 }
 EXPORTED = {
     "albert": "layers that share their weights",
-    "distilbert": "an encoder without token types",
     "modernbert": "a rotary encoder",
-    "phi3": "an uneven decoder with fused projections",
     "wav2vec2": "audio",
 }
 REFUSED = {

@@ -54,6 +54,7 @@ def without_tracing() -> Iterator[None]:
     def write(model: PreTrainedModel, folder: str | Path, *, provider: str = "cpu", **options: Any) -> OnnxExport:
         with new_folder(Path(folder), overwrite=options.get("overwrite", False)) as staging:
             (staging / "model.onnx").write_bytes(b"no graph")
+            model.config.save_pretrained(staging)
         file = Path(folder) / "model.onnx"
         return OnnxExport(Path(folder), file, (file.name,), 8, 0.0, provider, "none", (), (), {})
 
