@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ..errors import RequestError
 from .classes import _first_line, find_model_class, hub_options, read_config
+from .version4 import load_version4
 
 
 def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
@@ -34,8 +35,6 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """
     hub = hub_options(kwargs)
     if read_config(path, **hub).get("pruned_heads"):
-        from .version4 import load_version4
-
         return load_version4(path, **kwargs)[0]
     model_class = find_model_class(path, **hub)
     try:

@@ -12,6 +12,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from ..errors import ReloadMismatchError
 from ..model.auto import auto_classes, has_auto_base
+from ..model.internals import saved_state
 from ..slim.check import first_output, max_abs
 from ..slim.config import is_slim
 from ..values import PruningPlan
@@ -69,7 +70,7 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
         ReloadMismatchError: A weight is missing, or an output differs by 1e-5 or more.
     """
     worst = 0.0
-    saved = set(model.state_dict()) - set(model._keys_to_ignore_on_save or ())
+    saved = saved_state(model)
     prefix = "" if model.base_model is model else model.base_model_prefix + "."
     task_output = first_output(model, batch)
     # For a slim checkpoint the Auto classes run the code in the folder, which is the file this package wrote there.

@@ -6,16 +6,14 @@ config: `pruned_heads`, layer -> original indices.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..errors import RequestError, UnsupportedModelError
-from ..model.modeling_hies import SlimModel
+from ..model import internals
 from ..model.tokens import synthetic_batch
 from ..prunable.attention import find_attention
 from ..slim.config import is_slim
@@ -47,15 +45,13 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
             f"a checkpoint to upgrade must have pruned_heads in its config, but {path} has none; it loads as it is"
         )
     del config.pruned_heads
-    with torch.device("meta"):
-        skeleton = stock._from_config(copy.deepcopy(config))
+    skeleton = internals.empty_model(stock, config)
     modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
     plan = _plan(path, pruned, modules)
     skeleton = prune_units(skeleton, plan, modules, inplace=True)
     slim_class = type(skeleton)
-    # transformers renames older keys on loading for classes it takes to be its own; these files have them.
-    reads_old_keys = {"is_custom_code": classmethod(lambda cls: False), "__module__": __name__}
-    reader: Any = type(stock.__name__, (SlimModel, stock), reads_old_keys) if is_slim(skeleton) else stock
+    # These files have older names, which a slim class does not rename by itself.
+    reader: Any = internals.reads_old_names(slim_class) if is_slim(skeleton) else stock
     try:
         model, info = reader.from_pretrained(path, config=skeleton.config, output_loading_info=True, **kwargs)
     except (OSError, RuntimeError) as error:

@@ -114,17 +114,16 @@ def _attention_forward(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """Serve transformers' attention interface by the function of the model; output is (batch, query, heads, width)."""
     for argument in _UNSUPPORTED_ARGUMENTS:
         if kwargs.get(argument) is not None:
             raise UnsupportedModelError(
                 f"attention must be a plain softmax over query-key products, but {type(module).__name__} "
                 f"passes {argument!r}; this model cannot be scored yet"
             )
+    is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     call = AttentionCall(
@@ -136,8 +135,8 @@ def _attention_forward(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         is_causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,
         dropout=dropout,
-        softcap=softcap,
-        sinks=s_aux,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
     )
     return _FUNCTIONS[module](call).transpose(1, 2).contiguous(), None
 
