@@ -1,7 +1,7 @@
-"""Load a checkpoint whose heads were pruned by transformers 4, which transformers 5 cannot: a slim model.
+"""Load a checkpoint whose heads were pruned by transformers 4, which transformers 5 cannot load.
 
-`prune_heads` of transformers 4 cut the weights as `hies_export.slim.cut` does, and wrote the heads that went into the
-config: `pruned_heads`, layer -> original indices.
+`prune_heads` of transformers 4 cut the weights as `hies_export.slim.cut` does. It wrote the removed heads into the
+config, as `pruned_heads`: layer -> original indices.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
         **kwargs: Passed to `from_pretrained`.
 
     Returns:
-        The slim model, in evaluation mode, and which heads of the model it once was are in it.
+        The slim model, in evaluation mode, and the plan that cuts the original model to it.
 
     Raises:
-        RequestError: There is no such checkpoint, its config prunes nothing, or its weights are not those that its
-            config describes.
+        RequestError: There is no such checkpoint, its config prunes nothing, or its weights do not have the shapes that
+            its config describes.
         UnsupportedModelError: The attention of this model cannot be found, or a layer lost all of its heads.
     """
     stock = find_model_class(path, **hub_options(kwargs))
@@ -68,7 +68,7 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
 
 
 def _plan(path: str | Path, pruned: Mapping[int, Sequence[int]], modules: Sequence[PrunableModule]) -> PruningPlan:
-    """What transformers 4 kept, by the order of the layers."""
+    """Return what transformers 4 kept; its layers are the modules in the model's order."""
     kept = {}
     for layer, module in enumerate(modules):
         stay = [head for head in range(module.units) if head not in pruned.get(layer, ())]
