@@ -1,1 +1,11 @@
-"""Slim checkpoints: written, read back, and cut on disk."""
+"""Write slim checkpoints and load them back.
+
+A slim checkpoint is a folder of Hugging Face: config.json, safetensors, tokenizer or processor, `hies_plan.json`. Where
+no config can describe the shapes, it also holds `modeling_hies.py`. Loading never executes code from the folder.
+
+folders.py    folders and files that appear whole or not at all
+classes.py    the config and the model class of a checkpoint
+version4.py   checkpoints whose heads were pruned by transformers 4
+loading.py    `load` and `HIESModel`: folder or Hub id -> model
+save.py       `save_slim`: slim model -> folder, loaded again in every way and compared
+"""

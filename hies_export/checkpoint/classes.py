@@ -16,12 +16,12 @@ from ..slim.config import slim_class
 
 
 def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options of `from_pretrained` that say where and how to look on the Hub."""
+    """Return the options of `from_pretrained` that say where and how to look on the Hub."""
     return {k: options[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in options}
 
 
 def find_model_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
-    """The class a checkpoint names in its config, as its slim twin where the checkpoint is a slim one.
+    """Return the class that a checkpoint names in its config, or its slim version where the checkpoint is slim.
 
     Args:
         path: Folder or Hub id.
@@ -42,7 +42,7 @@ def find_model_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
 
 
 def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
-    """The config.json of a folder or Hub id.
+    """Return the config.json of a folder or Hub id.
 
     Raises:
         RequestError: There is none.
@@ -51,7 +51,7 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
         file = cached_file(str(path), "config.json", **hub)
         return json.loads(Path(str(file)).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        # What the Hub's client says of an absolute path is about repository names.
+        # The Hub's client refuses an absolute path as a bad repository name, which misleads.
         local = Path(path).is_absolute() or Path(path).exists()
         reason = "there is no config.json" if local else _first_line(error)
         raise RequestError(
@@ -60,7 +60,7 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
 
 
 def load_config(path: str | Path, **hub: Any) -> Any:
-    """The `PreTrainedConfig` of a folder or Hub id, without loading weights or executing code from it.
+    """Return the `PreTrainedConfig` of a folder or Hub id, without executing code from it.
 
     Raises:
         RequestError: There is none, or this transformers does not know its model type.

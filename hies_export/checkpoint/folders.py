@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all."""
+"""Write folders and files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from ..errors import OutputExistsError
 
 @contextmanager
 def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary sibling that becomes `folder` when the block ends well, and vanishes when it does not.
+    """Yield a temporary folder that becomes `folder` when the block ends without an exception, and else is deleted.
 
     Raises:
-        OutputExistsError: The folder exists and `overwrite` is off; before the block is entered, or when it came
-            into being meanwhile.
+        OutputExistsError: The folder exists and `overwrite` is off, before the block or after it.
     """
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite)
@@ -34,7 +33,7 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
 
 
 def refuse_existing(folder: str | Path, *, overwrite: bool = False) -> None:
-    """Refuse to write where something is.
+    """Refuse to write to a folder that exists.
 
     Raises:
         OutputExistsError: The folder exists and `overwrite` is off.
@@ -46,7 +45,7 @@ def refuse_existing(folder: str | Path, *, overwrite: bool = False) -> None:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a file that appears whole or not at all, with the folders above it; one that exists is replaced."""
+    """Write a file whole or not at all, with the folders above it; replace one that exists."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as temporary:
         written = Path(temporary) / file.name
@@ -55,5 +54,9 @@ def replace_file(file: Path, text: str) -> None:
 
 
 def user_cache(what: str) -> Path:
-    """The folder of one kind of thing that is kept between runs, in $XDG_CACHE_HOME or ~/.cache."""
+    """Return the folder for what is kept between runs, in $XDG_CACHE_HOME or ~/.cache.
+
+    Args:
+        what: Name of the folder.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hies_export" / what

@@ -9,17 +9,18 @@ from transformers import PreTrainedModel
 
 from ..errors import RequestError
 from .classes import _first_line, find_model_class, hub_options, read_config
+from .version4 import load_version4
 
 
 def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """Load a checkpoint, slim or not, as the model class it was saved from.
 
-    The folder's own `modeling_hies.py` is not executed: the same code ships with this package. A checkpoint whose heads
-    were pruned by transformers 4 (`pruned_heads` in its config) comes as a slim model, which can be saved as one.
+    The folder's own `modeling_hies.py` is not executed, as the same code ships with this package. A checkpoint whose
+    heads were pruned by transformers 4 (`pruned_heads` in its config) loads as a slim model.
 
     Args:
         path: Folder or Hub id.
-        **kwargs: Passed to `from_pretrained`, e.g. `dtype` (default: the checkpoint's own), `revision`, `token`.
+        **kwargs: Passed to `from_pretrained`, such as `dtype` (default: the checkpoint's own), `revision`, `token`.
 
     Returns:
         The model, in evaluation mode.
@@ -34,8 +35,6 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """
     hub = hub_options(kwargs)
     if read_config(path, **hub).get("pruned_heads"):
-        from .version4 import load_version4
-
         return load_version4(path, **kwargs)[0]
     model_class = find_model_class(path, **hub)
     try:
@@ -45,9 +44,9 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
 
 
 class HIESModel:
-    """The Auto class of slim checkpoints: `HIESModel.from_pretrained("user/repo")` is `load("user/repo")`.
+    """Load slim checkpoints as an Auto class does: `HIESModel.from_pretrained("user/repo")` is `load("user/repo")`.
 
-    The task class is the one the checkpoint was saved from, e.g. `BertForSequenceClassification`.
+    The model is of the class that the checkpoint was saved from, such as `BertForSequenceClassification`.
     """
 
     def __init__(self) -> None:

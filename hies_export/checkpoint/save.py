@@ -1,4 +1,4 @@
-"""Write a slim checkpoint whole or not at all, and prove that it comes back as it was."""
+"""Write a slim checkpoint, and check that it loads as the model that was saved."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from ..errors import ReloadMismatchError
 from ..model.auto import auto_classes, has_auto_base
+from ..model.internals import saved_state
 from ..slim.check import first_output, max_abs
 from ..slim.config import is_slim
 from ..values import PruningPlan
@@ -30,14 +31,14 @@ def save_slim(
     processor: Any = None,
     overwrite: bool = False,
 ) -> float:
-    """Save a slim model, load it again in every way users will, and compare.
+    """Save a slim model, load it again through every class that users may load it by, and compare.
 
     Args:
         model: The slim model.
         folder: Where to write; appears only when everything is written and checked.
         plan: Saved as `hies_plan.json`.
-        batch: Inputs on which the loaded models are compared.
-        processor: Tokenizer or image processor to save along.
+        batch: Inputs on which the saved and the loaded models are compared.
+        processor: Tokenizer or image processor to save with the model.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -60,19 +61,24 @@ def save_slim(
 
 
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
-    """Load `folder` as the task class by this package, by its Auto class, and as `AutoModel`; compare with `model`.
+    """Load a folder by this package, by the Auto classes of its task and as `AutoModel`, and compare the outputs.
+
+    Args:
+        model: The model that was saved.
+        folder: Where it was saved.
+        batch: Inputs on which the outputs are compared.
 
     Returns:
-        The largest absolute difference of any output.
+        The largest absolute difference of any output between `model` and a loaded model.
 
     Raises:
         ReloadMismatchError: A weight is missing, or an output differs by 1e-5 or more.
     """
     worst = 0.0
-    saved = set(model.state_dict()) - set(model._keys_to_ignore_on_save or ())
+    saved = saved_state(model)
     prefix = "" if model.base_model is model else model.base_model_prefix + "."
     task_output = first_output(model, batch)
-    # For a slim checkpoint the Auto classes run the code in the folder, which is the file this package wrote there.
+    # The Auto classes run the code in a slim folder, which is the file that this package wrote there.
     remote = {"trust_remote_code": True} if is_slim(model) else {}
     ways: list[tuple[str, Any, dict[str, Any], str, Tensor]] = [
         ("hies_export.load", find_model_class(folder), {}, "", task_output),

@@ -1,21 +1,19 @@
-"""Load a checkpoint whose heads were pruned by transformers 4, which transformers 5 cannot: a slim model.
+"""Load a checkpoint whose heads were pruned by transformers 4, which transformers 5 cannot load.
 
-`prune_heads` of transformers 4 cut the weights as `hies_export.slim.cut` does, and wrote the heads that went into the
-config: `pruned_heads`, layer -> original indices.
+`prune_heads` of transformers 4 cut the weights as `hies_export.slim.cut` does. It wrote the removed heads into the
+config, as `pruned_heads`: layer -> original indices.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..errors import RequestError, UnsupportedModelError
-from ..model.modeling_hies import SlimModel
+from ..model import internals
 from ..model.tokens import synthetic_batch
 from ..prunable.attention import find_attention
 from ..slim.config import is_slim
@@ -32,11 +30,11 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
         **kwargs: Passed to `from_pretrained`.
 
     Returns:
-        The slim model, in evaluation mode, and which heads of the model it once was are in it.
+        The slim model, in evaluation mode, and the plan that cuts the original model to it.
 
     Raises:
-        RequestError: There is no such checkpoint, its config prunes nothing, or its weights are not those that its
-            config describes.
+        RequestError: There is no such checkpoint, its config prunes nothing, or its weights do not have the shapes that
+            its config describes.
         UnsupportedModelError: The attention of this model cannot be found, or a layer lost all of its heads.
     """
     stock = find_model_class(path, **hub_options(kwargs))
@@ -47,15 +45,13 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
             f"a checkpoint to upgrade must have pruned_heads in its config, but {path} has none; it loads as it is"
         )
     del config.pruned_heads
-    with torch.device("meta"):
-        skeleton = stock._from_config(copy.deepcopy(config))
+    skeleton = internals.empty_model(stock, config)
     modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
     plan = _plan(path, pruned, modules)
     skeleton = prune_units(skeleton, plan, modules, inplace=True)
     slim_class = type(skeleton)
-    # transformers renames older keys on loading for classes it takes to be its own; these files have them.
-    reads_old_keys = {"is_custom_code": classmethod(lambda cls: False), "__module__": __name__}
-    reader: Any = type(stock.__name__, (SlimModel, stock), reads_old_keys) if is_slim(skeleton) else stock
+    # These files have older names, which a slim class does not rename by itself.
+    reader: Any = internals.reads_old_names(slim_class) if is_slim(skeleton) else stock
     try:
         model, info = reader.from_pretrained(path, config=skeleton.config, output_loading_info=True, **kwargs)
     except (OSError, RuntimeError) as error:
@@ -72,7 +68,7 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
 
 
 def _plan(path: str | Path, pruned: Mapping[int, Sequence[int]], modules: Sequence[PrunableModule]) -> PruningPlan:
-    """What transformers 4 kept, by the order of the layers."""
+    """Return what transformers 4 kept; its layers are the modules in the model's order."""
     kept = {}
     for layer, module in enumerate(modules):
         stay = [head for head in range(module.units) if head not in pruned.get(layer, ())]

@@ -1,1 +1,15 @@
-"""Ways to see and to hold a torch model without changing it."""
+"""Look at torch models, and hold them, without changing them.
+
+Every stage uses these modules. All but the last know nothing of pruning.
+
+linear.py          `nn.Linear` and GPT-2's `Conv1D` as one kind of layer
+tokens.py          batches of tokens: positions, padding, random inputs
+auto.py            the Auto classes that know a model class
+copies.py          copies of a model that share its weights, or have none
+modes.py           evaluation mode, frozen weights, gradient checkpointing inside a block
+watch.py           inputs and outputs of layers, recorded or replaced inside a block
+attention.py       the attention function of a model, replaced inside a block
+kernels.py         attention and the entropy of its rows, without attention maps
+internals.py       private parts of transformers, for loading and saving
+modeling_hies.py   the slim model classes; this file travels with slim checkpoints
+"""

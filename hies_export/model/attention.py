@@ -1,7 +1,8 @@
-"""The one place where attention is computed: every stage that looks inside attention goes through here.
+"""Replace the attention function of a model for the length of a block.
 
-transformers lets a model's attention be replaced by a registered function. `use_attention` does that for the
-length of a `with` block; `attend` and `normalised_entropy` are what such functions are made of.
+transformers lets a model's attention be computed by a registered function
+(https://huggingface.co/docs/transformers/attention_interface). `use_attention` registers one. Such functions are made
+of `kernels.attend` and `kernels.attend_with_entropy`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from ..errors import UnsupportedModelError
 
 AttentionFunction = Callable[["AttentionCall"], Tensor]
 
-# What some attention functions are given beyond a plain softmax; ignoring one would score another model.
+# Some models pass these to their attention functions. To ignore one would be to score another model.
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "cache")
 
-# transformers looks masks up in its global table only, so one name is registered for good, and the function that is
-# wanted is found by the module that calls: two models can be inside `use_attention` at once. A model that knows eager
-# attention only relies on masks that are always there and additive; the other name gives it those.
+# transformers looks masks up by name in a global table, so the names are registered for good. The function is looked up
+# by the module that calls it, so that two models can be inside `use_attention` at once. A model that only knows eager
+# attention expects a mask in every call, and an additive one; it gets the second name.
 _NAME = "hies_export"
 _NAME_EAGER = "hies_export_eager"
 _FUNCTIONS: WeakKeyDictionary[torch.nn.Module, AttentionFunction] = WeakKeyDictionary()
@@ -35,19 +36,19 @@ _FUNCTIONS: WeakKeyDictionary[torch.nn.Module, AttentionFunction] = WeakKeyDicti
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one attention layer hands to the attention function.
+    """The inputs of one call of the attention function.
 
     Attributes:
         module: The attention module that called.
         query: (batch, heads, query, head_dim)
         key: (batch, key/value heads, keys, head_dim)
         value: (batch, key/value heads, keys, value head_dim)
-        mask: None, boolean (True = may be seen) or additive, broadcastable to (batch, heads, query, keys).
+        mask: None, boolean (True = visible) or additive, broadcastable to (batch, heads, query, keys).
         scaling: Factor on the query-key products.
-        is_causal: Whether row i may see no key after i; only ever True when `mask` is None.
+        is_causal: Whether row i sees no key after i; True only where `mask` is None.
         dropout: Attention dropout probability; 0 in evaluation mode.
-        softcap: Bound c of scores, c * tanh(score / c), before the mask is added (Gemma 2).
-        sinks: (heads,) a score of each head that takes part in the softmax and attends to nothing (GPT-OSS).
+        softcap: Bound c of the scores, which become c * tanh(score / c) before the mask is added (Gemma 2).
+        sinks: (heads,) score of one more key per head, which has no value (GPT-OSS).
     """
 
     module: torch.nn.Module
@@ -63,7 +64,7 @@ class AttentionCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the scores are query-key products and nothing else, as torch's fused kernels want them."""
+        """Whether the scores are query-key products and nothing else, as in torch's fused kernels."""
         return self.softcap is None and self.sinks is None
 
 
@@ -72,8 +73,7 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
     """Route every attention layer of `model` through `function` inside the block.
 
     Args:
-        model: Any model whose attention goes through transformers' attention interface
-            (https://huggingface.co/docs/transformers/attention_interface).
+        model: Any model whose attention goes through transformers' attention interface.
         function: Takes an `AttentionCall`, returns the head outputs, (batch, heads, query, value head_dim).
 
     Raises:
@@ -114,17 +114,16 @@ def _attention_forward(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """Serve transformers' attention interface by the function of the model; output is (batch, query, heads, width)."""
     for argument in _UNSUPPORTED_ARGUMENTS:
         if kwargs.get(argument) is not None:
             raise UnsupportedModelError(
                 f"attention must be a plain softmax over query-key products, but {type(module).__name__} "
                 f"passes {argument!r}; this model cannot be scored yet"
             )
+    is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     call = AttentionCall(
@@ -136,14 +135,14 @@ def _attention_forward(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         is_causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,
         dropout=dropout,
-        softcap=softcap,
-        sinks=s_aux,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
     )
     return _FUNCTIONS[module](call).transpose(1, 2).contiguous(), None
 
 
 def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
-    # set_attn_implementation cannot restore "None" or a mixture of sub-models, so each config is kept.
+    # set_attn_implementation cannot restore None, nor submodels that differ, so every config's own is kept.
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     queue = list(configs.values())
     while queue:

@@ -7,11 +7,16 @@ from transformers.models.auto import modeling_auto
 
 
 def auto_classes(name: str, model_type: str) -> list[str]:
-    """Names of the AutoModel classes under which transformers knows a model class."""
+    """Return the names of the AutoModel classes that load a model class.
+
+    Args:
+        name: Name of the model class.
+        model_type: Of its config.
+    """
     found = []
     for constant, auto_class in modeling_auto.__dict__.items():
         if constant.startswith("AutoModel") and hasattr(auto_class, "_model_mapping"):
-            # Plain dictionaries of class names behind a lazy mapping: nothing has to be imported to read them.
+            # The inner mapping holds names, so that no model has to be imported.
             names = auto_class._model_mapping._model_mapping.get(model_type, ())
             if name in ((names,) if isinstance(names, str) else names):
                 found.append(constant)
@@ -19,5 +24,5 @@ def auto_classes(name: str, model_type: str) -> list[str]:
 
 
 def has_auto_base(model: PreTrainedModel) -> bool:
-    """Whether `AutoModel` is the way to a model's base model: some have another class inside under that name."""
+    """Return whether `AutoModel` loads the base model of a model; for some types it loads another class."""
     return "AutoModel" in auto_classes(type(model.base_model).__name__, model.config.model_type)

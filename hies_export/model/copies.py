@@ -1,4 +1,4 @@
-"""A second handle on a model: its modules copied, its weights shared, or absent."""
+"""Copy the modules of a model, and share its weights, convert them or leave them out."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 def share_weights(model: Model, *, device: str | None = None) -> Model:
     """Copy a model's modules and config but not its weights.
 
-    What is then switched on the copy (evaluation mode, attention implementation, forward wrappers) does not
-    reach the original, at no cost in memory.
+    Evaluation mode, attention implementation and forward wrappers of the copy do not reach the original. The copy costs
+    no memory.
 
     Args:
-        model: Any model; layers may have been resized by hand, the config is not consulted.
+        model: Any model. Its config is not read, so layers may have been resized by hand.
         device: `None` for the very same tensors; `"meta"` for shapes without data.
     """
 
@@ -33,12 +33,12 @@ def share_weights(model: Model, *, device: str | None = None) -> Model:
 
 
 def convert(model: Model, *, dtype: torch.dtype | None = None, device: str | None = None) -> Model:
-    """Copy a model's modules and config, its tensors in another dtype or on another device where they are not yet.
+    """Copy a model's modules and config, with its tensors in another dtype or on another device.
 
     Args:
-        model: Any model; what need not change is shared with it.
-        dtype: Of the floating tensors; `None` for their own.
-        device: `None` for their own.
+        model: Any model; tensors that are so already are shared with it.
+        dtype: Of the floating tensors; `None` for the one they have.
+        device: Of all tensors; `None` for the one they have.
     """
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,18 +53,19 @@ def convert(model: Model, *, dtype: torch.dtype | None = None, device: str | Non
 
 
 def copy_with(model: Model, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Model:
-    """Copy a model's modules and config, with something else in the place of each of its tensors.
+    """Copy a model's modules and config, and replace each of its tensors.
 
     Args:
         model: Any model.
-        stand_in: Called once for each parameter, then each buffer, then each other tensor that a module holds.
+        stand_in: Takes a tensor, returns the one for the copy. Called once for each parameter, then each buffer, then
+            each other tensor that a module holds.
     """
     plain = [value for module in model.modules() for value in vars(module).values()]
     tensors = [*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, torch.Tensor))]
-    # deepcopy takes whatever its memo already holds as the finished copy.
+    # deepcopy takes what its memo already holds for the finished copy.
     return copy.deepcopy(model, {key: stand_in(tensor) for key, tensor in {id(t): t for t in tensors}.items()})
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:
-    """Bytes the parameters take in memory, tied ones once."""
+    """Return the bytes that the parameters take in memory, tied ones once."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

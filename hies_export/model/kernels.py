@@ -13,17 +13,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .attention import AttentionCall
 
-# Additive masks hide keys by the lowest number there is, or by this one; no weight is left at either.
+# Additive masks hide keys by this number or a lower one; the softmax leaves no weight at either.
 _HIDDEN = -1e4
 
-# Where torch's fused kernels cannot serve, attention maps are made for so many elements at a time.
+# Where torch's fused kernels cannot serve, attention maps are computed in slices of so many elements.
 _MAP_ELEMENTS = 2**22
 
 
 class VisibleKeys:
-    """Which keys each query row sees, worked out once per mask: the layers of a model share their masks.
+    """Find the keys that each query row sees, once per mask, as the layers of a model share their masks.
 
-    What was worked out for a mask goes when the mask goes, so one object may serve any number of forward passes.
+    What is remembered of a mask goes when the mask goes, so one object serves any number of forward passes.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,14 @@ class VisibleKeys:
         self._without_mask: dict[Any, tuple[Tensor | None, Tensor, bool]] = {}
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor | None, Tensor, bool]:
-        """Returns for a call.
+        """Return what the mask of a call says.
 
         Returns:
-            bias: Additive mask in the query's dtype, or None when every key is visible (or causal without padding).
-            log_keys: log(number of keys the row sees), 0 for rows to leave out (rows that see at most one key,
-                and rows of padding tokens), broadcastable to (batch, heads, query), float32.
-            has_bias: Whether visible keys carry a bias of their own besides the query-key product.
+            bias: Additive mask in the query's dtype; None where the call has no mask.
+            log_keys: Logarithm of the number of keys that each row sees, float32, broadcastable to
+                (batch, heads, query). It is 0 for rows that do not count: those that see one key or none, and those of
+                padding tokens.
+            has_bias: Whether the mask changes the scores of visible keys.
         """
         query_length, key_length = call.query.shape[2], call.key.shape[2]
         seen = self._without_mask if call.mask is None else self._by_mask.setdefault(call.mask, {})
@@ -65,7 +66,7 @@ class VisibleKeys:
             bias = mask.to(dtype).masked_fill(~visible, -math.inf)
         counts = visible.expand(*visible.shape[:-1], key_length).sum(-1)
         if query_length == key_length:
-            # In self-attention a padding token is one that nobody sees; its own row is no real query.
+            # In self-attention a token that no row sees is padding, and its own row is no real query.
             real = visible.any(-2)
             if real.shape[-1] == key_length:
                 counts = counts * real  # a mask that is the same for every row has one count, of all rows
@@ -73,7 +74,7 @@ class VisibleKeys:
 
 
 def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
-    """The layer's own attention, by torch's fused kernels where they know it.
+    """Compute the layer's own attention, by torch's fused kernels where they can.
 
     Returns:
         (batch, heads, query, value head_dim)
@@ -94,15 +95,15 @@ def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
 
 
 def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tensor, Tensor, Tensor]:
-    """The layer's own attention, and the length-normalised entropy of its rows, without a whole attention map.
+    """Compute the layer's own attention and the length-normalised entropy of its rows, without a whole attention map.
 
     With s the scaled products (plus the mask) and p = softmax(s), H(p) = logsumexp(s) - E_p[s], and
-    E_p[s] = scale * q . (p K): the fused kernels give the first, and p K when K is passed as the values.
+    E_p[s] = scale * q . (p K). The fused kernels return logsumexp(s), and p K where K is passed as the values.
 
     Returns:
         output: (batch, heads, query, value head_dim), differentiable.
         entropy: (batch, heads) float32, mean over the real query rows of H(row) / log(keys the row sees), in [0, 1].
-        rows: (batch,) float32, how many rows that mean is over; 0 where a sample has none (its entropy is 0).
+        rows: (batch,) float32, number of rows in that mean; where it is 0, the entropy is 0 too.
     """
     bias, log_keys, has_bias = visible(call)
     key, value = _repeat_groups(call)
@@ -119,7 +120,7 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
             row_entropy = logsumexp.float() - expected  # (batch, heads, query)
         log_keys = log_keys.expand(row_entropy.shape[0], -1, row_entropy.shape[2])
         counted = log_keys > 0
-        # A sink is one more place that a row may look at.
+        # A sink is one more key.
         most = log_keys if call.sinks is None else log_keys.exp().add(1).log()
         normalised = torch.where(counted, row_entropy / most.where(counted, 1.0), 0.0)
         rows = counted.sum(-1).float()  # (batch, 1 or heads)
@@ -128,7 +129,7 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
 
 
 def _repeat_groups(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Keys and values, one for every query head."""
+    """Return keys and values repeated for every query head, (batch, heads, keys, width)."""
     heads = call.query.shape[1]
 
     def repeat(tensor: Tensor) -> Tensor:
@@ -161,26 +162,26 @@ def _output_and_logsumexp(
 
 
 def _aligned(bias: Tensor) -> Tensor:
-    # The memory-efficient kernel reads the mask in rows of 16 bytes or more: rows are laid out padded, then narrowed.
+    # The memory-efficient kernel needs the rows of a mask aligned in memory, so rows are padded, then narrowed.
     keys = bias.shape[-1]
     padded = torch.nn.functional.pad(bias, (0, -keys % 16))
     return padded[..., :keys]
 
 
 def _row_slices(call: AttentionCall) -> list[slice]:
-    """Slices of query rows whose attention maps hold no more elements than `_MAP_ELEMENTS`, where they can."""
+    """Return slices of query rows, each of at least one row and, where it can be, at most `_MAP_ELEMENTS` elements."""
     batch, heads, rows = call.query.shape[:3]
     step = max(1, _MAP_ELEMENTS // (batch * heads * call.key.shape[2]))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _log_softmax(call: AttentionCall, key: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-    """Logarithms of the attention rows, float32, (batch, heads, rows, keys); a sink is one key more, the last."""
+    """Return the logarithms of attention rows, (batch, heads, rows, keys) float32; a sink is one more key, the last."""
     scores = (call.query[:, :, rows] @ key.transpose(-1, -2)).float() * call.scaling
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if bias is not None:
-        # A row that sees no key is nobody's, but must not become NaN: the gradient would spread it.
+        # A row that sees no key must not become NaN, which the gradient would spread to the other rows.
         lowest = torch.finfo(torch.float32).min / 2
         scores = scores + (bias if bias.shape[-2] == 1 else bias[..., rows, :]).float().clamp(min=lowest)
     if call.is_causal:
@@ -193,7 +194,7 @@ def _log_softmax(call: AttentionCall, key: Tensor, bias: Tensor | None, rows: sl
 
 
 def _explicit_output(call: AttentionCall, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-    """Attention by explicit softmax, a slice of rows at a time; a backward pass computes the maps anew."""
+    """Compute attention by an explicit softmax, a slice of rows at a time; a backward pass computes the maps again."""
 
     def some(rows: slice) -> Tensor:
         p = _log_softmax(call, key, bias, rows).exp()[..., : key.shape[2]]
@@ -206,7 +207,7 @@ def _explicit_output(call: AttentionCall, key: Tensor, value: Tensor, bias: Tens
 
 
 def _explicit_entropy(call: AttentionCall, key: Tensor, bias: Tensor | None) -> Tensor:
-    """Row entropies by explicit softmax, a slice of rows at a time, for what the kernels cannot serve.
+    """Compute row entropies by an explicit softmax, a slice of rows at a time, where the kernels cannot serve.
 
     Returns:
         (batch, heads, query) float32

@@ -1,4 +1,4 @@
-"""The two layers of transformers that multiply by a weight, `nn.Linear` and GPT-2's `Conv1D`, seen as one."""
+"""Treat `nn.Linear` and GPT-2's `Conv1D`, whose weight is transposed, as one kind of layer."""
 
 from __future__ import annotations
 
@@ -10,29 +10,38 @@ from transformers.pytorch_utils import Conv1D
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is exactly one of the two: a subclass (quantised, adapted) may compute something else."""
+    """Return whether a module is one of the two.
+
+    A subclass (quantised, adapted) is not, as it may compute something else.
+    """
     return type(module) in (nn.Linear, Conv1D)
 
 
 def weight_of(layer: nn.Module) -> Tensor:
-    """The weight as (out_features, in_features), a view of the parameter whichever way the layer keeps it."""
+    """Return a view of the weight as (out_features, in_features)."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
 def weight_axis(layer: nn.Module, axis: int) -> int:
-    """The axis of the stored parameter that is `axis` of (out_features, in_features)."""
+    """Return the axis of the stored parameter that is `axis` of (out_features, in_features)."""
     return 1 - axis if isinstance(layer, Conv1D) else axis
 
 
 def features_of(layer: nn.Module) -> tuple[int, int]:
-    """(out_features, in_features)"""
+    """Return (out_features, in_features)."""
     out_features, in_features = weight_of(layer).shape
     return out_features, in_features
 
 
 def select_features(layer: Any, index: Tensor, axis: int) -> nn.Module:
-    """A new layer with some of the output (axis 0) or input (axis 1) features, of the same kind, dtype and device."""
+    """Return a new layer with some of the features, of the same class, dtype and device.
+
+    Args:
+        layer: `nn.Linear` or `Conv1D`.
+        index: Features that stay, int64.
+        axis: 0 for output features, 1 for input features.
+    """
     index = index.to(layer.weight.device)
     weight = layer.weight.detach().index_select(weight_axis(layer, axis), index)
     bias = layer.bias
@@ -49,6 +58,6 @@ def select_features(layer: Any, index: Tensor, axis: int) -> nn.Module:
 
 
 def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter in the place of another, by its dotted name."""
+    """Replace the parameter of a dotted name."""
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, parameter)

@@ -1,9 +1,14 @@
-"""A model of transformers whose attention lost heads: the stock class, rebuilt to the shapes named in config.json.
+"""Model classes of transformers with pruned layers: a stock class, resized to the shapes that config.json names.
 
-This file knows no architecture and travels with every checkpoint whose config alone cannot describe its shapes.
-`config.hies_export` maps each resized Linear or Conv1D (dotted name under the base model) to [out_features,
-in_features], each resized parameter of other layers to its shape, and each changed attribute of a module to its value;
-"config.NAME" is what that module alone reads from its config. Apache-2.0.
+hies_export writes this file into every checkpoint whose config cannot describe its shapes otherwise. It works for every
+architecture, and needs torch and transformers only. `config.hies_export` has three entries, by dotted names under the
+base model:
+
+linear       resized Linear or Conv1D -> [out_features, in_features]
+parameters   resized parameter of another layer -> its shape
+attributes   module -> changed attribute -> its value; "config.NAME" is a value that this module reads from its config
+
+Licence: Apache-2.0.
 """
 
 from __future__ import annotations
@@ -16,10 +21,10 @@ import transformers
 
 
 class LayerConfig:
-    """The config of a model as one layer sees it: a few values of its own, everything else the model's."""
+    """The config of a model with other values for one layer."""
 
     def __init__(self, config, **own):
-        """Put `own` before `config`."""
+        """Let values of its `own` hide those of `config`."""
         self.__dict__.update(own, _config=config)
 
     def __getattr__(self, name):
@@ -29,14 +34,14 @@ class LayerConfig:
 
 
 def get_attribute(module, name):
-    """The value of an attribute of a module, or of its config for "config.NAME"."""
+    """Return an attribute of a module, or for "config.NAME" a value of its config."""
     for part in name.split("."):
         module = getattr(module, part)
     return module
 
 
 def set_attribute(module, name, value):
-    """Set an attribute of a module; what it reads from its config is set for this module alone."""
+    """Set an attribute of a module, or for "config.NAME" what this module alone reads from its config."""
     if name.startswith("config."):
         module.config = LayerConfig(module.config, **{name.removeprefix("config."): value})
     else:
@@ -44,12 +49,12 @@ def set_attribute(module, name, value):
 
 
 class SlimModel:
-    """Put before a stock class: builds it, then gives the cut layers their sizes."""
+    """A mixin in front of a stock class, which builds the stock model and then resizes its pruned layers."""
 
     def __init__(self, config, *args, **kwargs):
-        """Build the stock model of `config` and resize what `config.hies_export` names."""
+        """Build the stock model of `config`, and resize the layers that `config.hies_export` names."""
         super().__init__(config, *args, **kwargs)
-        # A class loaded with its code may be asked for a model without the block too: transformers remembers it.
+        # transformers keeps a class that it loaded with its code, and may build a model without the block from it.
         block = getattr(config, "hies_export", None) or {"linear": {}, "attributes": {}}
         for name, (out_features, in_features) in block["linear"].items():
             old = self.base_model.get_submodule(name)
@@ -69,20 +74,20 @@ class SlimModel:
                 set_attribute(self.base_model.get_submodule(name), attribute, value)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Save as the stock class does, with this file beside the weights and keys that are module names."""
+        """Save as the stock class does, with this file, and the weights under the names of the modules."""
         if getattr(self.config, "hies_export", None) is None:
             return super().save_pretrained(save_directory, *args, **kwargs)
         os.makedirs(save_directory, exist_ok=True)
         target = os.path.join(save_directory, "modeling_hies.py")
         if not os.path.exists(target) or not os.path.samefile(__file__, target):
             shutil.copyfile(__file__, target)
-        # transformers renames older keys on loading by class, and skips classes from outside, such as this one.
+        # On loading, transformers renames older keys for its own classes only, and this is none of them.
         kwargs["save_original_format"] = False
         return super().save_pretrained(save_directory, *args, **kwargs)
 
 
 def __getattr__(name):
-    """The slim class of any model class of transformers, under the same name."""
+    """Return the slim class of a model class of transformers, which has the same name."""
     stock = getattr(transformers, name, None) if not name.startswith("_") else None
     if not (isinstance(stock, type) and issubclass(stock, transformers.PreTrainedModel)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

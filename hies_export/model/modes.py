@@ -1,4 +1,4 @@
-"""Look at a model without changing it: evaluation mode and frozen weights for the length of a block."""
+"""Switch modes of a model for the length of a block: evaluation, cache, gradient checkpointing, frozen weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside the block every module is in evaluation mode; then each one is in its own mode again."""
+    """Put every module into evaluation mode inside the block, and afterwards back into its own mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -27,7 +27,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Inside the block a decoder keeps no keys and values for a next token that is never asked for."""
+    """Switch off the cache of keys and values inside the block: it serves a next token that nobody asks for."""
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
     for config in caching:
@@ -41,10 +41,11 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def checkpointing(model: nn.Module) -> Iterator[None]:
-    """Inside the block layers with gradient checkpointing switched on use it in evaluation mode too.
+    """Let layers with gradient checkpointing switched on use it in evaluation mode too, inside the block.
 
-    transformers checkpoints a layer only where its training flag is set, and some layers drop out by that flag: it is
-    set for the decision and taken back for the layer's own computing, the first time and when it is repeated.
+    transformers checkpoints a layer only where its training flag is set. Some layers apply dropout by the same flag. So
+    the flag is set while transformers decides, and unset while the layer computes, in the forward pass and again in the
+    backward pass.
     """
     found = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing)
     layers: list[Any] = list(found)
@@ -71,8 +72,8 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block the model is in evaluation mode and no weight takes a gradient; then all is as it was."""
-    # A model without a problem_type guesses it from the first labels it sees, and keeps it.
+    """Put a model into evaluation mode and freeze its weights inside the block, and restore both afterwards."""
+    # A model without a problem_type guesses it from the first labels, and writes it into its config.
     problem_type = getattr(model.config, "problem_type", None)
     trainable = [p for p in model.parameters() if p.requires_grad]
     for parameter in trainable:

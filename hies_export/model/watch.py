@@ -1,9 +1,9 @@
-"""Watch what layers read and write, and change what they read, through forward hooks that are removed afterwards."""
+"""Record the inputs and outputs of layers, and replace their inputs, by hooks that go with the block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +38,8 @@ def watch(
         model: The model.
         layers: Key -> dotted name of a layer.
         outputs: Record outputs too.
-        gradients: Make every recorded input one that takes a gradient. With frozen weights nothing before the first
-            layer does: there the input becomes a leaf.
+        gradients: Let every recorded input take a gradient. An input that takes none by itself, as in front of the
+            first layer of a frozen model, becomes a leaf.
 
     Yields:
         What was recorded since the last `clear`.
@@ -58,25 +58,21 @@ def watch(
 
         return hook
 
-    handles: list[Any] = []
-    try:
-        if outputs:
-            handles += [model.get_submodule(n).register_forward_hook(record_output(k)) for k, n in layers.items()]
+    with ExitStack() as hooks:
+        for key, name in layers.items() if outputs else ():
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(record_output(key)))
         with intercept(model, layers, read):
             yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def intercept(model: nn.Module, layers: Mapping[str, str], function: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Let layers read something else in the place of their first input inside the block.
+    """Replace the first input of layers inside the block.
 
     Args:
         model: The model.
         layers: Key -> dotted name of a layer.
-        function: Takes the key and the input, returns what the layer shall read.
+        function: Takes the key and the input, returns what the layer reads instead.
     """
 
     def replace(key: str) -> Callable[..., tuple[Any, ...]]:
@@ -85,11 +81,7 @@ def intercept(model: nn.Module, layers: Mapping[str, str], function: Callable[[s
 
         return hook
 
-    handles: list[Any] = []
-    try:
+    with ExitStack() as hooks:
         for key, name in layers.items():
-            handles.append(model.get_submodule(name).register_forward_pre_hook(replace(key)))
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(replace(key)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,1 +1,11 @@
-"""TODO stream."""
+"""Cut a checkpoint on disk by a plan, in the memory of a few blocks.
+
+In go a `PruningPlan` and a dense checkpoint of safetensors, out comes the slim checkpoint. Its files are those that
+loading the model, `prune_units` and `save_pretrained` would write, byte for byte.
+
+shards.py     safetensors files: headers, blocks of rows and columns, writing
+renaming.py   which stored tensors become which parameters, and which tensors those become on saving
+skeleton.py   the files of a checkpoint, and its model on the meta device
+rewrite.py    stored tensors -> tensors of the slim checkpoint
+apply.py      `apply_plan`: all of it, with the checks
+"""

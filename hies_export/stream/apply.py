@@ -1,59 +1,50 @@
-"""Cut a checkpoint on disk by a plan: only the rows and columns that stay are read, and the model is never loaded.
+"""Cut a checkpoint on disk by a plan, without loading the model; only the rows and columns that stay are read.
 
-The result is, byte for byte, what loading the model, `prune_units` and `save_pretrained` would write, in the memory of
-a few blocks.
+The result is what `load`, `prune_units` and `save_pretrained` would write, byte for byte.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..checkpoint.folders import new_folder, refuse_existing
-from ..errors import ReloadMismatchError, RequestError, UnsupportedModelError
+from ..errors import ReloadMismatchError, RequestError
 from ..model.linear import weight_axis
 from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
 from ..prunable.attention import find_attention
 from ..prunable.follow import feature_cuts, row_cuts
 from ..slim.check import check_selection, check_weights
-from ..slim.config import is_slim
 from ..slim.cut import prune_units
 from ..values import PrunableModule, PruningPlan
-from .renaming import Step, saving_steps
-from .shards import ShardWriter, StoredTensor, as_bytes, read_blocks, read_tensor
+from .renaming import Step
+from .rewrite import Rewrite
+from .shards import StoredTensor, read_blocks
 from .skeleton import SIDE_FILES, build_skeleton, fetch, read_tensors
 
 # The default of `save_pretrained`: the same tensors go into the same files.
 MAX_SHARD_SIZE = "50GB"
 
-Cuts = Mapping[str, Mapping[int, Tensor]]  # name of a parameter -> axis -> indices that stay
-
 
 @dataclass(frozen=True)
 class Applied:
-    """What `apply_plan` did.
+    """A slim checkpoint that `apply_plan` wrote.
 
     Attributes:
         folder: The slim checkpoint.
         dense_bytes: Size of the tensors of the checkpoint it was cut from.
         slim_bytes: Size of the tensors that were written.
-        seconds: From reading the headers to the finished folder.
+        seconds: Wall time, all included.
     """
 
     folder: Path
@@ -74,20 +65,20 @@ def apply_plan(
 ) -> Applied:
     """Cut a checkpoint of safetensors by a plan, tensor by tensor.
 
-    Peak memory does not depend on the model's size, except where transformers merges or splits tensors on loading
-    (mixtures of experts) and the result needs them merged: those are held one group at a time.
+    Peak memory does not grow with the model. Only tensors that transformers merges or splits on loading (mixtures of
+    experts), and that the result needs merged, are held whole, one group at a time.
 
     Args:
         plan: The heads that stay.
-        model: The dense checkpoint, a folder or a Hub id; its weights are read as the dtype `load` would give them.
+        model: The dense checkpoint, a folder or a Hub id. Its weights are written in the dtype that `load` gives them.
         folder: Where to write; appears only when everything is written and checked.
-        batch: Two short samples by which the attention is found; by default random ones.
-        max_shard_size: Bytes, or such as "5GB": as in `save_pretrained`.
+        batch: Two short samples, on which the attention is found; by default random ones.
+        max_shard_size: Bytes, or such as "5GB", as in `save_pretrained`.
         overwrite: Replace an existing folder.
-        progress: Told of the tensors as they are written.
+        progress: Follows the tensors as they are written.
 
     Returns:
-        Sizes and seconds.
+        The folder, the sizes and the time.
 
     Raises:
         PlanError: The plan is not for this model, or for other weights.
@@ -112,122 +103,19 @@ def apply_plan(
     check_weights(plan, _norms(plan, origins, tensors))
     cuts = _cuts(dense, plan, modules)
     slim = prune_units(dense, plan, modules, inplace=True)
-    parameters = _parameters(slim)
-    # A slim class keeps the names of its modules on disk; see `modeling_hies.SlimModel.save_pretrained`.
-    if is_slim(slim):
-        written = parameters
-        steps = [Step((name,), (name,)) for name in parameters]
-    else:
-        written = revert_weight_conversion(slim, dict(parameters))
-        steps = saving_steps(slim, parameters)
-    _check(written, parameters, steps, origins, tensors, cuts)
-    copier = _Copier(tensors, origins, parameters, cuts, written)
-    split = split_torch_state_dict_into_shards(
-        written, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
+    rewrite = Rewrite(slim, tensors, origins, cuts)
     with new_folder(folder, overwrite=overwrite) as temporary:
         slim.save_pretrained(temporary, state_dict={})  # configs, and the slim class where it is needed
         _copy_side_files(source, temporary)
         (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
-        with contextlib.ExitStack() as stack:
-            writers = {}
-            for file, names in split.filename_to_tensors.items():
-                writer = stack.enter_context(ShardWriter(temporary / file, {n: written[n] for n in names}))
-                writers.update(dict.fromkeys(names, writer))
-            # From the front of a file to its end: disks like it, and the source's order is mostly the same.
-            places = {name: (split.tensor_to_filename[name], writer.offsets[name]) for name, writer in writers.items()}
-            steps = sorted(steps, key=lambda step: places[step.targets[0]])
-            for step in progress.track(steps, "cut"):
-                for name, blocks in copier.read(step):
-                    writers[name].write(name, blocks)
-        if split.is_sharded:
-            index = {
-                "metadata": {"total_parameters": slim.num_parameters(), **split.metadata},
-                "weight_map": split.tensor_to_filename,
-            }
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (temporary / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
-        _check_written(temporary, written)
+        rewrite.write(temporary, max_shard_size, progress or Silent())
+        _check_written(temporary, rewrite.written)
     return Applied(
         folder=Path(folder),
         dense_bytes=sum(t.bytes for t in tensors.values()),
-        slim_bytes=sum(t.nbytes for t in written.values()),
+        slim_bytes=sum(t.nbytes for t in rewrite.written.values()),
         seconds=time.perf_counter() - start,
     )
-
-
-class _Copier:
-    """Makes the tensors of the new checkpoint out of those of the old.
-
-    Args:
-        tensors: Of the old checkpoint.
-        origins: Parameter -> what it is loaded from.
-        parameters: Of the slim model, on the meta device.
-        cuts: What stays of them.
-        written: Tensors of the new checkpoint, on the meta device.
-    """
-
-    def __init__(
-        self,
-        tensors: Mapping[str, StoredTensor],
-        origins: Mapping[str, Step],
-        parameters: Mapping[str, Tensor],
-        cuts: Cuts,
-        written: Mapping[str, Tensor],
-    ):
-        self._tensors = tensors
-        self._origins = origins
-        self._parameters = parameters
-        self._cuts = cuts
-        self._written = written
-        self._buffer = bytearray()
-
-    def read(self, step: Step) -> Iterator[tuple[str, Iterator[memoryview]]]:
-        """The names and bytes of the tensors that a step of saving gives."""
-        origins = [self._origins[name] for name in step.sources]
-        if step.convert is None and origins[0].convert is None:
-            stored = self._tensors[origins[0].sources[0]]
-            yield step.targets[0], self._blocks(stored, step.targets[0], self._cuts.get(step.sources[0], {}))
-        elif self._comes_back(step, origins):
-            for name in step.targets:
-                yield name, self._blocks(self._tensors[name], name, {})
-        else:
-            values: dict[str, Tensor] = {}
-            for name, origin in zip(step.sources, origins, strict=True):
-                if name not in values:
-                    values.update(self._load(name, origin))
-            values = {name: _cut(values[name], self._cuts.get(name, {})) for name in step.sources}
-            saved = step.convert(values) if step.convert else {step.targets[0]: values[step.sources[0]]}
-            del values
-            for name in step.targets:
-                yield name, iter([as_bytes(saved.pop(name))])
-
-    def _blocks(self, stored: StoredTensor, name: str, kept: Mapping[int, Tensor]) -> Iterator[memoryview]:
-        return read_blocks(stored, kept, self._written[name].dtype, self._buffer)
-
-    def _comes_back(self, step: Step, origins: Sequence[Step]) -> bool:
-        """Whether what is merged or split on loading is taken apart or put together again on saving, untouched."""
-        stored = {name for origin in origins for name in origin.sources}
-        if step.convert is None or any(origin.convert is None for origin in origins):
-            return False
-        # A cut would change a shape.
-        return all(
-            name in stored
-            and self._tensors[name].shape == tuple(self._written[name].shape)
-            and self._tensors[name].dtype == self._written[name].dtype
-            for name in step.targets
-        )
-
-    def _load(self, name: str, origin: Step) -> dict[str, Tensor]:
-        dtype = self._parameters[name].dtype
-        read = {key: read_tensor(self._tensors[key], dtype, self._buffer) for key in origin.sources}
-        return origin.convert(read) if origin.convert else {name: read[origin.sources[0]]}
-
-
-def _cut(tensor: Tensor, kept: Mapping[int, Tensor]) -> Tensor:
-    for axis, index in kept.items():
-        tensor = tensor.index_select(axis, index)
-    return tensor
 
 
 def _find_modules(
@@ -258,7 +146,7 @@ def _inside(outer: str, module: PrunableModule) -> PrunableModule:
 
 
 def _norms(plan: PruningPlan, origins: Mapping[str, Step], tensors: Mapping[str, StoredTensor]) -> dict[str, float]:
-    """L2 norms of the layers a plan remembers, block by block; see `weight_norms`."""
+    """Return the L2 norms of the layers that a plan names, block by block; see `weight_norms`."""
     norms = {}
     for name in plan.model:
         origin = origins.get(f"{name}.weight")
@@ -272,7 +160,7 @@ def _norms(plan: PruningPlan, origins: Mapping[str, Step], tensors: Mapping[str,
 
 
 def _cuts(model: PreTrainedModel, plan: PruningPlan, modules: Sequence[PrunableModule]) -> dict[str, dict[int, Tensor]]:
-    """Return what `prune_units` leaves of which parameter, by the axes of its tensor."""
+    """Return the indices that `prune_units` leaves: name of a parameter -> axis of its tensor -> indices."""
     cuts: dict[str, dict[int, Tensor]] = {}
     for module in modules:
         kept = plan.kept[module.name]
@@ -285,47 +173,8 @@ def _cuts(model: PreTrainedModel, plan: PruningPlan, modules: Sequence[PrunableM
     return cuts
 
 
-def _parameters(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What `save_pretrained` saves, under the names of the modules."""
-    state = model.state_dict()
-    for name in model._keys_to_ignore_on_save or ():
-        state.pop(name, None)
-    return remove_tied_weights_from_state_dict(state, model)
-
-
-def _check(
-    written: Mapping[str, Tensor],
-    parameters: Mapping[str, Tensor],
-    steps: Sequence[Step],
-    origins: Mapping[str, Step],
-    tensors: Mapping[str, StoredTensor],
-    cuts: Cuts,
-) -> None:
-    """Refuse, before anything is written, what would not come out as the slim model needs it."""
-    unknown = sorted(set(parameters) - set(origins))
-    if unknown:
-        raise RequestError(
-            f"every parameter must be in the files, but {', '.join(unknown[:3])} are not; load the model once and "
-            "save_pretrained it"
-        )
-    if sorted(name for step in steps for name in step.targets) != sorted(written):
-        odd = sorted({name for step in steps for name in step.targets} ^ set(written))
-        raise UnsupportedModelError(f"the tensors of the files cannot be told from the model's: {', '.join(odd[:3])}")
-    for name, tensor in parameters.items():
-        origin = origins[name]
-        if origin.convert is None:
-            shape = list(tensors[origin.sources[0]].shape)
-            for axis, index in cuts.get(name, {}).items():
-                shape[axis] = len(index)
-            if shape != list(tensor.shape):
-                raise UnsupportedModelError(
-                    f"{name} must have the shape {tuple(tensor.shape)} after the cut, but {tuple(shape)} would be left "
-                    "of it: it is shared by several attention modules"
-                )
-
-
 def _copy_side_files(source: Path, folder: Path) -> None:
-    """Tokenizer and processor files, as they are; what speaks of the dense model only stays behind."""
+    """Copy tokenizer and processor files, but no file that holds for the dense model only."""
     for path in sorted(source.iterdir()):
         wanted = any(fnmatch(path.name, pattern) for pattern in SIDE_FILES)
         of_dense = path.name.endswith(".index.json") or path.name in ("generation_config.json", "hies_plan.json")
@@ -334,10 +183,10 @@ def _copy_side_files(source: Path, folder: Path) -> None:
 
 
 def _check_written(folder: Path, written: Mapping[str, Tensor]) -> None:
-    """Read the headers again, and see that they make the model that the folder's config describes.
+    """Read the headers again, and compare them with the model that the folder's config describes.
 
     Raises:
-        ReloadMismatchError: They do not.
+        ReloadMismatchError: They do not fit it.
     """
     try:
         tensors = read_tensors(folder)

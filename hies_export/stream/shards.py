@@ -1,7 +1,7 @@
-"""Safetensors files without safetensors' memory map: headers, rows and columns of single tensors, block by block.
+"""Read rows and columns of tensors in safetensors files, and write such files, block by block.
 
-Mapped pages count as the process's memory until the system takes them back; plain reads do not. The format is a header
-of JSON, its length in the eight bytes before it, and the tensors' bytes one after the other
+The memory map of safetensors is not used: mapped pages count as the process's memory until the system takes them back.
+The format is the length of the header in eight bytes, a header of JSON, and the tensors' bytes one after the other
 (https://github.com/huggingface/safetensors#format).
 """
 
@@ -52,7 +52,7 @@ class StoredTensor:
         file: The file.
         dtype: Its dtype there.
         shape: Its shape there.
-        offset: Where its bytes begin, from the beginning of the file.
+        offset: Where its bytes begin, in bytes from the beginning of the file.
     """
 
     file: Path
@@ -62,12 +62,12 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name, in the order of their bytes.
+    """Return the tensors of a safetensors file, by name, in the order of their bytes.
 
     Raises:
         RequestError: It is not such a file, is cut short, or has a dtype that torch does not know.
@@ -106,13 +106,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def read_blocks(
     tensor: StoredTensor, kept: Mapping[int, Tensor], dtype: torch.dtype, buffer: bytearray
 ) -> Iterator[memoryview]:
-    """The bytes of a tensor, or of what is kept of it, in order, a block at a time.
+    """Yield the bytes of a tensor, or of its rows and columns that stay, in order, a block at a time.
 
     Args:
         tensor: Where it is.
         kept: Axis (0 or 1) -> ascending indices that stay.
-        dtype: What its values are to be.
-        buffer: Where blocks are read to; grows to a row's size if it is smaller. A block is only valid until the next.
+        dtype: The dtype of the bytes that are yielded.
+        buffer: Where blocks are read to; grows where it is too small. A block is valid until the next one is asked for.
 
     Raises:
         StepError: The file ends too early.
@@ -127,7 +127,7 @@ def read_blocks(
     columns = kept.get(1)
     with memoryview(buffer) as whole, tensor.file.open("rb", buffering=0) as stream:
         if hasattr(os, "posix_fadvise"):
-            # Read ahead further than the system would: from a cold disk this is several times faster.
+            # The system then reads further ahead, which is several times faster from a cold disk.
             os.posix_fadvise(stream.fileno(), tensor.offset, tensor.bytes, os.POSIX_FADV_SEQUENTIAL)
         for first, last in _runs(kept[0]) if 0 in kept else ((0, rows),):
             stream.seek(tensor.offset + first * row_bytes)
@@ -144,7 +144,7 @@ def read_blocks(
 
 
 def read_tensor(tensor: StoredTensor, dtype: torch.dtype, buffer: bytearray) -> Tensor:
-    """A whole tensor.
+    """Read a whole tensor, as a dtype.
 
     Raises:
         StepError: The file ends too early.
@@ -158,19 +158,19 @@ def read_tensor(tensor: StoredTensor, dtype: torch.dtype, buffer: bytearray) -> 
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy where it is contiguous."""
+    """Return the bytes of a tensor, without a copy where it is contiguous."""
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class ShardWriter:
-    """Writes a safetensors file of known shapes, its tensors in any order, as safetensors itself would lay them out.
+    """Write a safetensors file of known shapes, in the layout of safetensors, its tensors in any order.
 
     Args:
         file: The file to write.
         tensors: Name -> tensor on the meta device, of the shape and dtype it will have.
 
     Attributes:
-        offsets: Name -> where its bytes begin, from the end of the header.
+        offsets: Name -> where its bytes begin, in bytes from the end of the header.
     """
 
     def __init__(self, file: Path, tensors: Mapping[str, Tensor]):
@@ -195,7 +195,7 @@ class ShardWriter:
         """Write the bytes of one tensor.
 
         Raises:
-            StepError: They are not as many as its shape makes.
+            StepError: Their number does not fit its shape.
         """
         self._stream.seek(self._begin + self.offsets[name])
         written = 0
@@ -216,14 +216,15 @@ class ShardWriter:
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The order in which safetensors lays out tensors: asked of itself, with tensors of the same names but no size."""
+    """Return the order in which safetensors lays out tensors."""
+    # Safetensors decides by names and dtypes, so tensors without elements show it.
     data = save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()})
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return [name for name in header if name != "__metadata__"]
 
 
 def _runs(index: Tensor) -> Iterator[tuple[int, int]]:
-    """Ascending indices as half-open ranges."""
+    """Yield ascending indices as half-open ranges."""
     breaks = (index.diff() != 1).nonzero().flatten() + 1
     for run in index.tensor_split(breaks):
         yield int(run[0]), int(run[-1]) + 1

@@ -1,8 +1,7 @@
-"""A checkpoint as its files tell of it: where its tensors are, and the model they make, without its weights."""
+"""Read from the files of a checkpoint where its tensors are, and which model they make, without reading weights."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +11,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint.classes import find_model_class, read_config
 from ..errors import RequestError
+from ..model import internals
 from .renaming import Step, loading_steps
 from .shards import StoredTensor, read_blocks, read_header
 
@@ -27,7 +24,7 @@ SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 def fetch(model: str | Path) -> Path:
-    """The folder of a checkpoint; what a Hub id needs is fetched first.
+    """Return the folder of a checkpoint, after fetching what a Hub id needs.
 
     Raises:
         RequestError: There is no such model, or no safetensors.
@@ -46,7 +43,7 @@ def fetch(model: str | Path) -> Path:
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Where the tensors of a checkpoint are; every file is checked for its size.
+    """Return where the tensors of a checkpoint are, by name, and check the size of every file.
 
     Raises:
         RequestError: The checkpoint has no safetensors, a shard is missing or cut short, or is not what the index says.
@@ -91,15 +88,15 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[PreTrainedModel, dict[str, Step]]:
-    """The model of a checkpoint on the meta device, as `from_pretrained` would load it.
+    """Return the model of a checkpoint on the meta device, as `from_pretrained` would load it.
 
     Args:
         folder: The checkpoint.
         tensors: From `read_tensors`.
 
     Returns:
-        The model, and for every name in its `state_dict` the tensors in the files that it comes from. Names of tied
-        parameters share one.
+        The model in evaluation mode, and for every name in its `state_dict` the step of loading that it comes from. The
+        names of tied parameters share a step.
 
     Raises:
         RequestError: A parameter is not in the files, has another shape, or is quantised.
@@ -111,21 +108,10 @@ def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[P
     dtype = config.dtype if config.dtype is not None else _first_dtype(tensors)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     stored = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
-    with torch.device("meta"):
-        model = model_class._from_config(copy.deepcopy(config), dtype=dtype)
-    info, _ = convert_and_load_state_dict_in_model(
-        model,
-        stored,
-        LoadStateDictConfig(
-            device_map={"": "meta"},
-            dtype=dtype,
-            dtype_plan=model._get_dtype_plan(dtype),
-            weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
-        ),
-    )
+    model = internals.empty_model(model_class, config, dtype)
+    info = internals.load_shapes(model, stored, dtype)
     steps = loading_steps(model, stored)
-    _tie(model, steps, tensors, info.missing_keys)
-    model._adjust_missing_and_unexpected_keys(info)
+    internals.finish_loading(model, info, lambda one, other: _same_bytes(steps[one], steps[other], tensors))
     wrong = [f"{name}: {tuple(found)}, not {tuple(need)}" for name, found, need in sorted(info.mismatched_keys)]
     wrong += [f"{name}: absent" for name in sorted(info.missing_keys)]
     wrong += [f"{name}: {text.splitlines()[-1]}" for name, text in sorted(info.conversion_errors.items())]
@@ -135,21 +121,7 @@ def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[P
             f"{len(wrong)} are not so: {'; '.join(wrong[:3])}. A part that was never trained must be saved once with "
             "save_pretrained"
         )
-    if model.can_generate():
-        model.adjust_generation_fn(
-            generation_config=None,
-            from_auto_class=False,
-            from_pipeline=False,
-            pretrained_model_name_or_path=folder,
-            cache_dir=None,
-            force_download=False,
-            proxies=None,
-            local_files_only=True,
-            token=None,
-            revision="main",
-            subfolder="",
-            trust_remote_code=False,
-        )
+    internals.load_generation_config(model, folder)
     return model.eval(), _with_tied(model, steps)
 
 
@@ -157,21 +129,8 @@ def _first_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
     return next((t.dtype for t in tensors.values() if t.dtype.is_floating_point), torch.float32)
 
 
-def _tie(
-    model: PreTrainedModel, steps: Mapping[str, Step], tensors: Mapping[str, StoredTensor], missing: set[str]
-) -> None:
-    """Tie what transformers would: of two that are in the files, only those whose values agree."""
-    for target, source in list(model.all_tied_weights_keys.items()):
-        if target in missing or source in missing:
-            continue
-        if _same_bytes(steps[target], steps[source], tensors):
-            missing.add(target)
-        else:
-            del model.all_tied_weights_keys[target]
-    model.tie_weights(missing_keys=missing, recompute_mapping=False)
-
-
 def _same_bytes(one: Step, other: Step, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Return whether two parameters have the same values in the files."""
     if one.convert or other.convert:
         return one == other
     a, b = tensors[one.sources[0]], tensors[other.sources[0]]
@@ -182,7 +141,7 @@ def _same_bytes(one: Step, other: Step, tensors: Mapping[str, StoredTensor]) -> 
 
 
 def _with_tied(model: PreTrainedModel, steps: Mapping[str, Step]) -> dict[str, Step]:
-    """The steps of all names: those of tied parameters have the same origin."""
+    """Return the step of every name; the names of tied parameters share one."""
     names = list(model.state_dict())
     by_tensor: dict[int, Step] = {}
     tensors: dict[str, Tensor] = {name: model.get_parameter_or_buffer(name) for name in names}

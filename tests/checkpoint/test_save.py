@@ -1,3 +1,5 @@
+"""Slim checkpoints written, loaded in every way, and refused; folders that appear whole or not at all."""
+
 from __future__ import annotations
 
 import errno
@@ -21,7 +23,7 @@ from hies_export.errors import OutputExistsError, ReloadMismatchError, RequestEr
 from hies_export.slim.check import first_output
 from hies_export.values import PruningPlan
 
-# Run where this package cannot be imported, as on a machine that has only torch and transformers.
+# This package cannot be imported here, as on a machine that has only torch and transformers.
 ELSEWHERE = """
 import json, sys
 sys.modules["hies_export"] = None
@@ -89,7 +91,7 @@ def test_the_shipped_code_imports_only_torch_and_transformers() -> None:
 
 
 def test_two_saves_keep_every_weight(tmp_path: Path) -> None:
-    """transformers 5 renames keys by class on loading, and skips classes from outside: a silent trap."""
+    """transformers 5 renames keys on loading for its own classes only, which can lose weights without an error."""
     batch = image_batch()
     slim, plan, _ = random_cut(vit(), batch)
     save_slim(slim, tmp_path / "one", plan=plan, batch=batch)
@@ -100,7 +102,9 @@ def test_two_saves_keep_every_weight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed"])
-def test_what_does_not_come_back_is_not_kept(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_loads_as_another_model_is_not_kept(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = image_batch()
     slim, plan, _ = random_cut(vit(), batch)
     whole = type(slim).save_pretrained
@@ -156,7 +160,7 @@ def test_an_existing_folder_is_refused_or_replaced_whole(tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="a model must be a folder with a config.json or a Hub id"):
         load(tmp_path / "nothing")
     for config, message in (

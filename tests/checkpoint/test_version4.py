@@ -1,8 +1,9 @@
-"""Checkpoints whose heads transformers 4 pruned: built by hand, against the dense model with these heads masked."""
+"""Checkpoints as transformers 4 leaves them, made by hand, against the dense model with the same heads masked."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ import hies_export
 from hies_export.checkpoint.version4 import load_version4
 from hies_export.cli.main import main
 from hies_export.errors import RequestError, UnsupportedModelError
-from hies_export.legacy import KeptHeads, masked_heads
+from hies_export.legacy import masked_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output
 from hies_export.slim.cut import prune_units
-from hies_export.values import PruningPlan
+from hies_export.values import Kept, PrunableModule, PruningPlan
 
 PRUNED = {0: [1, 4], 2: [0, 2, 3, 5]}  # of 6 heads in each of 3 layers, 8 wide
-# Under the names that transformers 4 writes: what makes the heads' rows, and what takes their outputs in columns.
+# Names of layers as transformers 4 writes them: heads are rows of the former, and columns of the latter.
 ROWS = {
     "bert": ["bert.encoder.layer.{}.attention.self." + n for n in ("query", "key", "value")],
     "roberta": ["roberta.encoder.layer.{}.attention.self." + n for n in ("query", "key", "value")],
@@ -45,12 +46,12 @@ def roberta() -> PreTrainedModel:
 
 
 def vit_alone() -> PreTrainedModel:
-    """transformers itself renames what it finds under a model; not, in a class of others, what has no prefix."""
+    """A base model: its tensors have no prefix, so transformers does not rename them for a class from outside."""
     return shake(ViTModel(vit().config))
 
 
 def save_pruned(model: PreTrainedModel, folder: Path, pruned: dict[int, list[int]] = PRUNED) -> Path:
-    """What transformers 4 leaves after `model.prune_heads(pruned)` and `save_pretrained`."""
+    """Save a model as transformers 4 does after `model.prune_heads(pruned)`."""
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     prefix = f"{model.config.model_type}." if model.base_model is model else ""
@@ -72,11 +73,13 @@ def write_config(folder: Path, pruned: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"pruned_heads": pruned}))
 
 
+def plan_by_hand(modules: Sequence[PrunableModule], pruned: dict[int, list[int]]) -> PruningPlan:
+    stay = [tuple(head for head in range(6) if head not in pruned.get(layer, ())) for layer in range(3)]
+    return PruningPlan({module.name: Kept(units, 6) for module, units in zip(modules, stay, strict=True)}, "by hand")
+
+
 def masked(model: PreTrainedModel, batch: dict[str, torch.Tensor], pruned: dict[int, list[int]]) -> torch.Tensor:
-    sites = find_attention(model, batch)
-    kept = {site.name: tuple(h for h in range(6) if h not in pruned.get(layer, ())) for layer, site in enumerate(sites)}
-    plan = PruningPlan({name: KeptHeads(k, k, 6, 6) for name, k in kept.items()}, "by hand", None, 0)
-    with masked_heads(model, plan):
+    with masked_heads(model, plan_by_hand(find_attention(model, batch), pruned)):
         return first_output(model, batch)
 
 
@@ -97,7 +100,7 @@ def test_it_loads_as_the_masked_model_and_becomes_a_slim_checkpoint(make: Any, t
         assert not hasattr(again.config, "pruned_heads")
         torch.testing.assert_close(first_output(again, batch), first_output(loaded, batch), atol=0, rtol=0)
     plan = PruningPlan.from_file(tmp_path / "slim" / "hies_plan.json")
-    assert [list(kept.query) for kept in plan.kept.values()] == [[0, 2, 3, 5], [0, 1, 2, 3, 4, 5], [1, 4]]
+    assert [list(kept.units) for kept in plan.kept.values()] == [[0, 2, 3, 5], [0, 1, 2, 3, 4, 5], [1, 4]]
 
 
 def test_as_many_heads_in_every_layer_need_no_code_where_the_config_can_say_it(tmp_path: Path) -> None:
@@ -109,13 +112,11 @@ def test_as_many_heads_in_every_layer_need_no_code_where_the_config_can_say_it(t
 
 
 def test_fused_projections_too(tmp_path: Path) -> None:
-    """GPT-2: one layer of queries, keys and values, weights transposed. Cut by this package, whose cut is tested."""
+    """GPT-2 has one layer for queries, keys and values, its weight transposed; `prune_units` cuts it for the test."""
     model = gpt2()
     batch = {"input_ids": torch.randint(3, 100, (2, 9))}
-    sites = find_attention(model, batch)
-    kept = {s.name: tuple(h for h in range(6) if h not in PRUNED.get(i, ())) for i, s in enumerate(sites)}
-    plan = PruningPlan({name: KeptHeads(k, k, 6, 6) for name, k in kept.items()}, "by hand", None, 0)
-    slim = prune_units(model, plan, sites)
+    modules = find_attention(model, batch)
+    slim = prune_units(model, plan_by_hand(modules, PRUNED), modules)
     model.save_pretrained(tmp_path)
     save_file(
         {k: v.contiguous() for k, v in slim.state_dict().items() if k != "lm_head.weight"},
@@ -140,7 +141,7 @@ def test_dtype_is_passed_on(tmp_path: Path) -> None:
         ({"7": [1]}, UnsupportedModelError, r"has 3 such layers and names \[7\]"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_bad_pruned_heads_are_refused(
     config: dict[str, list[int]], error: type[Exception], match: str, tmp_path: Path
 ) -> None:
     folder = save_pruned(bert(), tmp_path / "old")

@@ -1,3 +1,5 @@
+"""Attention and its entropy against explicit attention maps, and the attention function replaced and restored."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -34,7 +36,7 @@ def make_call(
 
 
 def naive(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Output and entropy, one sample, head and row at a time, from the attention map."""
+    """Compute output and entropy one sample, head and row at a time, from the attention map."""
     batch, heads, rows, _ = call.query.shape
     groups = heads // call.key.shape[1]
     output = torch.zeros(batch, heads, rows, call.value.shape[-1], dtype=torch.float64)
@@ -131,7 +133,7 @@ def test_slices_of_rows_are_stitched_together(monkeypatch: pytest.MonkeyPatch, n
         torch.testing.assert_close(whole, parts)
 
 
-def test_what_was_worked_out_for_a_mask_goes_with_it() -> None:
+def test_what_is_remembered_of_a_mask_goes_with_it() -> None:
     visible = VisibleKeys()
     for _ in range(3):
         call = make_call(padding_mask())
@@ -201,7 +203,7 @@ def test_two_models_at_once_and_nested() -> None:
     seen: list[str] = []
     visible = {name: VisibleKeys() for name in ("one", "other", "inner")}
 
-    def tell(name: str):  # type: ignore[no-untyped-def]
+    def record(name: str):  # type: ignore[no-untyped-def]
         def function(call: AttentionCall) -> Tensor:
             seen.append(name)
             return attend(call, visible[name])
@@ -209,9 +211,9 @@ def test_two_models_at_once_and_nested() -> None:
         return function
 
     batch = text_batch(labels=False)
-    with use_attention(one, tell("one")), use_attention(other, tell("other")):
+    with use_attention(one, record("one")), use_attention(other, record("other")):
         one(**batch)
-        with use_attention(one, tell("inner")):
+        with use_attention(one, record("inner")):
             one(**batch)
         other(**batch)
         one(**batch)
@@ -219,7 +221,7 @@ def test_two_models_at_once_and_nested() -> None:
 
 
 def test_masks_are_made_for_it() -> None:
-    """A name that is unknown to the mask interface gets no mask at all: padding would then be attended to."""
+    """A name that the mask interface does not know gets no mask at all, so that padding is attended to."""
     model = bert()
     with use_attention(model, lambda call: attend(call, VisibleKeys())):
         assert model.config._attn_implementation in AttentionMaskInterface._global_mapping

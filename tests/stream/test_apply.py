@@ -1,4 +1,4 @@
-"""Cut on disk = loaded, cut and saved by transformers, byte for byte; and every checkpoint that cannot be cut so."""
+"""Cutting on disk against loading, cutting and saving, byte for byte; and the checkpoints that are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from transformers import PreTrainedModel
 from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
 from hies_export.errors import OutputExistsError, PlanError, RequestError, StepError
-from hies_export.legacy import KeptHeads
 from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output, weight_norms
@@ -37,7 +36,7 @@ from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
 from hies_export.stream import shards
 from hies_export.stream.apply import MAX_SHARD_SIZE, apply_plan
-from hies_export.values import PruningPlan
+from hies_export.values import Kept, PruningPlan
 
 
 def llava_batch() -> dict[str, Tensor]:
@@ -68,11 +67,11 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def in_memory(source: Path, target: Path, plan: PruningPlan | None = None, **options: Any) -> PruningPlan:
-    """The other way: load, cut, save."""
+    """Load, cut and save a checkpoint; return the plan."""
     model = load(source)
-    sites = find_attention(model, batch_for(model))
-    plan = plan or random_plan(sites, uniform=options.pop("uniform", False))
-    prune_units(model, plan, sites).save_pretrained(target, **options)
+    modules = find_attention(model, batch_for(model))
+    plan = plan or random_plan(modules, uniform=options.pop("uniform", False))
+    prune_units(model, plan, modules).save_pretrained(target, **options)
     return plan
 
 
@@ -84,7 +83,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("uniform", [False, True], ids=["uneven", "uniform"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_bytes_of_the_model_in_memory(name: str, uniform: bool, tmp_path: Path) -> None:
+def test_the_files_are_those_of_the_model_in_memory(name: str, uniform: bool, tmp_path: Path) -> None:
     MODELS[name]().save_pretrained(tmp_path / "dense")
     plan = in_memory(tmp_path / "dense", tmp_path / "memory", uniform=uniform)
     applied = apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
@@ -128,9 +127,9 @@ def test_shards_are_as_large_as_those_of_transformers() -> None:
 
 
 def test_rows_and_columns_by_hand(tmp_path: Path) -> None:
-    """Two of three groups of two heads of width eight, without any other code of this package."""
+    """Keep two of three groups of two heads, eight wide; the expected tensors come from plain indexing."""
     decoder("Llama")().save_pretrained(tmp_path / "dense")
-    kept = KeptHeads(query=(0, 1, 4, 5), key_value=(0, 2), heads=6, key_value_heads=3)
+    kept = Kept((0, 1, 4, 5), total=6, groups=3)
     names = [f"model.layers.{i}.self_attn" for i in range(3)]
     plan = PruningPlan(kept=dict.fromkeys(names, kept), criterion="by hand", alpha=None, seed=0)
     apply_plan(plan, tmp_path / "dense", tmp_path / "slim")
@@ -167,7 +166,7 @@ def test_the_dtype_of_the_config_counts(tmp_path: Path) -> None:
     assert {t.dtype for t in load_file(tmp_path / "disk" / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_names_of_old_checkpoints_and_tensors_nobody_needs(tmp_path: Path) -> None:
+def test_names_of_old_checkpoints_and_tensors_that_are_not_needed(tmp_path: Path) -> None:
     bert().save_pretrained(tmp_path / "dense")
     state = load_file(tmp_path / "dense" / "model.safetensors")
     old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -210,7 +209,7 @@ def test_real_weights(shared: Path, tmp_path: Path) -> None:
     assert weights[0] == weights[1]
 
 
-# Measures its own peak: that of the test's process would be inherited.
+# A process of its own, as the peak of this one would count.
 CHILD = """
 import sys
 from hies_export import PruningPlan, apply_plan
@@ -222,7 +221,7 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_peak_memory_does_not_follow_the_size(tmp_path: Path) -> None:
-    """A checkpoint of 600 MB; the bound of 500 MB and 1.5 times the largest tensor has no room for it."""
+    """The checkpoint has 600 MB, which is more than the bound of 500 MB and 1.5 times the largest tensor."""
     options = {"hidden_size": 1024, "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = transformers.LlamaConfig(**(SMALL | options | {"num_hidden_layers": 7}))
     with torch.device("meta"):
@@ -243,7 +242,7 @@ def test_peak_memory_does_not_follow_the_size(tmp_path: Path) -> None:
 def test_the_command_with_a_model_of_the_hub(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Hub's cache as it is after a download: the command takes an id, and no network."""
+    """With the Hub's cache as a download leaves it, the command takes an id and needs no network."""
     snapshot = tmp_path / "home" / "hub" / "models--someone--tiny" / "snapshots" / "abc"
     decoder("Llama")().save_pretrained(snapshot, max_shard_size="30KB")
     (snapshot.parents[1] / "refs").mkdir()
@@ -260,7 +259,7 @@ def test_the_command_with_a_model_of_the_hub(
     assert digests(tmp_path / "slim") == digests(tmp_path / "memory")
 
 
-# What can be wrong. Nothing may be left behind, and nothing may have been there while it was found out.
+# What can be wrong. Nothing may be left behind.
 
 
 @pytest.fixture
@@ -421,7 +420,7 @@ def test_an_existing_folder(dense: Path, tmp_path: Path) -> None:
 
 
 class Watcher:
-    """Progress that does something in the middle."""
+    """Progress that acts at the sixth tensor."""
 
     def __init__(self, act: Callable[[], None]):
         self.act = act
@@ -464,7 +463,7 @@ def test_the_command_refuses(dense: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_layout_is_that_of_safetensors(tmp_path: Path) -> None:
-    """Dtypes of every size, no elements, no axes, names that JSON must escape."""
+    """For dtypes of every size, tensors without elements or axes, and names that JSON must escape."""
     state: Mapping[str, Tensor] = {
         "b": torch.arange(6, dtype=torch.float16).view(2, 3),
         "a": torch.arange(3, dtype=torch.uint8),

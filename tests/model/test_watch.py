@@ -1,0 +1,151 @@
+"""Watched and replaced inputs of layers, against hooks written by hand, plain arithmetic and autograd."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hies_export.model.watch import intercept, watch
+
+LAYERS = {"early": "first", "late": "block.last"}
+
+
+class Net(nn.Module):
+    """Three layers, of which `first` is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.block = nn.Sequential()
+        self.block.add_module("last", nn.Linear(4, 2))
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.first(self.first(x).tanh()).tanh())
+
+    def states(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The inputs of the three calls, without a hook."""
+        again = (x @ self.first.weight.T + self.first.bias).tanh()
+        return x, again, (again @ self.first.weight.T + self.first.bias).tanh()
+
+
+class Scaled(nn.Module):
+    """A layer that takes more than one argument."""
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net()
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_it_records_what_hooks_written_by_hand_record(net: Net) -> None:
+    by_hand: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    handles = [
+        net.get_submodule(name).register_forward_hook(
+            lambda layer, args, output, key=key: by_hand.setdefault(key, []).append((args[0], output))
+        )
+        for key, name in LAYERS.items()
+    ]
+    x = torch.randn(3, 4)
+    with watch(net, LAYERS, outputs=True) as seen:
+        result = net(x)
+    for handle in handles:
+        handle.remove()
+    assert {key: len(pairs) for key, pairs in by_hand.items()} == {"early": 2, "late": 1}
+    assert seen.inputs == {key: [before for before, _ in pairs] for key, pairs in by_hand.items()}
+    assert seen.outputs == {key: [after for _, after in pairs] for key, pairs in by_hand.items()}
+    assert seen.outputs["late"] == [result]
+    assert hooks(net) == 0
+
+
+def test_a_shared_layer_has_an_entry_for_every_call(net: Net) -> None:
+    x = torch.randn(3, 4)
+    with watch(net, LAYERS) as seen:
+        net(x)
+        assert seen.outputs == {}
+        torch.testing.assert_close(tuple(seen.inputs["early"]), net.states(x)[:2])
+        torch.testing.assert_close(seen.inputs["late"][0], net.states(x)[2])
+        seen.clear()
+        net(x + 1)
+    torch.testing.assert_close(tuple(seen.inputs["early"]), net.states(x + 1)[:2])
+
+
+def test_two_keys_may_name_one_layer(net: Net) -> None:
+    with watch(net, {"one": "first", "other": "first"}, outputs=True) as seen:
+        net(torch.randn(3, 4))
+    assert seen.inputs["one"] == seen.inputs["other"]
+    assert seen.outputs["one"] == seen.outputs["other"]
+    assert len(seen.outputs["one"]) == 2
+
+
+def test_gradients_are_those_of_autograd(net: Net) -> None:
+    x = torch.randn(3, 4)
+    with watch(net, LAYERS, gradients=True) as seen:
+        loss = net(x).square().sum()
+    found = torch.autograd.grad(loss, [*seen.inputs["early"], *seen.inputs["late"]])
+
+    leaf = x.clone().requires_grad_()
+    states = net.states(leaf)
+    last = net.block.get_submodule("last")
+    expected = torch.autograd.grad((states[2] @ last.weight.T + last.bias).square().sum(), states)
+    torch.testing.assert_close(found, expected)
+    assert all(gradient.abs().sum() > 0 for gradient in expected)
+    assert not x.requires_grad
+
+
+def test_without_gradients_nothing_takes_one(net: Net) -> None:
+    with watch(net, LAYERS) as seen:
+        assert not net(torch.randn(3, 4)).requires_grad
+    assert not any(x.requires_grad for inputs in seen.inputs.values() for x in inputs)
+
+
+def test_a_layer_reads_what_it_is_given_instead(net: Net) -> None:
+    mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    x = torch.randn(3, 4)
+    expected = net.block(net.states(x)[2] * mask)
+    with intercept(net, {"key": "block.last"}, lambda key, x: x * mask if key == "key" else x):
+        torch.testing.assert_close(net(x), expected)
+    assert not torch.allclose(net(x), expected)
+    assert hooks(net) == 0
+
+
+def test_other_arguments_reach_the_layer() -> None:
+    model = nn.Module()
+    model.scaled = Scaled()
+    with intercept(model, {"key": "scaled"}, lambda key, x: x + 1):
+        assert model.scaled(torch.tensor(2.0), 5.0).item() == 15
+
+
+@pytest.mark.parametrize("name", ["watch", "intercept"])
+def test_an_exception_takes_the_hooks_away(net: Net, name: str) -> None:
+    blocks: dict[str, AbstractContextManager[Any]] = {
+        "watch": watch(net, LAYERS, outputs=True, gradients=True),
+        "intercept": intercept(net, LAYERS, lambda key, x: x),
+    }
+
+    def fail_inside() -> None:
+        with blocks[name]:
+            assert hooks(net) > 0
+            net(torch.randn(3, 5))
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+        fail_inside()
+    assert hooks(net) == 0
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_an_unknown_layer_leaves_no_hook(net: Net, outputs: bool) -> None:
+    with pytest.raises(AttributeError, match="nowhere"), watch(net, {**LAYERS, "x": "nowhere"}, outputs=outputs):
+        pass
+    assert hooks(net) == 0
