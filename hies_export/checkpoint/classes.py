@@ -53,7 +53,7 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         # The Hub's client refuses an absolute path as a bad repository name, which misleads.
         local = Path(path).is_absolute() or Path(path).exists()
-        reason = "there is no config.json" if local else _first_line(error)
+        reason = "there is no config.json" if local else first_line(error)
         raise RequestError(
             f"a model must be a folder with a config.json or a Hub id, but {path} is not: {reason}"
         ) from error
@@ -71,9 +71,10 @@ def load_config(path: str | Path, **hub: Any) -> Any:
     except (KeyError, ValueError, TypeError) as error:
         raise RequestError(
             f"the config of a model must have a model_type known to transformers {transformers.__version__}, but "
-            f"{path} has {config.get('model_type')!r}: {_first_line(error)}"
+            f"{path} has {config.get('model_type')!r}: {first_line(error)}"
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, or its class where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import RequestError
-from .classes import _first_line, find_model_class, hub_options, read_config
+from .classes import find_model_class, first_line, hub_options, read_config
 from .version4 import load_version4
 
 
@@ -40,7 +40,7 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     try:
         return model_class.from_pretrained(path, **kwargs)
     except OSError as error:
-        raise RequestError(f"the model at {path} cannot be loaded: {_first_line(error)}") from error
+        raise RequestError(f"the model at {path} cannot be loaded: {first_line(error)}") from error
 
 
 class HIESModel:
