@@ -108,7 +108,7 @@ def apply_plan(
         slim.save_pretrained(temporary, state_dict={})  # configs, and the slim class where it is needed
         _copy_side_files(source, temporary)
         (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
-        rewrite.write(temporary, max_shard_size, progress or Silent())
+        rewrite.write(temporary, max_shard_size, progress)
         _check_written(temporary, rewrite.written)
     return Applied(
         folder=Path(folder),
