@@ -114,7 +114,6 @@ def test_the_recipe_reference_has_every_field() -> None:
     assert re.search(r"^\| `allocation` \| `global`, `uniform` \| `global` \|", page, re.MULTILINE)
 
 
-@pytest.mark.xfail(strict=True, reason="six sections have no Attributes in hies_export.recipe yet")
 def test_every_recipe_field_has_a_meaning() -> None:
     fields = [(path, name, model) for path, model in sections(PruningRecipe) for name in model.model_fields]
     assert [f"{path}.{name}" for path, name, model in fields if not meaning(model, name)] == []

@@ -18,7 +18,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hies_export import CRITERIA, PruningRecipe, score_compensated
-from hies_export.score.criteria import COMPENSATED, DIFFERENCES, JUDGED_ONLY
+from hies_export.baselines.names import DIFFERENCES, JUDGED_ONLY
+from hies_export.score.criteria import COMPENSATED
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 SCALARS = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
@@ -64,9 +65,8 @@ def criteria_table() -> str:
     """Return a table of the criteria: name, options, and the first line of the docstring."""
     rows = ["| criterion | reads | score |", "| --- | --- | --- |"]
     for name, entry in CRITERIA.items():
-        if entry.__module__.startswith("hies_export."):  # not those that a test or an example registered
-            options = list(inspect.signature(entry).parameters)[1:]
-            rows.append(_criterion_row(name, ", ".join(f"`{option}`" for option in options), entry))
+        if entry.function.__module__.startswith("hies_export."):  # not those that a test or an example registered
+            rows.append(_criterion_row(name, ", ".join(f"`{need}`" for need in entry.needs), entry.function))
     rows.append(_criterion_row(COMPENSATED, "a pass of its own", score_compensated))
     rows += ["", "Baselines of a sweep that are judged and not cut:", "", "| baseline | how it is done here |"]
     rows += ["| --- | --- |", *(f"| `{name}` | {_escaped(DIFFERENCES[name])} |" for name in JUDGED_ONLY), ""]
