@@ -6,7 +6,7 @@ A LLaMA in bfloat16 with random weights is written in shards of 1 GB to a tempor
 random plan removes 30 % of its key/value groups, unevenly. Three ways, each in a process of its own, are interleaved:
   copy       shutil.copyfile of every file
   apply      `apply_plan`
-  in memory  load, `prune_heads`, `save_pretrained` (once; its files must be the same bytes)
+  in memory  load, `prune_units`, `save_pretrained` (once; its files must be the same bytes)
 Before every run all writes are flushed and the source is dropped from the page cache, so that reads come from the disk.
 "written" ends when the last file is handed to the system, "on disk" when all of them are flushed. MB/s are megabytes of
 the dense checkpoint per second. Ends in one JSON line.
@@ -39,7 +39,7 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from hies_export import HeadScores, find_attention, select_heads
+    from hies_export import Provenance, PruningPlan, Scores, find_attention, select_units
     from hies_export.model.tokens import synthetic_batch
 
     layer_bytes, embedding_bytes = 2 * (3072 * (2 * 3072 + 2 * 1024) + 3 * 3072 * 8192), 2 * 2 * 64000 * 3072
@@ -65,10 +65,11 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
         del shard
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    sites = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
+    modules = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
     generator = torch.Generator().manual_seed(0)
-    scores = {site.name: torch.rand(site.heads, generator=generator, dtype=torch.float64) for site in sites}
-    plan = select_heads(HeadScores("random", {}, scores), sites, heads=0.3)
+    scores = {m.name: torch.rand(m.units, generator=generator, dtype=torch.float64) for m in modules}
+    selection = select_units(Scores("random", {}, scores), modules, heads=0.3)
+    plan = PruningPlan.of(selection, Provenance("random"))
     (folder.parent / "plan.json").write_text(plan.to_json())
     return max(tensor.nbytes for tensor in state.values())
 
@@ -83,7 +84,7 @@ def one_way(way: str, source: Path, target: Path) -> None:
     else:
         from transformers.utils import logging
 
-        from hies_export import PruningPlan, apply_plan, find_attention, load, prune_heads
+        from hies_export import PruningPlan, apply_plan, find_attention, load, prune_units
         from hies_export.model.tokens import synthetic_batch
 
         logging.disable_progress_bar()
@@ -93,8 +94,8 @@ def one_way(way: str, source: Path, target: Path) -> None:
             apply_plan(plan, source, target)
         else:
             model = load(source)
-            sites = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
-            prune_heads(model, plan, sites, inplace=True).save_pretrained(target)
+            modules = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
+            prune_units(model, plan, modules, inplace=True).save_pretrained(target)
     written = time.perf_counter() - start
     os.sync()
     result = {

@@ -68,8 +68,8 @@ class Training(Runtime):
 
     dtypes: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, way: Callable[..., None], model: PreTrainedModel, sites: Any):
-        self.way, self.model, self.sites, self.threads = way, model, sites, torch.get_num_threads()
+    def __init__(self, way: Callable[..., None], model: PreTrainedModel, modules: Any):
+        self.way, self.model, self.modules, self.threads = way, model, modules, torch.get_num_threads()
 
     @property
     def provider(self) -> str:
@@ -83,7 +83,7 @@ class Training(Runtime):
         return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
 
     def run(self, feed: dict[str, Tensor]) -> None:
-        self.way(self.model, feed, self.sites)
+        self.way(self.model, feed, self.modules)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -188,7 +188,7 @@ def _time_shares(
     shares: Sequence[float],
 ) -> None:
     check_runtime(runtime)
-    sites = shape.sites()
+    modules = shape.modules()
     dense = shape.build(device=session.device, dtype=getattr(torch, dtype))
     made = [shape.batch(dense, *size) for size in sizes]
     batches = {(len(next(iter(batch.values()))), sequence_length(dense, batch)): batch for batch in made}
@@ -197,7 +197,7 @@ def _time_shares(
         first: Any = export_for(runtime, dense, Path(folder) / "dense", dtype) if exports else dense
         for share in shares:
             session.check_time(f"at {share:.0%} of the heads")
-            slim = uniformly_pruned(dense, share, sites) if share else dense
+            slim = uniformly_pruned(dense, share, modules) if share else dense
             second: Any = slim
             if exports:
                 second = export_for(runtime, slim, Path(folder) / f"{share:.0%}", dtype) if share else first
@@ -211,12 +211,12 @@ def time_scoring(session: Session, shape: Shape, *, dtype: str, size: tuple[int,
     """Time collecting the statistics of the heads beside a forward and backward pass alone."""
 
     def work() -> None:
-        sites = shape.sites()
+        modules = shape.modules()
         model = shape.build(device=session.device, dtype=getattr(torch, dtype))
         batch = shape.batch(model, *size)
         labels = batch["input_ids"] if model.can_generate() else torch.zeros(size[0], dtype=torch.int64)
         batch["attention_mask"][-1, : size[1] // 4] = 0  # a padded row, as real batches have
-        ways = [Training(way, model, sites) for way in (plain, hies, plain)]
+        ways = [Training(way, model, modules) for way in (plain, hies, plain)]
         found = compare_latency(
             ways[0], ways[1], control=ways[2], batch={**batch, "labels": labels}, repeats=session.repeats, warmup=2
         )

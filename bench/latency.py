@@ -101,13 +101,13 @@ def main() -> None:
         name = Path(options.model).name
     else:
         dense, name = WIDTHS[options.width].build(device="cpu", dtype=torch.float32), options.width
-    sites = find_attention(dense, synthetic_batch(dense, batch=2, sequence=8))
+    modules = find_attention(dense, synthetic_batch(dense, batch=2, sequence=8))
     batches = {shape: synthetic_batch(dense, batch=shape[0], sequence=shape[1]) for shape in options.shapes}
     console, rows = Console(highlight=False, markup=False, width=140), []
     cost_us = overhead_us()
     with tempfile.TemporaryDirectory() as folder:
         for share in options.heads:
-            slim = uniformly_pruned(dense, share, sites)
+            slim = uniformly_pruned(dense, share, modules)
             flops = count_both_flops(dense, slim, batches)
             for runtime in options.runtimes:
                 console.print(f"{name}, {share:.0%} of the heads removed, {runtime}")

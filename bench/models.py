@@ -22,7 +22,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hies_export import AttentionSite, find_attention
+from hies_export import PrunableModule, find_attention
 from hies_export.cost.flops import cut_bundles
 from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import tower_of
@@ -55,7 +55,7 @@ class Shape:
         with _default_dtype(dtype), torch.device(device):
             return self.model_class(self.config(self.image_size)).eval().requires_grad_(False)
 
-    def sites(self) -> tuple[AttentionSite, ...]:
+    def modules(self) -> tuple[PrunableModule, ...]:
         """Find its attention modules, without weights and on a small image."""
         small = 28 if self.image_size else 0
         with torch.device("meta"):
@@ -101,14 +101,14 @@ def llava(name: str, image_size: int, *, text: Mapping[str, Any], vision: Mappin
     return Shape(name, config, LlavaForConditionalGeneration, image_text_batch, image_size)
 
 
-def uniformly_pruned(model: PreTrainedModel, heads: float, sites: tuple[AttentionSite, ...]) -> PreTrainedModel:
+def uniformly_pruned(model: PreTrainedModel, heads: float, modules: tuple[PrunableModule, ...]) -> PreTrainedModel:
     """Remove the same share of the heads of every layer, in a copy that shares its other weights with the model.
 
     Of a composite model, the language model loses heads.
     """
-    towers = {site.name: tower_of(model, site) for site in sites}
-    chosen = [site for site in sites if towers[site.name] == "language" or "language" not in towers.values()]
-    removed = {site.name: round(heads * site.key_value_heads) for site in chosen}
+    towers = {module.name: tower_of(model, module) for module in modules}
+    chosen = [m for m in modules if towers[m.name] == "language" or "language" not in towers.values()]
+    removed = {module.name: round(heads * module.groups) for module in chosen}
     return cut_bundles(model, chosen, removed, unit="group")
 
 

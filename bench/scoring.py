@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hies_export import AttentionSite, collect_statistics, find_attention
+from hies_export import PrunableModule, collect_statistics, find_attention
 from hies_export.measure.environment import environment
 
 
@@ -51,25 +51,26 @@ def llama(layers: int) -> PreTrainedModel:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def plain(model: PreTrainedModel, batch: dict[str, Tensor], sites: tuple[AttentionSite, ...]) -> None:
+def plain(model: PreTrainedModel, batch: dict[str, Tensor], modules: tuple[PrunableModule, ...]) -> None:
     embeddings = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_(True)
     inputs = {k: v for k, v in batch.items() if k != "input_ids"}
     options = {} if model.config.model_type == "bert" else {"use_cache": False}
     torch.autograd.grad(model(inputs_embeds=embeddings, **inputs, **options).loss, embeddings)
 
 
-def hies(model: PreTrainedModel, batch: dict[str, Tensor], sites: tuple[AttentionSite, ...]) -> None:
-    collect_statistics(model, [batch], sites)
+def hies(model: PreTrainedModel, batch: dict[str, Tensor], modules: tuple[PrunableModule, ...]) -> None:
+    collect_statistics(model, [batch], modules)
 
 
-def eager(model: PreTrainedModel, batch: dict[str, Tensor], sites: tuple[AttentionSite, ...]) -> None:
-    masks = [torch.ones(len(batch["labels"]), 1, s.heads, 1, requires_grad=True) for s in sites]
+def eager(model: PreTrainedModel, batch: dict[str, Tensor], modules: tuple[PrunableModule, ...]) -> None:
+    masks = [torch.ones(len(batch["labels"]), 1, m.units, 1, requires_grad=True) for m in modules]
 
     def multiply(mask: Tensor) -> Callable[..., Tensor]:
         return lambda module, inputs: (inputs[0].unflatten(-1, (mask.shape[2], -1)) * mask).flatten(-2)
 
     hooks = [
-        model.get_submodule(s.output).register_forward_pre_hook(multiply(m)) for s, m in zip(sites, masks, strict=True)
+        model.get_submodule(module.consumer).register_forward_pre_hook(multiply(mask))
+        for module, mask in zip(modules, masks, strict=True)
     ]
     model.set_attn_implementation("eager")
     try:
@@ -84,9 +85,9 @@ def eager(model: PreTrainedModel, batch: dict[str, Tensor], sites: tuple[Attenti
             hook.remove()
 
 
-def per_sample(model: PreTrainedModel, batch: dict[str, Tensor], sites: tuple[AttentionSite, ...]) -> None:
+def per_sample(model: PreTrainedModel, batch: dict[str, Tensor], modules: tuple[PrunableModule, ...]) -> None:
     for i in range(len(batch["labels"])):
-        eager(model, {k: v[i : i + 1] for k, v in batch.items()}, sites)
+        eager(model, {k: v[i : i + 1] for k, v in batch.items()}, modules)
 
 
 WAYS = {"plain": plain, "hies": hies, "eager": eager, "per sample": per_sample}
@@ -142,13 +143,13 @@ def main() -> None:
         batch["attention_mask"][-1, -int(sequence) // 4 :] = 0  # a padded row, as real batches have
         if options.model == "llama":
             batch["labels"] = batch["input_ids"].where(batch["attention_mask"].bool(), -100)
-        sites = find_attention(model, {k: v[:1, :8] for k, v in batch.items() if k != "labels"})
+        modules = find_attention(model, {k: v[:1, :8] for k, v in batch.items() if k != "labels"})
         seconds: dict[str, list[float]] = {way: [] for way in options.ways}
-        memory = {way: peak_megabytes(functools.partial(WAYS[way], model, batch, sites)) for way in options.ways}
+        memory = {way: peak_megabytes(functools.partial(WAYS[way], model, batch, modules)) for way in options.ways}
         for _ in range(options.repeats):
             for way in options.ways:
                 started = time.perf_counter()
-                WAYS[way](model, batch, sites)
+                WAYS[way](model, batch, modules)
                 seconds[way].append(time.perf_counter() - started)
         for way in options.ways:
             median = statistics.median(seconds[way])

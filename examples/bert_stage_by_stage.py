@@ -18,18 +18,20 @@ import torch
 from transformers import AutoTokenizer
 
 from hies_export import (
-    check_cut,
+    Provenance,
+    PruningPlan,
     collect_statistics,
-    compensate_heads,
+    compare_cut,
+    compensate,
     count_flops,
     count_parameters,
     export_onnx,
     find_attention,
     load,
-    prune_heads,
+    prune_units,
     save_slim,
-    score_heads,
-    select_heads,
+    score_units,
+    select_units,
 )
 
 
@@ -51,16 +53,17 @@ def main() -> None:
             batch = tokenizer([row["sentence"] for row in part], padding=True, truncation=True, return_tensors="pt")
             batches.append({**batch, "labels": torch.tensor([row["label"] for row in part])})
 
-        sites = find_attention(model, batches[0])
-        statistics = collect_statistics(model, batches[:2], sites)  # one forward and one backward pass per batch
-        scores = score_heads(statistics, criterion="hies", alpha=0.5)
-        plan = select_heads(scores, sites, heads=options.heads)
-        for name, kept in plan.kept.items():
-            print(f"{name}: keeps {list(kept.query)} of {kept.heads}")
+        modules = find_attention(model, batches[0])
+        statistics = collect_statistics(model, batches[:2], modules)  # one forward and one backward pass per batch
+        scores = score_units(statistics, criterion="hies", alpha=0.5)
+        selection = select_units(scores, modules, heads=options.heads)
+        for name, kept in selection.items():
+            print(f"{name}: keeps {list(kept.units)} of {kept.total}")
 
-        slim = prune_heads(model, plan, sites)
-        print(f"cut against masked: {check_cut(model, slim, plan, batches[0]):.1e}")
-        compensate_heads(model, slim, plan, sites, batches)  # closed form, no labels, no training
+        plan = PruningPlan.of(selection, Provenance(criterion="hies", alpha=0.5))
+        slim = prune_units(model, plan, modules)
+        print(f"cut against masked: {compare_cut(model, slim, plan, modules, batches[0]):.1e}")
+        compensate(model, slim, plan, modules, batches)  # closed form, no labels, no training
         save_slim(slim, folder / "slim", plan=plan, batch=batches[0], processor=tokenizer)
         exported = export_onnx(load(folder / "slim"), folder / "onnx", batch=batches[0], processor=tokenizer)
         print(f"ONNX against torch: {exported.max_abs:.1e}")

@@ -18,21 +18,21 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from hies_export import (
-    HeadStatistics,
+    Statistics,
     collect_statistics,
     criterion,
     find_attention,
     load,
-    masked_heads,
-    score_heads,
-    select_heads,
+    masked_units,
+    score_units,
+    select_units,
 )
 
 
-@criterion
-def his_per_weight(statistics: HeadStatistics) -> Mapping[str, Tensor]:
+@criterion(needs=("his", "weight_l2"))
+def his_per_weight(statistics: Statistics) -> Mapping[str, Tensor]:
     """Divide HIS by the norm of the head's weights; higher means keep."""
-    return {name: his / statistics.weight_l2[name] for name, his in statistics.his.items()}
+    return {name: his / statistics["weight_l2"][name] for name, his in statistics["his"].items()}
 
 
 def main() -> None:
@@ -46,13 +46,13 @@ def main() -> None:
             return {**inputs, "labels": torch.tensor([row["label"] for row in rows])}
 
         calibration, validation = batch("train"), batch("validation")
-        sites = find_attention(model, calibration)
-        statistics = collect_statistics(model, [calibration], sites)
+        modules = find_attention(model, calibration)
+        statistics = collect_statistics(model, [calibration], modules)
         for name in ("hies", "his-per-weight", "random"):
-            scores = score_heads(statistics, criterion=name, alpha=0.5)
+            scores = score_units(statistics, criterion=name, alpha=0.5)
             for share in (0.3, 0.5, 0.7):
-                plan = select_heads(scores, sites, heads=share)
-                with torch.inference_mode(), masked_heads(model, plan):
+                selection = select_units(scores, modules, heads=share)
+                with torch.inference_mode(), masked_units(model, selection, modules):
                     right = model(**validation).logits.argmax(-1) == validation["labels"]
                 print(f"{name:15} {share:.0%} of the heads removed: accuracy {right.double().mean():.3f}")
 

@@ -1,6 +1,7 @@
-"""Read the table of model types: which of them pass the contract of tests/support/contract.py, and why others do not.
+"""Read the table of model types: which of them pass the contract in tests/support/contract.py, and why others do not.
 
-`scripts/architectures` earns it by running the contract on a tiny random model of every type.
+`scripts/architectures` runs the contract on a tiny random model of every type and writes the results to
+architectures.json.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from ..errors import RequestError, did_you_mean
 TABLE = Path(__file__).parent / "architectures.json"
 
 STEPS = {
-    "score": "HIS and entropy equal those of eager attention, one sample at a time",
-    "cut": "an uneven and a uniform cut equal the dense model with those heads masked, to 1e-4",
-    "reload": "both come back from disk in every way, with the same output, also after a second save",
-    "train": "a step against the gradient lowers the loss of the slim model",
-    "onnx": "the exported slim model computes in ONNX Runtime what torch computes",
+    "score": "HIS and entropy equal those computed from eager attention maps, one sample at a time",
+    "cut": "an uneven and a uniform cut give the outputs of the dense model with the same heads masked, to 1e-4",
+    "reload": "both cut models keep their outputs when saved and loaded in every supported way, twice",
+    "train": "one gradient step lowers the loss of the slim model",
+    "onnx": "ONNX Runtime gives the outputs that torch gives for the slim model",
 }
 
 NOT_RUN = "not run yet"
@@ -29,16 +30,21 @@ Table = Mapping[str, Any]
 
 
 def read_table(model_types: Sequence[str] = ()) -> dict[str, Any]:
-    """The table, or the part of it that is about some model types.
+    """Return the table, or its entries for the given model types.
 
     Returns:
-        `versions` of the libraries it was earned with, and `types`: model type -> what it earned. `kind` is "tried"
-        (then `steps` has "yes" or the reason for each), "refused" by name, "failed", or "not tried"; `refused` says
-        why. `class`, `inputs`, `heads` ([query, key/value] of all layers) say what was tried; `config_alone` whether
-        a uniform cut needs no code of ours.
+        A mapping with two keys. `versions` are those of the libraries that the contract was run with. `types` maps a
+        model type to its entry, which has these keys:
+
+        - `kind`: "tried", "refused", "failed" or "not tried".
+        - `steps`: Of a tried type, "yes" or the reason of the failure for each step.
+        - `refused`: Of any other type, the reason.
+        - `class`, `inputs`, `heads`: The class and the inputs of the tiny model, and its numbers of query and of
+          key/value heads over all layers.
+        - `config_alone`: Whether stock transformers loads a uniform cut without code from this package.
 
     Raises:
-        RequestError: transformers had no such model type.
+        RequestError: A model type is not in the table.
     """
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     for name in model_types:
@@ -53,18 +59,18 @@ def read_table(model_types: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def holds(entry: Mapping[str, Any], step: str) -> bool:
-    """Whether a step of the contract holds for a type."""
+    """Return whether a model type passes a step."""
     return bool(entry.get("steps", {}).get(step) == "yes")
 
 
 def whole(entry: Mapping[str, Any]) -> bool:
-    """Whether every step holds, or has nothing to compare."""
+    """Return whether a model type passes every step that applies to it."""
     steps = [entry.get("steps", {}).get(step, NOT_RUN) for step in STEPS]
     return holds(entry, "cut") and all(result == "yes" or result.startswith("n/a") for result in steps)
 
 
 def why_not(entry: Mapping[str, Any]) -> str:
-    """The reasons of a type, in one line; empty where everything holds."""
+    """Return why a model type does not pass, in one line; an empty string where it passes every step."""
     if "steps" not in entry:
         return str(entry["refused"])
     results = {step: entry["steps"].get(step, NOT_RUN) for step in STEPS}
@@ -72,7 +78,7 @@ def why_not(entry: Mapping[str, Any]) -> str:
 
 
 def counts(table: Table) -> dict[str, int]:
-    """How many types there are, were tried, and hold at each step."""
+    """Return how many model types there are, how many were tried, and how many pass each step."""
     types = table["types"].values()
     return {
         "types": len(types),
@@ -83,7 +89,7 @@ def counts(table: Table) -> dict[str, int]:
 
 
 def markdown(table: Table) -> str:
-    """The table as a document: counts, what holds, what holds partly, what is refused and why."""
+    """Return the table as a Markdown page: how many types pass each step, then every type with its results."""
     number = counts(table)
     versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
     groups: dict[str, dict[str, Any]] = {"whole": {}, "partly": {}, "refused": {}, "failed": {}, "not tried": {}}
@@ -93,23 +99,23 @@ def markdown(table: Table) -> str:
     lines = [
         "# Model types",
         "",
-        f"Of the {number['types']} model types of transformers that have a model, a tiny random one of "
-        f"{number['tried']} was run through the contract ({versions}):",
+        f"transformers has {number['types']} model types. For {number['tried']} of them a tiny random model was built "
+        f"and tested step by step ({versions}):",
         "",
-        "| step | holds for | what it means |",
+        "| step | model types that pass | what is tested |",
         "| --- | ---: | --- |",
         *(f"| {step} | {number[step]} | {meaning} |" for step, meaning in STEPS.items()),
         "",
-        f"{number['refused']} are refused by name before anything is scored. A cut that would compute something else "
-        "is never saved, whatever the type.",
+        f"{number['refused']} are refused with a reason before anything is scored. Whatever the type, a cut model that "
+        "differs from the masked one is never saved.",
         "",
-        "Written by `scripts/architectures` from what it ran; `hies-export architectures` shows the same. A type comes "
-        "in with the class people prune (a task class where there is one); `config alone` means that a uniform cut "
-        "loads in stock transformers without any code of ours.",
+        "`scripts/architectures` writes this page. `hies-export architectures` prints the same table. Each type is "
+        "tested with a class for a task, such as `BertForSequenceClassification`, or with the base model if there is "
+        "none. `config alone` means that stock transformers loads a uniform cut without code from this package.",
         "",
-        f"## Everything holds ({len(groups['whole'])})",
+        f"## All steps pass ({len(groups['whole'])})",
         "",
-        "n/a: there is nothing to compare with.",
+        "`n/a` marks a step with nothing to compare.",
         "",
         "| model type | class | inputs | " + " | ".join(STEPS) + " | config alone |",
         "| --- | --- | --- |" + " --- |" * (len(STEPS) + 1),
@@ -121,18 +127,18 @@ def markdown(table: Table) -> str:
         lines.append(f"| {name} | {entry['class']} | {inputs} | {' | '.join(results)} | {alone} |")
     lines += [
         "",
-        f"## Partly ({len(groups['partly'])})",
+        f"## Some steps pass ({len(groups['partly'])})",
         "",
-        "| model type | class | holds | does not |",
+        "| model type | class | passes | fails |",
         "| --- | --- | --- | --- |",
     ]
     for name, entry in groups["partly"].items():
         held = ", ".join(step for step in STEPS if holds(entry, step))
         lines.append(f"| {name} | {entry['class']} | {held} | {_cell(why_not(entry))} |")
     for kind, title in (
-        ("refused", "Refused by name"),
-        ("failed", "Fails"),
-        ("not tried", "Not tried: no tiny model of it is made yet, or a library is missing"),
+        ("refused", "Refused"),
+        ("failed", "Fails with another error"),
+        ("not tried", "Not tried, because no tiny model could be built"),
     ):
         if groups[kind]:
             lines += ["", f"## {title} ({len(groups[kind])})", "", "| model type | why |", "| --- | --- |"]
@@ -141,5 +147,5 @@ def markdown(table: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    # Neither a column's end nor a link.
+    # Otherwise these would end the column or start a link.
     return re.sub(r"([|\[\]])", r"\\\1", text)

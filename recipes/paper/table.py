@@ -16,11 +16,11 @@ from typing import Any
 from smoke import smoke_overrides
 
 from hies_export.evaluate.lm_eval import run_benchmarks
-from hies_export.legacy import masked_heads
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
+from hies_export.slim.mask import masked_units
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.sweep import sweep
 
@@ -79,7 +79,7 @@ def by_benchmark(recipe: PruningRecipe, table: str, *, seeds: tuple[int, ...]) -
                 prepared = prepare(asked)
                 plan = choose(prepared, asked, progress=Silent()).plan
                 judged = {"samples": asked.evaluation.samples, "batch_size": asked.evaluation.batch_size}
-                with masked_heads(prepared.model, plan):
+                with masked_units(prepared.model, plan, prepared.sites):
                     found = run_benchmarks(prepared.model, prepared.processor, asked.evaluation.lm_eval, **judged)
                 metric, value = next(iter(found.items()))
                 rows.append({"criterion": criterion, "sparsity": sparsity, "metric": metric, "quality": 100 * value})

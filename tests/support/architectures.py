@@ -1,4 +1,4 @@
-"""A tiny random model of every model type of transformers, and a batch it takes: what the contract runs on."""
+"""Build a tiny random model of every model type of transformers, with a batch for it."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ _TASKS = (
 
 
 class NoTinyModel(Exception):
-    """There is no small configuration or no batch for this model type yet."""
+    """Say that no small configuration, or no batch, is known for a model type."""
 
 
 def model_types() -> list[str]:
-    """Every model type that has a model."""
+    """Return every model type that has a model."""
     names = modeling_auto.MODEL_MAPPING_NAMES
     return sorted(t for t in CONFIG_MAPPING if t in names or any(t in _names(task) for task in _TASKS))
 
@@ -111,7 +111,7 @@ def model_types() -> list[str]:
 def tiny_config(
     config_class: type[PreTrainedConfig], variant: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """A config of a class with the small dimensions under whatever names it has for them; sub-configs as well."""
+    """Return a config with small dimensions, whatever the class calls them; its sub-configs are small as well."""
     overrides = dict(overrides or {})
     default = config_class()
     dimensions = SMALL | dict(variant)
@@ -139,7 +139,7 @@ def tiny_config(
 
 
 def tiny(model_type: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A random model of a type, of its most used class, in evaluation mode, and a batch that fits it.
+    """Return a random model of a type, in evaluation mode, and a batch that fits it.
 
     Raises:
         NoTinyModel: No small configuration is known for it.
@@ -187,7 +187,7 @@ def _build(model_type: str, variant: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def class_name(model_type: str) -> str:
-    """The class of a model type that people prune, else its base class."""
+    """Return the class that a model type is tested with: that of a task, or else its base class."""
     if model_type in CLASSES:
         return CLASSES[model_type]
     tasks = list(_TASKS)
@@ -208,7 +208,7 @@ def _first(name: Any) -> str:
 
 
 def tiny_batch(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The first of the candidate batches that the model takes.
+    """Return the first candidate batch that the model accepts.
 
     Raises:
         NoTinyModel: It takes none.
@@ -277,12 +277,12 @@ def _candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
 
 
 def _first_number(config: PreTrainedConfig, names: tuple[str, ...], otherwise: int) -> int:
-    """The first attribute of a config that is a number."""
+    """Return the first of the named attributes of a config that is a number."""
     return next((v for name in names if isinstance(v := getattr(config, name, None), int)), otherwise)
 
 
 def _text_and_images(model: PreTrainedModel, text: dict[str, Tensor], pixels: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Text with as many image tokens in front as the model makes of an image, and text beside images."""
+    """Yield images with text that begins with their image tokens, then images with text that has none."""
     ids, mask = text["input_ids"], text["attention_mask"]
     token = _first_number(model.config, ("image_token_id", "image_token_index"), 99)
     try:

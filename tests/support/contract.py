@@ -1,4 +1,4 @@
-"""What must hold of every model type that can be pruned: score, cut, reload, train, onnx; each against a reference.
+"""Test a model type in five steps, each against a reference: score, cut, reload, train, onnx.
 
 A step takes a `Subject` and returns nothing; it raises `Broken`, or an error of hies_export, with the reason.
 """
@@ -34,37 +34,37 @@ from support.references import NotApplicable, naive_statistics
 
 
 class Broken(AssertionError):
-    """The contract does not hold."""
+    """Say that a step of the contract fails."""
 
 
 @dataclass
 class Subject:
-    """A tiny model of one type, and what the steps share."""
+    """Hold a tiny model of one type, and what the steps share."""
 
     model: PreTrainedModel
     batch: dict[str, Tensor]
 
     @classmethod
     def of(cls, model_type: str) -> Subject:
-        """A tiny random model of a type, with a batch it takes."""
+        """Return a tiny random model of a type, with a batch for it."""
         return cls(*tiny(model_type))
 
     @cached_property
     def sites(self) -> tuple[AttentionSite, ...]:
-        """The attention modules, found once."""
+        """Return the attention modules; they are found once."""
         return find_attention(self.model, self.batch)
 
     def plan(self, uniform: bool) -> PruningPlan:
-        """The plan of a cut, uneven or uniform."""
+        """Return the plan of a cut, uneven or uniform."""
         return random_plan(self.sites, uniform=uniform)
 
     @cached_property
     def slim(self) -> dict[bool, PreTrainedModel]:
-        """The uneven (False) and the uniform (True) cut."""
+        """Return the uneven (False) and the uniform (True) cut."""
         return {u: prune_units(self.model, self.plan(u), self.sites) for u in (False, True)}
 
     def refusal(self) -> str | None:
-        """Return the reason for which the package refuses the model, or None where it does not."""
+        """Return why the package refuses the model, or None if it does not."""
         try:
             self.sites  # noqa: B018
         except UnsupportedModelError as error:
@@ -72,13 +72,13 @@ class Subject:
         return None
 
     def config_alone(self) -> bool:
-        """Whether the config can say a uniform cut, so that it needs no code of ours."""
+        """Return whether stock transformers loads a uniform cut without code from this package."""
         counts = {(len(k.query), len(k.key_value)) for k in self.plan(True).kept.values()}
         return len(counts) == 1 and not is_slim(self.slim[True])
 
 
 def score(subject: Subject) -> None:
-    """HIS and entropy of one pass over a batch equal those of eager attention, one sample at a time."""
+    """Compare HIS and entropy of one pass over a batch with those of eager attention, one sample at a time."""
     batch = labelled(subject.model, subject.batch)
     expected = naive_statistics(subject.model, [batch], subject.sites)
     found = collect_statistics(subject.model, [batch], subject.sites)
@@ -94,7 +94,7 @@ def score(subject: Subject) -> None:
 
 
 def cut(subject: Subject) -> None:
-    """An uneven and a uniform cut equal the dense model with those heads masked, and have fewer heads and weights."""
+    """Compare both cuts with the masked dense model, and check that they have fewer heads and weights."""
     model, batch = subject.model, subject.batch
     dense_output = first_output(model, batch)
     for uniform, slim in subject.slim.items():
@@ -114,7 +114,7 @@ def cut(subject: Subject) -> None:
 
 
 def reload(subject: Subject) -> None:
-    """Both cuts come back from disk in every way (this package's, both Auto classes), and so does what came back."""
+    """Save both cuts, load them in every way (this package's, both Auto classes), and do so a second time."""
     for uniform, slim in subject.slim.items():
         with TemporaryDirectory() as folder:
             once, twice, dense = (Path(folder) / name for name in ("once", "twice", "dense"))
@@ -135,7 +135,7 @@ def reload(subject: Subject) -> None:
 
 
 def train(subject: Subject) -> None:
-    """A step against the gradient lowers the loss of the slim model; every gradient is finite."""
+    """Check that every gradient of the slim model is finite, and that one gradient step lowers its loss."""
     model = copy.deepcopy(subject.slim[False])
     loss = _loss(model, subject.batch)
     loss.backward()
@@ -163,7 +163,7 @@ def train(subject: Subject) -> None:
 
 
 def onnx(subject: Subject) -> None:
-    """The exported uneven cut computes in ONNX Runtime what torch computes."""
+    """Compare the uneven cut in ONNX Runtime with the same cut in torch."""
     with TemporaryDirectory() as folder:
         export_onnx(subject.slim[False], Path(folder) / "onnx", batch=subject.batch)
 
@@ -172,7 +172,7 @@ STEPS: dict[str, Callable[[Subject], None]] = {s.__name__: s for s in (score, cu
 
 
 def labelled(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with labels the model's loss takes, as many in each row.
+    """Return the batch with labels for the model's loss, as many in each row.
 
     Raises:
         NotApplicable: The model has no loss of its own.
@@ -200,7 +200,7 @@ def labelled(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tens
 
 
 def _loss(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    """The model's own loss; the mean square of its output where it has none."""
+    """Return the model's own loss, or the mean square of its output if it has none."""
     try:
         loss: Tensor = model(**labelled(model, batch)).loss
     except NotApplicable:
@@ -225,5 +225,5 @@ def short_reason(error: BaseException) -> str:
 
 
 def parameters(model: PreTrainedModel) -> int:
-    """How many there are."""
+    """Return the number of parameters."""
     return sum(p.numel() for p in model.parameters())

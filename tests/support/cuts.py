@@ -1,4 +1,4 @@
-"""Cuts that depend on nothing but a seed."""
+"""Make cuts that depend on nothing but a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hies_export.values import PruningPlan, Scores
 
 
 def random_plan(sites: Sequence[AttentionSite], *, uniform: bool, seed: int = 0) -> PruningPlan:
-    """A plan that removes four heads of ten, whole groups where there are several."""
+    """Return a plan that removes four heads of ten, in whole groups where there are several."""
     generator = torch.Generator().manual_seed(seed)
     scores = {s.name: torch.rand(s.heads, generator=generator, dtype=torch.float64) for s in sites}
     return select_heads(

@@ -1,4 +1,4 @@
-"""Batches and models of generated text."""
+"""Make batches of text for models that generate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def padded(lengths: Sequence[int], side: str, *, answers: Sequence[int] | None = None) -> dict[str, Tensor]:
-    """Texts of different length; without `answers` (tokens of each at the end) every token is a label."""
+    """Return texts of different lengths; `answers` is how many tokens at each end are labels, by default all."""
     width = max(lengths)
     batch = {
         "input_ids": torch.zeros(len(lengths), width, dtype=torch.int64),
@@ -30,7 +30,7 @@ def padded(lengths: Sequence[int], side: str, *, answers: Sequence[int] | None =
 
 
 def with_images(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An image of 16 tokens after the first real token of each sample."""
+    """Return the batch with an image of 16 tokens after the first real token of each sample."""
     size = len(batch["input_ids"])
 
     def insert(key: str, value: int) -> Tensor:

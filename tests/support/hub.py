@@ -27,7 +27,7 @@ LARGE = (".safetensors", ".onnx", ".onnx_data", ".png")
 
 @dataclass
 class Commit:
-    """The files of a repository at one point: path -> content."""
+    """Hold the files of a repository at one point, as path -> content."""
 
     sha: str
     message: str
@@ -36,7 +36,7 @@ class Commit:
 
 @dataclass
 class Repository:
-    """Branches are lists of commits, the last one is shown."""
+    """Hold the commits of a repository by branch; the last commit of a branch is the one shown."""
 
     private: bool
     branches: dict[str, list[Commit]]
@@ -86,14 +86,14 @@ class Hub:
         return f"http://127.0.0.1:{self.server.server_port}"
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
-        """Variables for a process with an empty cache of its own that talks to this Hub only."""
+        """Return the environment of a process that talks to this Hub only, with an empty cache of its own."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
         given = {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home)}
         given["HF_HUB_DISABLE_TELEMETRY"] = "1"
         return inherited | given | ({"HF_TOKEN": token} if token else {})
 
     def add(self, repository: str, files: dict[str, bytes], *, private: bool = False) -> Repository:
-        """A repository that is already there."""
+        """Add a repository with files, as if it had been pushed before."""
         made = Repository(private, {"main": [_commit("initial commit", {".gitattributes": b""} | files)]})
         self.repositories[repository] = made
         return made
@@ -105,7 +105,7 @@ class Hub:
 
 
 def check_metadata(readme: str) -> list[str]:
-    """What is wrong with the metadata of a model card; a part of what the Hub checks."""
+    """Return what the Hub would refuse in a model card's metadata; it checks more than this does."""
     match = re.match(r"---\n(.*?)\n---\n", readme, re.DOTALL)
     data = yaml.safe_load(match[1]) if match else None
     if not isinstance(data, dict):

@@ -1,4 +1,4 @@
-"""Tiny models, tokenizers, batches and projects that test files share."""
+"""Make the tiny models, tokenizers, batches and projects that test files share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARED = Path(__file__).resolve().parents[3] / "shared"
 
 
 def shake(model: PreTrainedModel) -> PreTrainedModel:
-    """Freshly initialised attention is nearly uniform; larger weights make heads differ."""
+    """Add noise to the weights, so that heads differ: freshly initialised attention is nearly uniform."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name.lower():
@@ -65,7 +65,7 @@ def vit(**options: object) -> ViTForImageClassification:
 
 
 def llama(**options: object) -> PreTrainedModel:
-    """Two query heads share a key/value head; the projections have no bias."""
+    """Return a classifier whose query heads share key/value heads in pairs; its projections have no bias."""
     config = {
         "vocab_size": 100,
         "hidden_size": 32,
@@ -80,7 +80,7 @@ def llama(**options: object) -> PreTrainedModel:
 
 
 def causal_lm(**options: object) -> PreTrainedModel:
-    """A decoder whose query heads share key/value heads in pairs; no biases."""
+    """Return a decoder whose query heads share key/value heads in pairs; its projections have no bias."""
     config = {
         "vocab_size": 32,
         "hidden_size": 32,
@@ -97,7 +97,7 @@ def causal_lm(**options: object) -> PreTrainedModel:
 
 
 def llava(**options: object) -> PreTrainedModel:
-    """An image tower of 16 patches and a class token, in front of the decoder of `causal_lm`."""
+    """Return a LLaVA: an image tower of 16 patches and a class token, in front of the decoder of `causal_lm`."""
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = LlavaConfig(
         text_config=causal_lm(**options).config,
@@ -112,7 +112,7 @@ GENERATIVE_WORDS = ["<pad>", "<unk>", "<s>", "</s>", "<image>", "\n", *"abcdefgh
 
 
 def generative_tokenizer(**options: object) -> PreTrainedTokenizerFast:
-    """A token per word, and one for a line break; it begins a text with <s>."""
+    """Return a tokenizer with a token per word and one for a line break; it begins a text with <s>."""
     numbers = {word: number for number, word in enumerate(GENERATIVE_WORDS)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
@@ -129,7 +129,7 @@ def generative_tokenizer(**options: object) -> PreTrainedTokenizerFast:
 
 
 def llava_processor(**options: object) -> LlavaProcessor:
-    """For `llava`: an image takes 16 tokens."""
+    """Return a processor for `llava`, by which an image takes 16 tokens."""
     return LlavaProcessor(
         CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
         generative_tokenizer(),
@@ -187,7 +187,7 @@ WORDS = ["good", "bad", "fine", "poor", "great", "awful", "nice", "dull", "brigh
 
 
 def save_text_model(folder: Path, **options: object) -> Path:
-    """A tiny BERT with a tokenizer of ten words, as a checkpoint folder."""
+    """Write a tiny BERT and its tokenizer of ten words as a checkpoint folder."""
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     vocabulary = tokenizers.models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(vocabulary)
@@ -209,7 +209,7 @@ def save_text_model(folder: Path, **options: object) -> Path:
 
 
 def save_project(folder: Path, *, train: int, validation: int, **sections: object) -> Path:
-    """A folder with a tiny BERT, rows of sentence pairs, and a recipe.yaml that may differ in some sections."""
+    """Write a folder with a tiny BERT, rows of sentence pairs, and a recipe.yaml whose sections may be replaced."""
     save_text_model(folder / "model")
     write_rows(folder / "train.jsonl", train)
     write_rows(folder / "validation.jsonl", validation)
@@ -228,7 +228,7 @@ def save_project(folder: Path, *, train: int, validation: int, **sections: objec
 
 
 def write_rows(path: Path, count: int, label: Callable[[int], object] = lambda i: i % 2) -> Path:
-    """Rows of two sentences of words and a label."""
+    """Write rows of two sentences and a label, and return the file."""
     with path.open("w") as file:
         for i in range(count):
             words = [WORDS[(i * 7 + j * 3) % 10] for j in range(2 + i % 5)]

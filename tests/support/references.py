@@ -1,4 +1,4 @@
-"""The formulas of the paper and of DESIGN, written the slow way; the package only says where the heads are."""
+"""Compute the formulas of the paper and of DESIGN the slow way; only the places of the heads come from the package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RIDGE = 0.1
 
 
 class NotApplicable(Exception):
-    """There is nothing to compare with."""
+    """Say that there is nothing to compare with."""
 
 
 def kept_columns(plan: PruningPlan, site: AttentionSite) -> list[int]:

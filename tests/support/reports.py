@@ -1,4 +1,4 @@
-"""Reports without a run."""
+"""Make reports without a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model types that every run of the tests takes: each kind of attention once, each reason of a refusal once."""
+"""Name the model types that every test run covers: each kind of attention once, each reason for a refusal once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ LOCK = Path(__file__).parents[1] / "prunable" / "architectures.lock"
 
 
 def decisive_sources() -> str:
-    """Return a digest of the code on which it depends what holds for a model type."""
+    """Return a digest of the code that decides which steps a model type passes."""
     root = Path(hies_export.__file__).parent
     files = sorted(path for folder in DECISIVE for path in (root / folder).rglob("*.py"))
     digest = hashlib.sha256()

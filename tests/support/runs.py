@@ -1,4 +1,4 @@
-"""Runs of the command line and of scripts, in this process: a fresh one takes seconds to import torch."""
+"""Run the command line and scripts in this process, because a new process takes seconds to import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of the reference that are made from the code: recipe fields and criteria.
+"""Make the tables of the reference from the code: recipe fields and criteria.
 
 `scripts/reference` writes them between markers in the pages, and tests/test_docs.py holds the pages to them.
 """
@@ -80,7 +80,7 @@ TABLES: dict[Path, Callable[[], str]] = {
 
 
 def with_table(page: str, table: str) -> str:
-    """Return a page with a table in the place of what stands between its two markers."""
+    """Return a page with the text between its two markers replaced by a table."""
     found = re.fullmatch(r"(.*<!-- generated -->\n).*(<!-- end of generated -->\n.*)", page, re.DOTALL)
     assert found is not None, "a page needs the lines <!-- generated --> and <!-- end of generated -->"
     return f"{found[1]}\n{table}\n{found[2]}"
