@@ -80,8 +80,9 @@ def collect_statistics(
     device = next(model.parameters()).device
     collected = _Pass(model, modules, needs)
     his = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
-    entropy = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
-    samples, samples_with_rows = 0, {module.name: 0 for module in modules}
+    attention = [module for module in modules if module.kind == "attention"]
+    entropy = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in attention}
+    samples, samples_with_rows = 0, {module.name: 0 for module in attention}
     at_once = max(size_of(batch) for batch in batches)
     with collected.running():
         for index, batch in enumerate(progress.track(batches, "score")):
@@ -156,7 +157,7 @@ class _Pass:
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str]):
         self._model, self._modules = model, modules
-        self._entropies = Entropies(model, modules)
+        self._entropies = Entropies(model, [module for module in modules if module.kind == "attention"])
         self._inputs = None if set(inputs.GIVES).isdisjoint(needs) else inputs.InputSums(model, modules)
         self._weights = None if set(weights.GIVES).isdisjoint(needs) else weights.WeightGradients(model, modules)
         self.reset()

@@ -42,7 +42,7 @@ def _inspect_heads(options: Namespace, console: Console) -> dict[str, Any]:
     from ..measure.counts import count_parameters, flops_per_layer
     from ..model.tokens import synthetic_batch
     from ..pipeline.bench import model_shapes
-    from ..prunable.attention import find_attention
+    from ..prunable.find import find_modules
     from ..report.rows import layer_table
     from ..report.terminal import plain_table
     from ..slim.config import is_slim
@@ -57,7 +57,7 @@ def _inspect_heads(options: Namespace, console: Console) -> dict[str, Any]:
     }
     console.print(f"{result['class']}, {result['parameters'] / 1e6:.2f} M parameters" + ", slim" * result["slim"])
     try:
-        found = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
+        found = find_modules(model, synthetic_batch(model, batch=2, sequence=8))
     except UnsupportedModelError as error:
         # The reason is a result, and the exit code is still that of the error.
         if options.json:

@@ -80,6 +80,7 @@ def push_to_hub(
     commit: Commit | None = None,
     overwrite: bool = False,
     progress: Progress = SILENT,
+    **fields: str,
 ) -> Pushed:
     """Push a run: the slim checkpoint, `onnx/`, the report, pictures, and a card with metadata.
 
@@ -97,6 +98,7 @@ def push_to_hub(
         commit: Branch and message; by default the main branch and the report's headline.
         overwrite: Replace everything in a repository that holds something else.
         progress: Shows the stages.
+        **fields: `revision` and `message` of the commit, in the place of `commit`.
 
     Returns:
         Where the run is now, and which files it has there.
@@ -108,7 +110,7 @@ def push_to_hub(
         MissingRuntimeError: matplotlib is not installed.
         PushError: The Hub could not be reached, or the upload did not finish; nothing of it is visible.
     """
-    commit = commit or Commit()
+    commit = commit or Commit(**fields)
     revision = commit.revision
     report = _read_run(Path(folder))
     _check_name(repository)

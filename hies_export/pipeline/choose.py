@@ -23,7 +23,7 @@ from ..measure.timing import Timing
 from ..model.copies import share_weights
 from ..model.tokens import first_samples
 from ..progress import Progress
-from ..prunable.attention import find_attention
+from ..prunable.find import find_modules
 from ..recipe import CompensationSection, PruningRecipe
 from ..score.compensated import score_compensated
 from ..score.criteria import COMPENSATED, needs_of, score_units, uses_alpha
@@ -120,7 +120,7 @@ def _left_by(plan: PruningPlan, prepared: Prepared, recipe: PruningRecipe) -> Pr
     if recipe.prune.compensation is not None:
         how = compensation_of(recipe.prune.compensation)
         compensate(prepared.model, slim, plan, prepared.sites, prepared.compensation, how)
-    modules = find_attention(slim, first_samples(prepared.calibration[0]))
+    modules = find_modules(slim, first_samples(prepared.calibration[0]))
     names = {module.name for module in prepared.scored}
     return replace(prepared, model=slim, sites=modules, scored=tuple(m for m in modules if m.name in names))
 

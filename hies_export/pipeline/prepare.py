@@ -21,7 +21,8 @@ from ..errors import RequestError
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import check_metrics, default_metrics
 from ..model.tokens import first_samples, synthetic_batch
-from ..prunable.attention import find_attention, tower_of
+from ..prunable.attention import tower_of
+from ..prunable.find import find_modules
 from ..recipe import PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_runtime
 from ..score.criteria import COMPENSATED, uses_alpha
@@ -143,7 +144,7 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
     size = recipe.calibration.batch_size
     calibration = reader.batches(samples.scoring, batch_size=size)
     _warn_of_one_class(calibration, regression=regression)
-    sites = find_attention(model, first_samples(calibration[0]))
+    sites = find_modules(model, first_samples(calibration[0]))
     scored = _in_towers(model, sites, recipe.prune.towers)
     _check_budget(recipe, scored)
     return Prepared(

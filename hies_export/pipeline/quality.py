@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ..evaluate.judge import Judge, Quality
 from ..evaluate.predict import Batch, Predictions, predict
+from ..measure.counts import Both
 from ..model.copies import share_weights
 from ..progress import Progress
 from ..slim.cut import prune_units
@@ -50,14 +51,6 @@ def predict_pruned(
 
 
 @dataclass(frozen=True)
-class DenseSlim:
-    """A value of the dense and of the slim model."""
-
-    dense: float
-    slim: float
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """How the slim model of a run compares with the dense one.
 
@@ -68,10 +61,10 @@ class Evaluation:
         benchmarks: Of lm-eval, by name; empty where none were asked for.
     """
 
-    metrics: Mapping[str, DenseSlim]
+    metrics: Mapping[str, Both[float]]
     stability: float
     uncompensated: Quality | None
-    benchmarks: Mapping[str, DenseSlim]
+    benchmarks: Mapping[str, Both[float]]
 
 
 def evaluate(
@@ -104,12 +97,12 @@ def evaluate(
         # The masked model is the cut one without compensation, as `compare_cut` has shown.
         with masked_units(model, uncompensated, modules):
             masked = quality_of(model)
-    benchmarks: Mapping[str, DenseSlim] = {}
+    benchmarks: Mapping[str, Both[float]] = {}
     if benchmark is not None:
         progress.stage("benchmarks")
         benchmarks = _side_by_side(benchmark(model), benchmark(slim))
     return Evaluation(_side_by_side(dense.metrics, pruned.metrics), pruned.stability, masked, benchmarks)
 
 
-def _side_by_side(dense: Mapping[str, float], slim: Mapping[str, float]) -> dict[str, DenseSlim]:
-    return {name: DenseSlim(dense[name], slim[name]) for name in dense}
+def _side_by_side(dense: Mapping[str, float], slim: Mapping[str, float]) -> dict[str, Both[float]]:
+    return {name: Both(dense[name], slim[name]) for name in dense}

@@ -22,7 +22,7 @@ from ..errors import ReloadMismatchError, RequestError
 from ..model.linear import weight_axis
 from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
-from ..prunable.attention import find_attention
+from ..prunable.find import find_modules
 from ..prunable.follow import feature_cuts, row_cuts
 from ..slim.check import check_selection, check_weights
 from ..slim.cut import prune_units
@@ -122,13 +122,13 @@ def _find_modules(
     model: PreTrainedModel, plan: PruningPlan, batch: Mapping[str, Tensor] | None
 ) -> tuple[PrunableModule, ...]:
     """Return the attention modules, those of an image tower included where the plan names them."""
-    found = find_attention(model, batch or synthetic_batch(model, batch=2, sequence=3))
+    found = find_modules(model, batch or synthetic_batch(model, batch=2, sequence=3))
     modules = {module.name: module for module in found}
     for name, tower in model.named_modules():
         inside = [n for n in plan.kept if n not in modules and n.startswith(f"{name}.")]
         if batch is None and name and inside and getattr(tower, "main_input_name", "") == "pixel_values":
             assert isinstance(tower, PreTrainedModel)
-            for module in find_attention(tower, synthetic_batch(tower, batch=2)):
+            for module in find_modules(tower, synthetic_batch(tower, batch=2)):
                 module = _inside(name, module)
                 modules.setdefault(module.name, module)
     order = {name: position for position, name in enumerate(plan.kept)}

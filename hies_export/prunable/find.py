@@ -1,0 +1,35 @@
+"""Find everything in a model that can be pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..values import PrunableModule
+from .attention import find_attention
+
+Finder = Callable[[PreTrainedModel, Mapping[str, Tensor]], tuple[PrunableModule, ...]]
+
+FINDERS: dict[str, Finder] = {"attention": find_attention}
+"""By kind, the function that finds the modules of that kind; a new kind adds its own."""
+
+
+def find_modules(
+    model: PreTrainedModel, batch: Mapping[str, Tensor], *, kinds: Sequence[str] = ("attention",)
+) -> tuple[PrunableModule, ...]:
+    """Find the prunable modules of a model, kind by kind.
+
+    Args:
+        model: The model; not changed, and its weights neither read nor needed.
+        batch: Inputs of the model; two short samples are enough.
+        kinds: Names in `FINDERS`.
+
+    Returns:
+        Those of the first kind, in the order the forward pass reaches them, then those of the next.
+
+    Raises:
+        UnsupportedModelError: Some module cannot be cut; the message says which and why.
+    """
+    return tuple(module for kind in kinds for module in FINDERS[kind](model, batch))
