@@ -95,6 +95,7 @@ def _attributes(
 
 
 def _without_first_group(module: PrunableModule) -> Kept:
+    """Return all groups but the first, or `_without_first_query` of a module with one group."""
     if module.groups == 1:
         return _without_first_query(module)
     return module.kept(range(module.group_size, module.units))
