@@ -44,7 +44,7 @@ class Entropies:
         """Return the entropies of the recorded batch, and discard them.
 
         Returns:
-            Module -> entropies in [0, 1], (batch, heads) float64 on CPU, and the number of samples with a row to average.
+            Module -> entropies in [0, 1], (batch, heads) float64 on CPU, and the number of samples that have a row.
         """
         found = {}
         for name, calls in self._calls.items():
