@@ -1,15 +1,17 @@
-"""Keep the names of the first design, when attention heads were all that could go.
+"""Keep the names of the first design, which knew attention heads only.
+
+Old name                      New name
 
 find_attention, collect_statistics, apply_plan, ...   unchanged
-AttentionSite, Projection     PrunableModule, Slice     built from the old fields
-KeptHeads                     Kept
-HeadStatistics                Statistics
+AttentionSite, Projection     PrunableModule, Slice; the old classes take the old fields
+KeptHeads                     Kept; takes the old fields
+HeadStatistics                Statistics; takes the old fields
 HeadScores                    Scores
 score_heads                   score_units
-select_heads                  select_units, which returns a Selection; a PruningPlan adds the Provenance
+select_heads                  select_units, which returns a Selection instead of a PruningPlan
 prune_heads                   prune_units
-masked_heads, check_cut       masked_units, compare_cut, which are also given the modules
-compensate_heads              compensate
+masked_heads, check_cut       masked_units, compare_cut, which take the modules as well
+compensate_heads              compensate, which takes a Compensation
 """
 
 from __future__ import annotations
@@ -64,7 +66,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Projection:
-    """The features of a linear layer that belong to one head each; now two `Slice`s."""
+    """The features that each head owns in a linear layer; now up to two `Slice`s.
+
+    Attributes:
+        name: Dotted name of the layer.
+        query: The features of every query head.
+        key_value: The features of every key/value head.
+    """
 
     name: str
     query: tuple[tuple[int, ...], ...] = ()
@@ -72,7 +80,7 @@ class Projection:
 
 
 class AttentionSite(PrunableModule):
-    """A `PrunableModule` of attention heads, made from the fields of the first design."""
+    """A `PrunableModule` of attention heads that is built from the fields of the first design."""
 
     def __init__(
         self,
@@ -116,7 +124,7 @@ class AttentionSite(PrunableModule):
 
 
 class KeptHeads(Kept):
-    """A `Kept`, made from the fields of the first design."""
+    """A `Kept` that is built from the fields of the first design."""
 
     def __init__(self, query: Sequence[int], key_value: Sequence[int], heads: int, key_value_heads: int):
         super().__init__(tuple(query), heads, key_value_heads)
@@ -128,7 +136,7 @@ class KeptHeads(Kept):
 
 
 class HeadStatistics(Statistics):
-    """A `Statistics`, made from the fields of the first design."""
+    """A `Statistics` that is built from the fields of the first design."""
 
     def __init__(
         self,
@@ -147,7 +155,7 @@ class HeadStatistics(Statistics):
 
 def select_heads(
     scores: HeadScores,
-    sites: Sequence[PrunableModule],
+    modules: Sequence[PrunableModule],
     *,
     heads: float | None = None,
     counts: Sequence[int] | None = None,
@@ -156,11 +164,10 @@ def select_heads(
     model: Mapping[str, float] | None = None,
     **constraints: Any,
 ) -> PruningPlan:
-    """Return the plan of `select_units`, with what it shall remember of its origin.
+    """Return the plan that `select_units` selects, with its provenance.
 
     Args:
-        scores, heads, counts: As `select_units` takes.
-        sites: The modules.
+        scores, modules, heads, counts: As in `select_units`.
         seed, calibration, model: As in `Provenance`.
         constraints: The fields of `Constraints`.
 
@@ -170,7 +177,7 @@ def select_heads(
         (9, 18)
     """
     return PruningPlan(
-        kept=select_units(scores, sites, heads=heads, counts=counts, constraints=Constraints(**constraints)),
+        kept=select_units(scores, modules, heads=heads, counts=counts, constraints=Constraints(**constraints)),
         criterion=scores.criterion,
         alpha=scores.parameters.get("alpha"),
         seed=seed,
@@ -182,12 +189,13 @@ def select_heads(
 
 @contextmanager
 def masked_heads(model: PreTrainedModel, plan: PruningPlan) -> Iterator[None]:
-    """Multiply, inside the block, the outputs of the attention heads that a plan removes by zero.
+    """Multiply the outputs of the attention heads that a plan removes by zero, inside the block.
 
-    The attention function does it, so no modules are needed. `masked_units` masks any kind of unit, at the consumer.
+    It replaces the model's attention function, so it needs no modules. `masked_units` masks units of any kind, at the
+    input of their consumer.
 
     Args:
-        model: The dense model; as it was, after the block.
+        model: The dense model; restored after the block.
         plan: The heads that stay.
 
     Examples:
@@ -211,7 +219,7 @@ def masked_heads(model: PreTrainedModel, plan: PruningPlan) -> Iterator[None]:
 
 
 def check_cut(dense: PreTrainedModel, slim: PreTrainedModel, plan: PruningPlan, batch: Mapping[str, Tensor]) -> float:
-    """Compare the cut model with the masked model by `compare_cut`, on modules found anew.
+    """Compare the cut model with the masked model by `compare_cut`, after finding the modules again.
 
     Returns:
         The largest absolute difference of any element of the output.
@@ -226,11 +234,11 @@ def compensate_heads(
     dense: PreTrainedModel,
     slim: PreTrainedModel,
     plan: PruningPlan,
-    sites: Sequence[PrunableModule],
+    modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
     *,
     progress: Progress = SILENT,
     **how: Any,
 ) -> list[LayerFit]:
-    """Refit the output projections by `compensate`; `how` are the fields of `Compensation`."""
-    return compensate(dense, slim, plan, sites, batches, Compensation(**how), progress=progress)
+    """Refit the output projections by `compensate`; `how` takes the fields of `Compensation`."""
+    return compensate(dense, slim, plan, modules, batches, Compensation(**how), progress=progress)

@@ -1,10 +1,10 @@
 """Define the small frozen values that flow from one stage to the next.
 
-PrunableModule   where units (attention heads) are in a model              prunable -> all
-Statistics       what calibration says of every unit                       calibrate -> score
-Scores           one number per unit, higher = keep                        score -> select
+PrunableModule   where the units (attention heads) of a module are         prunable -> all
+Statistics       averages per unit over the calibration samples            calibrate -> score
+Scores           one number per unit; higher means keep                    score -> select
 Selection        the units that stay, by module                            select -> slim
-PruningPlan      a selection and where it comes from, as JSON              select -> slim, report, stream
+PruningPlan      a selection with its provenance, saved as JSON            select -> slim, report, stream
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ PLAN_FORMAT = 2
 
 @dataclass(frozen=True)
 class Span:
-    """Indices that consecutive units own: unit `first + i` has `width` of them from `start + i * step` on.
+    """Evenly spaced blocks of indices, one for each of several consecutive units.
+
+    Unit `first + i` owns the `width` indices that begin at `start + i * step`.
 
     Attributes:
-        first: The first unit.
+        first: Number of the first unit.
         units: Number of units.
         start: First index of the first unit.
-        step: From a unit's first index to that of the next unit; the width where units lie side by side.
-        width: Indices of one unit.
+        step: Distance between the first indices of neighbouring units; the width where units lie side by side.
+        width: Number of indices per unit.
     """
 
     first: int
@@ -47,16 +49,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Slice:
-    """The rows of one tensor that belong to the units, or the groups, of a module.
+    """The indices along one axis of a tensor that belong to the units, or to the groups, of a module.
 
-    Rows that all units share belong to none, and stay whatever is cut. A fused layer has one slice for its query rows
-    and one for its key and value rows.
+    Indices that all units share are in no slice, so no cut removes them. A fused attention layer has one slice for its
+    query rows and one for its key and value rows.
 
     Attributes:
         tensor: Dotted name of a linear layer, or of a parameter outside of linear layers.
-        axis: Axis of (out_features, in_features), or of the parameter, that is indexed.
-        spans: Which indices belong to which unit.
-        per_group: Whether a group owns the indices (a key/value head), or a unit (a query head).
+        axis: The indexed axis, of a weight (out_features, in_features) or of the parameter.
+        spans: The indices of every unit or group.
+        per_group: Whether the owners are groups (key/value heads) rather than units (query heads).
         parameter: Whether `tensor` is a parameter outside of linear layers, such as an attention sink.
     """
 
@@ -67,7 +69,7 @@ class Slice:
     parameter: bool = False
 
     def indices(self, owners: Iterable[int]) -> Tensor:
-        """Return the indices, unordered int64, that some units (or groups, where `per_group`) own."""
+        """Return the indices that the given units (or groups, where `per_group`) own: (indices,) int64, unordered."""
         wanted = torch.tensor(sorted(owners), dtype=torch.int64)
         found = [torch.empty(0, dtype=torch.int64)]
         for span in self.spans:
@@ -77,13 +79,15 @@ class Slice:
 
 
 def spans_of(owned: Sequence[Iterable[int]]) -> tuple[Span, ...]:
-    """Describe what every unit owns in as few spans as a pass over the units finds.
+    """Return spans that hold exactly the indices of every unit.
+
+    Consecutive units whose indices are evenly spaced share a span.
 
     Args:
-        owned: Of every unit the indices it owns, in any order.
+        owned: For every unit, the indices it owns, in any order.
     """
     found: list[Span] = []
-    open_spans: list[Span] = []  # the previous unit's, which this unit may continue
+    open_spans: list[Span] = []  # spans of the previous unit, which this unit may extend
     for unit, indices in enumerate(owned):
         continued = []
         for place, (start, width) in enumerate(_runs(sorted(indices))):
@@ -114,31 +118,31 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Count:
-    """What an integer attribute of a module counts.
+    """The meaning of an integer attribute of a module: a number of units or groups, times a factor.
 
     Attributes:
         of: "units", "groups" or "group_size" (units per group).
-        times: What the count is multiplied by, such as the width of a head.
+        times: The factor, such as the width of a head.
     """
 
     of: str
     times: int = 1
 
     def value(self, *, units: int, groups: int) -> int:
-        """Return the attribute's value for so many units in so many groups."""
+        """Return the attribute's value for the given numbers of units and groups."""
         return self.times * {"units": units, "groups": groups, "group_size": units // groups}[self.of]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """The units of a module: all that choosing among them needs to know.
+    """The number of units and groups in a module: all that a selection needs to know of it.
 
     In attention a unit is a query head, and a group is a key/value head with its query heads.
 
     Attributes:
         name: Dotted name of the module.
         units: Number of units.
-        groups: Number of groups of consecutive units; as many as units where every unit is its own.
+        groups: Number of equal groups of consecutive units; by default every unit is a group of its own.
     """
 
     name: str
@@ -150,30 +154,30 @@ class Units:
 
     @property
     def group_size(self) -> int:
-        """Units per group."""
+        """Number of units per group."""
         return self.units // self.groups
 
     def kept(self, units: Iterable[int]) -> Kept:
-        """Return a choice of units of this module."""
+        """Return the selection that keeps the given units of this module."""
         return Kept(tuple(sorted(units)), self.units, self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrunableModule(Units):
-    """A part of a model made of units that can go: blocks of input columns of one consumer linear layer.
+    """A module whose units can be removed, such as an attention module and its heads.
 
-    Unit u is the columns [u * unit_width, (u + 1) * unit_width) of the consumer, and the rows of the producers that
-    are coupled to them.
+    Unit u owns the input columns [u * unit_width, (u + 1) * unit_width) of one linear layer, the consumer. It also owns
+    rows of the producers, the linear layers that compute these inputs.
 
     Attributes:
         name, units, groups: See `Units`.
-        kind: "attention".
-        unit_width: Input columns of the consumer that belong to one unit.
+        kind: Kind of the units: "attention" for attention heads.
+        unit_width: Number of the consumer's input columns that one unit owns.
         consumer: Dotted name of the linear layer that reads the units in order, such as `o_proj`.
-        slices: What the units own of the layers and parameters in front of the consumer.
-        attributes: Attributes of the module that follow its units ("config.NAME" for one that the module reads from its
-            config), and what each of them counts.
-        key_width: Width of a query or key vector of one unit; None for a kind without them.
+        slices: What the units and groups own of the producers, and of parameters outside of linear layers.
+        attributes: Attribute of the module that depends on its number of units -> what it counts. An attribute that
+            the module reads from its config is called "config.NAME".
+        key_width: Width of a unit's query and key vectors; None for units that have none.
     """
 
     kind: str
@@ -185,28 +189,28 @@ class PrunableModule(Units):
 
     @property
     def producers(self) -> tuple[str, ...]:
-        """Dotted names of the linear layers in front of the consumer."""
+        """Dotted names of the linear layers in front of the consumer in which units own rows."""
         return tuple(dict.fromkeys(s.tensor for s in self.slices if not s.parameter))
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Dotted names of the parameters outside of linear layers that have rows of units."""
+        """Dotted names of the parameters outside of linear layers in which units own rows."""
         return tuple(dict.fromkeys(s.tensor for s in self.slices if s.parameter))
 
     def columns(self, units: Iterable[int]) -> Tensor:
-        """Return the consumer's input columns, int64, that some units own, in the order given."""
+        """Return the consumer's input columns that the given units own: (columns,) int64, in the order of the units."""
         owners = torch.tensor(list(units), dtype=torch.int64)
         return (owners[:, None] * self.unit_width + torch.arange(self.unit_width)).flatten()
 
     def staying(self, tensor: str, kept: Kept, size: int) -> Tensor:
-        """Return which of the `size` indices of a producer or parameter stay, int64, ascending."""
+        """Return which of the `size` rows of a producer or parameter stay: (rows,) int64, ascending."""
         stay = torch.ones(size, dtype=torch.bool)
         for part in self.slices:
             if part.tensor == tensor:
                 stay[part.indices(kept.removed_groups if part.per_group else kept.removed)] = False
         return stay.nonzero().flatten()
 
-    # The names of the first design, when heads were all there was.
+    # Names from the first design, which knew attention heads only.
     heads = property(lambda self: self.units, doc="`units`.")
     key_value_heads = property(lambda self: self.groups, doc="`groups`.")
     query_dim = property(lambda self: self.key_width, doc="`key_width`.")
@@ -219,7 +223,7 @@ class Kept:
     """The units of one module that stay.
 
     Attributes:
-        units: Their original indices, ascending.
+        units: Original indices of the units that stay, ascending.
         total: Number of units before the cut.
         groups: Number of groups before the cut; a group stays as long as one of its units does.
     """
@@ -239,15 +243,15 @@ class Kept:
 
     @cached_property
     def removed(self) -> tuple[int, ...]:
-        """Original indices of the units that go, ascending."""
+        """Original indices of the removed units, ascending."""
         return tuple(sorted(set(range(self.total)) - set(self.units)))
 
     @cached_property
     def removed_groups(self) -> tuple[int, ...]:
-        """Original indices of the groups that go, ascending."""
+        """Original indices of the removed groups, ascending."""
         return tuple(sorted(set(range(self.groups)) - set(self.kept_groups)))
 
-    # The names of the first design.
+    # Names from the first design.
     query = property(lambda self: self.units, doc="`units`.")
     key_value = property(lambda self: self.kept_groups, doc="`kept_groups`.")
     heads = property(lambda self: self.total, doc="`total`.")
@@ -255,18 +259,18 @@ class Kept:
 
 
 Selection = Mapping[str, Kept]
-"""The units that stay, by the dotted name of their module, in the model's order."""
+"""Dotted name of a module -> its units that stay; modules in the model's order."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The calibration that statistics come from.
+    """The calibration run that produced the statistics.
 
     Attributes:
-        samples: How many samples were averaged.
-        labels: "data", or "predictions" when the model's own predictions stood in for labels.
+        samples: Number of samples averaged over.
+        labels: "data", or "predictions" if the model's own predictions replaced missing labels.
         fingerprint: SHA-256 of the batches.
-        batch_size: Most samples that went through the model at once; fewer than the batches hold where these did not
+        batch_size: Largest number of samples in one forward pass. It is below the size of the batches if these did not
             fit into memory.
     """
 
@@ -278,13 +282,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the calibration data says of every unit.
+    """Statistics of every unit over the calibration samples.
 
     Attributes:
-        values: Statistic -> module -> (units,) float64 on CPU. "his" is the mean absolute gradient of each sample's
-            loss to a mask of one on the unit's output, "entropy" the mean length-normalised entropy of the head's
-            attention rows in [0, 1], "weight_l2" the norm of the unit's weights; `calibrate` lists the others.
-        calibration: Where they come from.
+        values: Statistic -> module -> (units,) float64 on CPU. "his" is the mean over samples of the absolute gradient
+            of the loss with respect to a mask of one on the unit's output. "entropy" (attention only) is the mean
+            entropy of the head's attention rows, normalised by their length to [0, 1]. "weight_l2" is the L2 norm of
+            the unit's weights. The docstring of `hies_export.calibrate` lists the others.
+        calibration: The run that produced them.
     """
 
     values: Mapping[str, Mapping[str, Tensor]]
@@ -293,7 +298,7 @@ class Statistics:
     def __getitem__(self, statistic: str) -> Mapping[str, Tensor]:
         return self.values[statistic]
 
-    # The names of the first design.
+    # Names from the first design.
     his = property(lambda self: self.values["his"], doc="`values['his']`.")
     entropy = property(lambda self: self.values["entropy"], doc="`values['entropy']`.")
     weight_l2 = property(lambda self: self.values["weight_l2"], doc="`values['weight_l2']`.")
@@ -309,8 +314,8 @@ class Scores:
 
     Attributes:
         criterion: Name in `hies_export.score.CRITERIA`, or "hies-compensated".
-        parameters: What the criterion was computed with, e.g. alpha.
-        scores: Per module, float64 tensor of shape (units,).
+        parameters: Options of the criterion, such as alpha.
+        scores: Module -> (units,) float64.
     """
 
     criterion: str
@@ -320,16 +325,16 @@ class Scores:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a selection comes from.
+    """The origin of a selection.
 
     Attributes:
         criterion: Criterion of the scores.
-        alpha: Weight of HIS in the criterion, None where the criterion has none.
-        seed: Seed of the calibration sample (and of `random`).
+        alpha: Weight of HIS in the criterion; None if the criterion has no such weight.
+        seed: Seed of the calibration samples, and of the criterion `random`.
         calibration: `samples`, `labels` ("data" or "predictions") and `fingerprint` (SHA-256) of the batches.
-        versions: Library versions.
-        model: L2 norms of some consumers, by name, that tell the model from others; empty where that is not known.
-            Norms are the same, to 1e-4, in every dtype.
+        versions: Library -> version.
+        model: Consumer -> L2 norm of its weight, for the few consumers by which a plan recognises its model; empty if
+            unknown. Changing the dtype changes a norm by less than 1e-4.
     """
 
     criterion: str
@@ -342,7 +347,9 @@ class Provenance:
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """A selection with its provenance. The same plan applied to the same model gives the same bytes.
+    """A selection with its provenance.
+
+    Applying the same plan to the same model always writes the same bytes.
 
     Attributes:
         kept: The units that stay, by module.
@@ -363,17 +370,17 @@ class PruningPlan:
 
     @classmethod
     def of(cls, kept: Selection, provenance: Provenance) -> PruningPlan:
-        """Return a selection with its provenance."""
+        """Return the plan of a selection and its provenance."""
         return cls(kept, **{part.name: getattr(provenance, part.name) for part in fields(Provenance)})
 
     @property
     def heads(self) -> int:
-        """Query heads before the cut."""
+        """Number of units (query heads) before the cut."""
         return sum(kept.total for kept in self.kept.values())
 
     @property
     def removed(self) -> int:
-        """Query heads that go."""
+        """Number of units (query heads) that the plan removes."""
         return sum(kept.total - len(kept.units) for kept in self.kept.values())
 
     def to_json(self) -> str:
@@ -382,7 +389,7 @@ class PruningPlan:
 
     @classmethod
     def from_json(cls, text: str) -> PruningPlan:
-        """Read a plan of format 2, or of format 1, which knew attention heads only.
+        """Read a plan from JSON of format 2, or of format 1, which knew attention heads only.
 
         Raises:
             PlanError: The text is not a plan.
@@ -400,7 +407,7 @@ class PruningPlan:
 
     @classmethod
     def from_file(cls, path: str | Path) -> PruningPlan:
-        """Read a plan from a file.
+        """Read a plan from a JSON file.
 
         Raises:
             PlanError: There is no such file, or it is not a plan.
@@ -431,7 +438,7 @@ def _kept_of_format_1(name: str, kept: Mapping[str, Any]) -> Kept:
 
 
 def dump_json(value: Any) -> str:
-    """Return JSON text, indented, with tensors as lists and paths as strings."""
+    """Return a value as indented JSON text, with tensors as lists and paths as strings."""
 
     def encode(item: Any) -> Any:
         if isinstance(item, Tensor):
@@ -444,6 +451,6 @@ def dump_json(value: Any) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that decide what a plan or a measurement means."""
-    # The package itself may be run from a checkout.
+    """Return library -> version for the libraries that a plan or a measurement depends on."""
+    # A package run from a checkout has no installed metadata, so its own version is a constant.
     return {"hies-export": __version__, **{name: version(name) for name in ("torch", "transformers")}}

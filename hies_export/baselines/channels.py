@@ -1,7 +1,7 @@
-"""Remove single channels of heads, wherever they matter least: LLM-Pruner's channel-wise mode, for attention alone.
+"""Remove the least important channels of heads: LLM-Pruner's channel-wise mode, for attention alone.
 
-A channel of a key/value head is one of its features: that row of k and v, and for each of its query heads that row of q
-and that column of o. So as many channels as a budget of heads has features take as many weights as those heads.
+A channel is one feature of a key/value head: a row of k and v and, for each of its query heads, a row of q and a column
+of o. A head of width w has w channels, so removing w channels removes as many weights as removing the head.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ def select_channels(
     """Select the channels that stay when as many weights go as a budget of whole key/value heads removes.
 
     Args:
-        scores: Of every channel, (groups * unit_width,) per module; the smallest go first.
-        modules: The modules that may lose channels.
-        heads: Share of heads whose number of weights goes, in (0, 1).
-        constraints: What a budget of heads is subject to; `unit` and `multiple_of` are not looked at.
+        scores: Module -> score of every channel, (groups * unit_width,); the smallest go first.
+        modules: The attention modules that may lose channels.
+        heads: Share of heads, in (0, 1); channels with as many weights are removed.
+        constraints: Constraints of the budget; `unit` and `multiple_of` do not apply.
 
     Returns:
-        Per module which channels stay, (groups * unit_width,) bool.
+        Module -> whether each channel stays, (groups * unit_width,) bool.
 
     Raises:
         UnsupportedModelError: Heads have no channels that q, k, v and o share.
-        PlanError: The constraints leave less to remove than the budget asks for.
+        PlanError: The constraints allow fewer removals than the budget asks for.
     """
     check_channels(modules)
     constraints = replace(constraints, unit="group", multiple_of=1)
     size = check_budget(modules, heads=heads, constraints=constraints)
     width = modules[0].unit_width
-    ranked = []  # per module its channels, worst first; ties go to the later one
+    ranked = []  # the channels of each module, worst first; of equals the later one first
     for module in modules:
         values = scores[module.name].tolist()
         ranked.append(sorted(((value, -channel) for channel, value in enumerate(values))))
@@ -85,14 +85,14 @@ def select_channels(
 def masked_channels(
     model: PreTrainedModel, modules: Sequence[PrunableModule], stay: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Compute, inside the block, as if the rows of q, k and v of the channels that go were zero.
+    """Multiply the features of removed channels in q, k and v by zero, inside the block.
 
-    Then the columns of o read zeros, so nothing is left of a channel. The width of a head by which attention scores are
-    scaled, and norms over a head's features, are still those of the dense model.
+    The columns of o then read zeros, so a removed channel has no effect. The head width that scales attention scores,
+    and norms over the features of a head, are still those of the dense model.
 
     Args:
-        model: The dense model; as it was, after the block.
-        modules: The modules.
+        model: The dense model; restored after the block.
+        modules: The attention modules.
         stay: From `select_channels`.
     """
     handles = []

@@ -1,16 +1,16 @@
-"""Name what a sweep compares beside the criteria, and say how it differs from the method it is named after."""
+"""Name the baselines of a sweep, and say how they differ from the methods they are named after."""
 
 from __future__ import annotations
 
 from ..score.criteria import COMPENSATED, criterion_names
 
-# Baselines that remove something else than heads: a sweep judges what the model would compute, nothing is cut.
+# Baselines that do not remove whole heads. A sweep evaluates what the smaller model would compute; nothing is cut.
 CHANNELS, SLICED, SLICED_TUNED = "llm-pruner-channel", "slicegpt", "slicegpt-tuned"
 JUDGED_ONLY = (CHANNELS, SLICED, SLICED_TUNED)
-# They have their own calibration samples, the same whatever the others are scored on.
+# Methods with calibration samples of their own, whatever the samples of the other criteria.
 OWN_SAMPLES = (COMPENSATED, SLICED, SLICED_TUNED)
 
-# How rows that are approximations differ from the methods they are named after.
+# Approximated method -> how it differs from the original. Reports and the reference print this.
 DIFFERENCES = {
     "llm-pruner-block": "only attention is pruned; the first three layers and the last lose heads where no others are "
     "left, and, below 8 layers, like any other",
@@ -24,5 +24,5 @@ DIFFERENCES = {
 
 
 def sweep_names() -> tuple[str, ...]:
-    """Return every criterion that a sweep may name."""
+    """Return the names of all criteria and baselines that a sweep may use."""
     return (*criterion_names(), *JUDGED_ONLY)

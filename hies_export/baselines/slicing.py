@@ -1,9 +1,11 @@
-"""SliceGPT for attention alone (Ashkboos et al. 2024, https://arxiv.org/abs/2401.15024): directions of little power go.
+"""Slice attention as SliceGPT does (Ashkboos et al. 2024, https://arxiv.org/abs/2401.15024).
 
-What q, k and v read, and what o writes, is projected onto its principal components. With a share s of the components
-gone, each of the four matrices needs 1 - s of its rows or columns in the rotated basis, as it does without a share s of
-the heads. The original slices the residual stream, and with it the MLPs and the embeddings; the rotations are not
-counted, which there are merged into the residual connections.
+The inputs of q, k and v and the output of o are projected onto their first principal components. Without a share s of
+the components, each of the four matrices has 1 - s of its rows or columns in the rotated basis. Removing a share s of
+the heads has the same effect on their size.
+
+The original slices the whole residual stream, and so MLPs and embeddings as well. It merges the rotations into the
+residual connections; here they are not counted.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from ..values import PrunableModule
 
 @dataclass(frozen=True)
 class Bases:
-    """Principal components of what attention modules read and write, by module; uncentred, on CPU, float64.
+    """Principal components of the inputs and outputs of attention modules; uncentred, float64 on CPU.
 
     Attributes:
-        read: (width, width), a component per column, the one of most power first.
-        written: The same of the output.
+        read: Module -> components of the input of q, k and v, (width, width): one per column, largest variance first.
+        written: Module -> the same for the output of o.
     """
 
     read: Mapping[str, Tensor]
@@ -47,17 +49,17 @@ def collect_bases(
     *,
     progress: Progress = SILENT,
 ) -> Bases:
-    """Find the principal components in one forward pass per batch; padding is left out.
+    """Return the principal components, from one forward pass per batch; padding is excluded.
 
     Args:
         model: The dense model.
-        batches: Inputs; labels are not used.
+        batches: Inputs of the model; labels are not used.
         modules: The attention modules, from `find_attention`.
-        progress: Told about the loop.
+        progress: Shows the loop over the batches.
 
     Raises:
         DataError: There is no batch.
-        UnsupportedModelError: The projections of a module do not read the same.
+        UnsupportedModelError: The projections of a module do not all read the same input.
     """
     if not batches:
         raise DataError("principal components need at least one sample, got none; raise calibration.samples")
@@ -85,13 +87,13 @@ def collect_bases(
 
 @contextmanager
 def sliced(model: PreTrainedModel, modules: Sequence[PrunableModule], bases: Bases, *, share: float) -> Iterator[None]:
-    """Inside the block attention reads and writes its first principal components only.
+    """Project the inputs and outputs of attention onto their first principal components, inside the block.
 
     Args:
         model: The dense model.
         modules: The attention modules.
         bases: From `collect_bases`.
-        share: Share of the components that go, and so of the weights; of each basis to the nearest whole number.
+        share: Share of the components to remove, and so of the weights; rounded for each basis.
     """
     handles = []
     try:
@@ -121,17 +123,18 @@ def fine_tuned(
     epochs: int = 3,
     rate: float = 5e-5,
 ) -> Iterator[None]:
-    """Inside the block the attention's weights are those after a short fine-tune; then they are as they were.
+    """Fine-tune the weights of attention for the time of the block; they are restored after it.
 
-    AdamW on the q, k, v and o layers alone, without dropout, towards the dense model: the cross-entropy to its
-    probabilities, the squared error to its number, or, of a language model, its own loss of the text.
+    AdamW trains the q, k, v and o layers alone, without dropout. The loss of a classifier is the cross-entropy to the
+    dense model's probabilities, that of a regressor the squared error to the dense model's output, and that of a
+    language model its own loss on the text.
 
     Args:
         model: The model, already inside `sliced`.
         modules: The attention modules.
-        batches: Inputs; every epoch goes through them in an order of its own.
-        targets: From `predict` of the dense model on the same batches; of a language model not read.
-        epochs: How often.
+        batches: Inputs of the model; every epoch shuffles their order.
+        targets: From `predict` of the dense model on the same batches; not used for a language model.
+        epochs: Number of passes over the batches.
         rate: Learning rate at the start; it falls to zero linearly.
     """
     names = dict.fromkeys(name for module in modules for name in (*module.producers, module.consumer))

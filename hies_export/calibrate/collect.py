@@ -25,7 +25,7 @@ from .gates import Gates
 
 logger = logging.getLogger(__name__)
 
-# What every run records.
+# Statistics that every run collects.
 DEFAULT_NEEDS = ("his", "entropy", "weight_l2")
 
 
@@ -37,37 +37,36 @@ def collect_statistics(
     needs: Collection[str] = DEFAULT_NEEDS,
     progress: Progress = SILENT,
 ) -> Statistics:
-    """Average what is needed of every unit over the calibration samples.
+    """Collect the statistics of every unit, averaged over the calibration samples.
 
-    HIS is E_x |dL(x)/dm_h| with a mask m_h = 1 on the head's output (Michel et al. 2019, "Are Sixteen Heads Really
-    Better than One?", https://arxiv.org/abs/1905.10650, Eq. 3): a gate per sample and head receives each sample's own
-    gradient from a single backward pass, with every weight frozen. The entropy is the mean over a sample's real query
-    tokens of H(attention row) / log(keys the row sees); no attention map is stored.
+    HIS is E_x |dL(x)/dm_u| with a mask m_u = 1 on the output of unit u (Michel et al. 2019, "Are Sixteen Heads Really
+    Better than One?", https://arxiv.org/abs/1905.10650, Eq. 3). Every sample and unit has a gate, so one backward pass
+    per batch gives each sample's own gradient. All weights are frozen. The entropy is the mean over a sample's real
+    query tokens of H(attention row) / log(keys the row sees). No attention map is stored.
 
-    Where labels are tokens, sample i's loss is the mean over its own n_i label tokens. The model's loss is the mean
-    over all N of the batch, so the gates' gradient of N times that loss is divided by n_i.
+    If labels are tokens, sample i's loss is the mean over its own n_i label tokens. The model's loss is the mean over
+    all N label tokens of the batch, so the gates' gradient of N times that loss is divided by n_i.
 
-    A batch that does not fit into memory is halved, again and again, and so are those after it. Gradient checkpointing
-    is used where it is switched on (without dropout), and no key/value cache is kept.
+    If a batch does not fit into memory, it and all later batches are halved, as often as needed. Gradient checkpointing
+    is used if it is switched on (without dropout). No key/value cache is kept.
 
     Args:
-        model: The model; its weights, mode and gradients are left as they were found. It may be in half precision (all
-            sums are float64) or spread over devices.
-        batches: What `model(**batch)` takes. With `labels` the loss is the model's own; without, the predicted class or
-            tokens stand in for the labels.
-        modules: From `find_attention`. Those of an image tower must see one image per sample. A head whose output is
+        model: The model; its weights, mode and gradients are restored. It may be in half precision (all sums are
+            float64) or spread over devices.
+        batches: Keyword arguments of the model. Without `labels`, the predicted classes or tokens replace them.
+        modules: From `find_attention`. Modules of an image tower must see one image per sample. A unit whose output is
             not used (as in the last layer of LLaVA's tower) has an HIS of 0.
-        needs: Names of statistics beside "his", "entropy" and "weight_l2", which are always collected:
+        needs: Statistics to collect beside "his", "entropy" and "weight_l2", which are always collected:
             "activation_l2", "output_norm" and "obs" (see `inputs.InputSums`), "taylor" and "channel_taylor" (see
             `weights.WeightGradients`).
-        progress: Told about the loop.
+        progress: Shows the loop over the batches.
 
     Returns:
-        The statistics; tensors of shape (units,), float64, on CPU.
+        The statistics: (units,) float64 on CPU per module, except "channel_taylor", (groups * unit_width,).
 
     Raises:
         DataError: There is no batch, labels are needed and missing, or a sample has no label token.
-        UnsupportedModelError: A module sees another number of rows than there are samples.
+        UnsupportedModelError: The number of rows that a module sees is not the number of samples.
         NonFiniteError: A loss or a gradient is NaN or infinite; the message names the batch.
         StepError: Not even one sample fits into memory.
 
@@ -97,7 +96,7 @@ def collect_statistics(
                     at_once = _halved(part, index, error)
                     found = None
                 if found is None:
-                    # Only here, outside of the handler, are the tensors of the failed attempt free.
+                    # Inside the handler, the traceback still holds the tensors of the failed attempt.
                     collected.reset()
                     gc.collect()
                     torch.cuda.empty_cache()
@@ -124,7 +123,11 @@ def collect_statistics(
 
 
 def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], needs: Collection[str]) -> bool:
-    """Return whether the batches have labels, after checking that they have what the needs require."""
+    """Return whether the batches have labels.
+
+    Raises:
+        DataError: There is no batch, or a statistic needs labels that are missing.
+    """
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
     labelled = "labels" in batches[0]
@@ -133,7 +136,7 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
             "a regression model needs labels to be calibrated (against its own predictions its loss has no gradient), "
             "but the recipe names no label column; set data.label"
         )
-    if not labelled and model.can_generate() and not set(weights.GIVES).isdisjoint(needs):
+    if not labelled and model.can_generate() and not set(weights.STATISTICS).isdisjoint(needs):
         raise DataError("this model needs labels to be scored by the gradients of its weights; set data.label")
     check_label_tokens(batches)
     return labelled
@@ -141,11 +144,11 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
 
 @dataclass(frozen=True)
 class _Found:
-    """What one batch gave.
+    """Gradients and entropies of one batch.
 
     Attributes:
-        gradients: Module -> gradients of every sample's own loss to its gates, (batch, units) float64 on CPU.
-        entropies: Module -> (batch, units) float64 on CPU, and how many samples had a row to count.
+        gradients: Module -> gradients of each sample's own loss to its gates, (batch, units) float64 on CPU.
+        entropies: Module -> entropies, (batch, units) float64 on CPU, and the number of samples with a row to average.
     """
 
     gradients: Mapping[str, Tensor]
@@ -153,24 +156,30 @@ class _Found:
 
 
 class _Pass:
-    """One forward and one backward pass per batch, in which everything that is needed is seen."""
+    """One forward and one backward pass per batch, with everything attached that collects statistics."""
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str]):
         self._model, self._modules = model, modules
+<<<<<<< HEAD
         self._entropies = Entropies(model, [module for module in modules if module.kind == "attention"])
         self._inputs = None if set(inputs.GIVES).isdisjoint(needs) else inputs.InputSums(model, modules)
         self._weights = None if set(weights.GIVES).isdisjoint(needs) else weights.WeightGradients(model, modules)
+=======
+        self._entropies = Entropies(model, modules)
+        self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules)
+        self._weights = None if set(weights.STATISTICS).isdisjoint(needs) else weights.WeightGradients(model, modules)
+>>>>>>> refs/heads/eng1
         self.reset()
 
     def reset(self) -> None:
-        """Forget the last batch."""
+        """Discard what the last batch left."""
         self._gates = Gates(self._modules)
         self._read: dict[str, list[Tensor]] = {}
         self._entropies.take()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """See through the model inside the block, with its weights frozen."""
+        """Attach gates, entropies and sums to the model inside the block, with its weights frozen."""
         consumers = {module.name: module.consumer for module in self._modules}
         with ExitStack() as stack:
             stack.enter_context(frozen(self._model))
@@ -190,13 +199,18 @@ class _Pass:
         return self._gates.apply(name, x, rows=self._entropies.rows.get(name, len(x)))
 
     def run(self, batch: dict[str, Tensor], index: int) -> _Found:
-        """Run a batch forward and backward."""
+        """Run a batch forward and backward, and return its gradients and entropies.
+
+        Args:
+            batch: The batch, on the model's device; predicted labels are added if it has none.
+            index: Number of the batch, for messages.
+        """
         self.reset()
         if "labels" not in batch:
             with torch.no_grad():
                 batch["labels"] = own_labels(self._model(**batch).logits, batch.get("attention_mask"))
         labels = batch["labels"]
-        # How many losses the model averages, and how many of them are each sample's: (batch,)
+        # The model averages one loss per label token, or one per sample. How many are each sample's: (batch,)
         losses = predicted_positions(labels).sum(-1) if labels.dim() == 2 else torch.ones(len(labels))
         self._entropies.enabled = self._entropies.recording = True
         try:
@@ -225,7 +239,7 @@ class _Pass:
         return found
 
     def sums(self) -> dict[str, dict[str, Tensor]]:
-        """Return the statistics beside HIS and entropy that were asked for."""
+        """Return statistic -> module -> values, for the optional statistics that were asked for."""
         return {
             **({} if self._inputs is None else self._inputs.values()),
             **({} if self._weights is None else self._weights.values()),
@@ -233,7 +247,7 @@ class _Pass:
 
 
 def own_labels(logits: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return a model's predictions as labels: classes (batch,), or tokens (batch, tokens), each one position later."""
+    """Return predictions as labels: classes (batch,), or tokens (batch, tokens), shifted by one position."""
     predicted = logits.argmax(-1)
     if predicted.dim() == 1:
         return predicted
@@ -243,20 +257,24 @@ def own_labels(logits: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def _part(batch: dict[str, Tensor], start: int, size: int) -> dict[str, Tensor]:
-    """Return some samples of a batch."""
+    """Return up to `size` samples of a batch, from sample `start` on."""
     if size >= size_of(batch):
         return batch
     return {key: value[start : start + size] for key, value in batch.items()}
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
-    # On CPU, and from some libraries on GPU, it has no class of its own.
-    said = ("out of memory", "not enough memory", "can't allocate memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error).lower() for words in said)
+    # The CPU allocator, and some GPU libraries, raise a plain RuntimeError.
+    phrases = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(phrase in str(error).lower() for phrase in phrases)
 
 
 def _halved(part: Mapping[str, Tensor], index: int, error: RuntimeError) -> int:
-    """Return half the samples of a batch that did not fit into memory."""
+    """Return half the number of samples of a batch that did not fit into memory.
+
+    Raises:
+        StepError: The batch cannot be halved.
+    """
     size = size_of(part)
     if any(len(value) != size for value in part.values()):
         raise StepError(

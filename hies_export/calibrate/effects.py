@@ -1,4 +1,4 @@
-"""Record the inputs of the consumers, and the gradients of the prediction there."""
+"""Record the inputs of the consumers, and the gradients of the prediction with respect to them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..values import PrunableModule
 
 @dataclass(frozen=True)
 class LayerEffects:
-    """What a consumer read at the real tokens of all samples, and the gradient of the prediction there; on CPU.
+    """The inputs of one consumer at the real tokens of all samples, and the gradients to them; on CPU.
 
     Attributes:
         inputs: (tokens, inputs) float32.
-        gradients: (tokens, inputs) float32, of the sample's prediction to these inputs.
-        sample: (tokens,) int64, the sample each token belongs to.
-        centred: Whether the consumer has a bias, which makes up for the mean.
+        gradients: (tokens, inputs) float32, gradient of the sample's prediction with respect to these inputs.
+        sample: (tokens,) int64, the sample that each token belongs to.
+        centred: Whether the consumer has a bias, which can absorb the mean of the removed inputs.
     """
 
     inputs: Tensor
@@ -37,11 +37,11 @@ class LayerEffects:
 
 @dataclass(frozen=True)
 class Effects:
-    """What `score_compensated` needs to know of a model on its calibration samples.
+    """Inputs and gradients of all consumers on the calibration samples, for `score_compensated`.
 
     Attributes:
-        layers: By the name of the module.
-        samples: How many samples there were.
+        layers: Module -> effects of its consumer.
+        samples: Number of samples.
     """
 
     layers: Mapping[str, LayerEffects]
@@ -55,23 +55,25 @@ def collect_effects(
     *,
     progress: Progress = SILENT,
 ) -> Effects:
-    """Record what every consumer reads, and the gradient of the model's prediction to it.
+    """Record the inputs of every consumer, and the gradient of the model's prediction with respect to them.
 
-    The prediction is a regressor's output, the margin of a classifier's predicted class over the runner-up, or, of a
-    language model, the log-probability of its text: the sum over the label positions (of the token it would itself
-    choose there it is nearly certain, and its gradient says little: perplexity 12.2 instead of 9.4 in dev/LOG.md).
-    One forward and one backward pass per batch, with every weight frozen. Memory is 8 bytes for each real token and
-    input of each consumer, e.g. 150 MB for 8,000 tokens and 6 layers of width 384.
+    The prediction of a regressor is its output. That of a classifier is the margin of the predicted class over the
+    runner-up. That of a language model is the log-probability of the labels, summed over their positions. (The
+    log-probability of the model's own choice is less useful: the model is nearly certain of it, so its gradient is
+    small. Perplexity was 12.2 instead of 9.4 in dev/LOG.md.)
+
+    Each batch takes one forward and one backward pass, with every weight frozen. Memory is 8 bytes for each real token
+    and input of each consumer, e.g. 150 MB for 8,000 tokens and 6 layers of width 384.
 
     Args:
-        model: A classifier, regressor or language model; its weights, mode and gradients are left as they were found.
-        batches: What `model(**batch)` takes; padding is left out by their `attention_mask`. Covariances of hundreds of
-            inputs want about 256 samples; with few, take a greater ridge.
+        model: A classifier, regressor or language model; its weights, mode and gradients are restored.
+        batches: Keyword arguments of the model; padding is excluded by their `attention_mask`. Covariances of hundreds
+            of inputs need about 256 samples; with fewer, use a larger ridge.
         modules: From `find_attention`.
-        progress: Told about the loop.
+        progress: Shows the loop over the batches.
 
     Returns:
-        By module the inputs of its consumer and the gradients there, of all real tokens.
+        The inputs and gradients of every consumer, at all real tokens.
 
     Raises:
         DataError: There is no batch, or a language model's sample has no label token.
@@ -95,8 +97,8 @@ def collect_effects(
             else:
                 predictions = _predictions(logits, regression=is_regression(model.config))
             read = [(module.name, x) for module in modules for x in seen.inputs[module.name]]
-            # Samples do not see each other, so the gradient of the sum holds each sample's own. What nothing uses, such
-            # as the last layer of LLaVA's image tower, has none.
+            # Samples are independent, so the gradient of the sum holds each sample's own. An unused layer, such as the
+            # last one of LLaVA's image tower, has no gradient.
             found = torch.autograd.grad(predictions.sum(), [x for _, x in read], allow_unused=True)
             gradients = [torch.zeros_like(x) if g is None else g for (_, x), g in zip(read, found, strict=True)]
             if not all(torch.isfinite(values).all() for values in (predictions, *gradients)):
@@ -119,7 +121,7 @@ def collect_effects(
 
 
 def _predictions(logits: Tensor, *, regression: bool) -> Tensor:
-    """Return one number per sample, (batch,): the output, or the margin of the predicted class over the runner-up."""
+    """Return one prediction per sample, (batch,): the output, or the margin of the predicted class."""
     if regression:
         return logits.float().sum(-1)
     best, second = logits.float().topk(2, dim=-1).values.unbind(-1)
@@ -127,11 +129,11 @@ def _predictions(logits: Tensor, *, regression: bool) -> Tensor:
 
 
 def _log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return per sample, (batch,), the sum over label positions of the log-probability of the label.
+    """Return the log-probability of each sample's labels, summed over their positions, (batch,).
 
     Args:
         logits: (batch, tokens, vocabulary)
-        labels: (batch, tokens), -100 where none.
+        labels: (batch, tokens), -100 where a position has no label.
     """
     judged = predicted_positions(labels)
     wanted = labels[:, 1:][judged][:, None]

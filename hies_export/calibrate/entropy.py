@@ -1,4 +1,4 @@
-"""Sum the entropies of attention rows in a forward pass: the one statistic that only attention has."""
+"""Compute the entropies of attention rows during a forward pass: the one statistic that only attention has."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..values import PrunableModule
 
 
 class Entropies:
-    """The attention function of calibration; it computes what the model's own does.
+    """The attention function of calibration; its outputs equal those of the model's own.
 
     Attributes:
         enabled: Whether entropies are computed at all.
-        recording: Whether they are kept. A pass that is repeated under gradient checkpointing must compute them again,
-            for checkpointing to match the two passes, but not count them twice.
-        rows: Module -> number of rows of its last call, which are samples.
+        recording: Whether the computed entropies are kept. Gradient checkpointing repeats the forward pass, which must
+            compute the entropies again to match the first one, but must not count them twice.
+        rows: Module -> number of rows (samples) in its last call.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[PrunableModule]):
@@ -30,7 +30,7 @@ class Entropies:
         self.rows: dict[str, int] = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """Return the heads' outputs, (batch, heads, query, value head_dim)."""
+        """Return the heads' outputs, (batch, heads, queries, value width)."""
         name = self._names.get(call.module)
         if name is None or not self.enabled:
             return attend(call, self._visible)
@@ -41,10 +41,10 @@ class Entropies:
         return output
 
     def take(self) -> dict[str, tuple[Tensor, int]]:
-        """Return the entropies of the recorded batch, and forget them.
+        """Return the entropies of the recorded batch, and discard them.
 
         Returns:
-            Module -> (batch, units) float64 on CPU, in [0, 1], and the number of samples that had a row to count.
+            Module -> entropies in [0, 1], (batch, heads) float64 on CPU, and the number of samples that have a row.
         """
         found = {}
         for name, calls in self._calls.items():

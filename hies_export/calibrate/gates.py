@@ -1,4 +1,4 @@
-"""Multiply what every unit gives to its consumer by a gate of one, so that a gate receives the gradient of HIS."""
+"""Multiply the output of every unit by a gate of one, whose gradient is the one that HIS averages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..values import PrunableModule
 
 
 class Gates:
-    """Gates of one batch, (batch, units, 1, 1) for each module; made when its consumer is first called.
+    """Gates of one batch, created when a consumer is first called.
 
     Attributes:
-        tensors: Module -> its gates.
+        tensors: Module -> its gates, (batch, units, 1, 1).
     """
 
     def __init__(self, modules: Sequence[PrunableModule]):
@@ -23,17 +23,17 @@ class Gates:
         self.tensors: dict[str, Tensor] = {}
 
     def apply(self, name: str, x: Tensor, *, rows: int) -> Tensor:
-        """Return the input of a consumer, multiplied by the module's gates.
+        """Return the input of a consumer times the gates of its module.
 
         Args:
             name: Name of the module.
-            x: (..., units * unit_width), samples first.
-            rows: Number of samples that x holds.
+            x: (..., units * unit_width), samples along the first axis.
+            rows: Number of samples in x.
         """
         module = self._modules[name]
         gate = self.tensors.get(name)
         if gate is None:
-            # In float32, so that a half-precision model's gradient is not rounded when it is summed up.
+            # Autograd sums a gate's gradient in the gate's dtype; half precision would round it.
             dtype = torch.promote_types(x.dtype, torch.float32)
             gate = torch.ones(rows, module.units, 1, 1, dtype=dtype, device=x.device).requires_grad_()
             self.tensors[name] = gate
@@ -41,15 +41,18 @@ class Gates:
         return (units * gate).to(x.dtype).transpose(1, 2).reshape(x.shape)
 
     def per_sample(self, gradients: Mapping[str, Tensor | None], losses: Tensor, index: int) -> dict[str, Tensor]:
-        """Return the gradients of every sample's own loss, (batch, units) float64 on CPU, by module.
+        """Return the gradients of each sample's own loss with respect to its gates.
 
         Args:
-            gradients: Of the sum over all losses of the batch, by module; None where nothing reads the module.
-            losses: (batch,) How many of these losses are each sample's.
+            gradients: Module -> gradient of the sum over all losses of the batch; None if nothing reads the module.
+            losses: (batch,) number of these losses that belong to each sample.
             index: Number of the batch, for messages.
 
+        Returns:
+            Module -> (batch, units) float64 on CPU.
+
         Raises:
-            UnsupportedModelError: A module sees another number of rows than there are samples.
+            UnsupportedModelError: The number of rows that a module sees is not the number of samples.
             NonFiniteError: A gradient is NaN or infinite.
         """
         found = {}

@@ -1,4 +1,4 @@
-"""Sum up what consumers read from their units: norms of activations and outputs, and the error of losing a unit."""
+"""Sum up what consumers read from their units: norms of activations and outputs, and the error of removing a unit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from ..model.linear import weight_of
 from ..model.tokens import real_tokens
 from ..values import PrunableModule
 
-# Relative to the mean of the diagonal, for the inverse of the moments.
+# Damping of the inverse of the moments, relative to the mean of their diagonal.
 RIDGE = 1e-2
 
-GIVES = ("activation_l2", "output_norm", "obs")
+STATISTICS = ("activation_l2", "output_norm", "obs")
 
 
 class InputSums:
-    """Sums over the real tokens of what every consumer W reads from its units, x_u of unit u.
+    """Sums over real tokens of the inputs x_u that every consumer W reads from its units u.
 
-    It gives `activation_l2`, E |x_u|; `output_norm`, E |W_u x_u|, which needs no backward pass; and `obs`,
-    tr(W_u ((M + lambda I)^-1_uu)^-1 W_u^T) with M = E x x^T, the error that losing the unit leaves once the others have
-    made up for it (optimal brain surgeon, Hassibi and Stork 1992, by groups).
+    activation_l2   E |x_u|
+    output_norm     E |W_u x_u|
+    obs             tr(W_u ((M + lambda I)^-1_uu)^-1 W_u^T) with M = E x x^T: the error that remains after unit u is
+                    removed and the others are refitted (optimal brain surgeon, Hassibi and Stork 1992, by blocks)
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
@@ -37,8 +38,8 @@ class InputSums:
         """Add a batch.
 
         Args:
-            batch: What the model was given, on its device.
-            inputs: Module -> what its consumer read at each call, (batch, tokens, units * unit_width).
+            batch: Inputs of the model, on its device.
+            inputs: Module -> input of its consumer at each call, (batch, tokens, units * unit_width).
         """
         for module in self._modules:
             name = module.name
@@ -64,7 +65,7 @@ class InputSums:
         }
 
     def _obs(self, module: PrunableModule, moments: Tensor) -> Tensor:
-        """Return (units,)."""
+        """Return the OBS score of every unit, (units,), from the mean of x x^T, (inputs, inputs)."""
         weight = weight_of(self._model.get_submodule(module.consumer)).detach().double()
         damping = RIDGE * (moments.diagonal().mean().item() or 1.0)
         identity = torch.eye(len(moments), dtype=moments.dtype, device=moments.device)

@@ -1,4 +1,4 @@
-"""Collect the moments of what consumers read and write: all that least squares needs, and no activation is stored."""
+"""Collect the moments of the inputs and outputs of consumers: all that least squares needs, without activations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..model.watch import watch
 from ..progress import SILENT, Progress
 from ..values import PrunableModule, Selection
 
-# Every fifth sample is held out: enough to judge a fit, few enough to leave it its tokens.
+# Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
 HELD_OUT_EVERY = 5
 
 
@@ -44,22 +44,27 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor) -> Moments:
-        """Moments of (tokens, inputs) and (tokens, outputs)."""
+        """Return the moments of x (tokens, inputs) and y (tokens, outputs)."""
         x, y = x.double(), y.double()
         return cls(len(x), x.sum(0), y.sum(0), x.T @ x, y.T @ x, y.pow(2).sum())
 
     def part(self, columns: Tensor) -> Moments:
-        """The moments of some inputs, (columns,) of their indices, with the same targets."""
+        """Return the moments of the inputs with the given indices, (columns,) int64, and of all targets."""
         return replace(self, x=self.x[columns], xx=self.xx[columns][:, columns], yx=self.yx[:, columns])
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     def fit(self, weight: Tensor, *, ridge: float, centred: bool) -> tuple[Tensor, Tensor | None]:
-        """The weight nearest to `weight` (outputs, inputs), in the sense of the ridge, that maps x to y.
+        """Return the ridge regression of y on x, which shrinks towards `weight` instead of zero.
+
+        Args:
+            weight: (outputs, inputs)
+            ridge: Relative to the mean of the diagonal of the moments of x.
+            centred: Whether to fit a bias as well, from centred moments.
 
         Returns:
-            Weight (outputs, inputs), and bias (outputs,) or None when not `centred`.
+            The weight (outputs, inputs), and the bias (outputs,), or None if not `centred`.
         """
         mean_x, xx, yx = self.x / self.tokens, self.xx / self.tokens, self.yx / self.tokens
         if centred:
@@ -70,11 +75,11 @@ class Moments:
         return fitted, self.fit_bias(fitted) if centred else None
 
     def fit_bias(self, weight: Tensor) -> Tensor:
-        """The best bias (outputs,) for a weight (outputs, inputs)."""
+        """Return the least-squares bias (outputs,) for a weight (outputs, inputs)."""
         return (self.y - weight @ self.x) / self.tokens
 
     def error(self, weight: Tensor, bias: Tensor | None) -> float:
-        """Mean over tokens of |weight x + bias - y|^2."""
+        """Return the mean over tokens of |weight x + bias - y|^2."""
         total = ((weight @ self.xx) * weight).sum() - 2 * (weight * self.yx).sum() + self.yy
         if bias is not None:
             total = total + 2 * bias @ (weight @ self.x - self.y) + self.tokens * bias @ bias
@@ -83,18 +88,18 @@ class Moments:
 
 @dataclass(frozen=True)
 class SplitMoments:
-    """Moments of one consumer.
+    """Moments of one consumer, split by sample.
 
     Attributes:
-        fitting: Of the samples that a fit is made on.
-        held_out: Of every fifth sample, on which a fit is judged.
+        fitting: Moments of the samples that a fit uses.
+        held_out: Moments of every fifth sample, on which the fit is judged.
     """
 
     fitting: Moments
     held_out: Moments
 
     def part(self, columns: Tensor) -> SplitMoments:
-        """Return the moments of some inputs, (columns,) of their indices, with the same targets."""
+        """Return the moments of the inputs with the given indices, (columns,) int64, and of all targets."""
         columns = columns.to(self.fitting.xx.device)
         return SplitMoments(self.fitting.part(columns), self.held_out.part(columns))
 
@@ -111,22 +116,22 @@ def collect_moments(
     slim: PreTrainedModel | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, SplitMoments]:
-    """Collect, in one pass, the moments of the inputs of every consumer and of the dense model's outputs there.
+    """Collect the moments of every consumer's inputs and dense outputs, in one pass over the batches.
 
-    Without a selection they are those of all inputs, and the moments of any selection are sub-blocks of them. So one
-    pass serves any number of plans. Memory is then 32 bytes for each pair of inputs of each consumer, e.g. 28 MB for
-    6 layers of width 384 and 17 GB for 32 of width 4096.
+    Without a selection, the moments cover all inputs. Those of any selection are sub-blocks of them, so one pass serves
+    any number of plans. Memory is then 32 bytes for each pair of inputs of each consumer, e.g. 28 MB for 6 layers of
+    width 384 and 17 GB for 32 of width 4096.
 
     Args:
         dense: The dense model.
-        modules: The modules whose consumers are of interest.
-        batches: Inputs; labels are not used, and padding is left out by the `attention_mask`.
-        selection: Collect the moments of the kept units' inputs only.
-        slim: Take the inputs from this model, cut by `selection`, and the outputs from the dense one.
-        progress: Told about the loop.
+        modules: The modules whose consumers to watch.
+        batches: Inputs of the model; labels are not used, and padding is excluded by the `attention_mask`.
+        selection: Cover the inputs of the kept units only.
+        slim: Take the inputs from this model, cut by `selection`, and only the outputs from the dense one.
+        progress: Shows the loop over the batches.
 
     Returns:
-        By the name of the module.
+        Module -> moments of its consumer.
 
     Raises:
         DataError: Fewer than five samples.
@@ -167,21 +172,22 @@ def collect_moments(
 
 
 def _split(x: Tensor, y: Tensor, real: Tensor, held: Tensor) -> SplitMoments:
-    """Return the moments of the real tokens of one batch; `real` is (batch, tokens), `held` (batch,)."""
+    """Return the moments of one batch; `real` (batch, tokens) marks real tokens, `held` (batch,) held-out samples."""
     fitting, held_out = (Moments.of(x[rows], y[rows]) for rows in (real & ~held[:, None], real & held[:, None]))
     return SplitMoments(fitting, held_out)
 
 
 def moment_bytes(modules: Sequence[PrunableModule]) -> int:
-    """Return the bytes that `collect_moments` holds: two float64 matrices of every consumer, fitting and held out.
+    """Return the bytes of memory that `collect_moments` needs without a selection.
 
-    Consumers are taken to be square, as the output projections of most models are.
+    It assumes square consumers, which the output projections of most models are. Each has two float64 matrices for
+    fitting and two held out.
     """
     return sum(2 * 2 * 8 * (module.units * module.unit_width) ** 2 for module in modules)
 
 
 def check_samples(batches: Sequence[Mapping[str, Tensor]]) -> None:
-    """Refuse too few samples to fit on some and judge the fit on others.
+    """Refuse batches with too few samples to hold one out.
 
     Raises:
         DataError: Fewer than five samples.

@@ -1,4 +1,4 @@
-"""Add up weights, and their gradients, by unit."""
+"""Add up weights and their gradients by unit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from ..model.linear import weight_of
 from ..values import PrunableModule, Slice
 
-GIVES = ("taylor", "channel_taylor")
+STATISTICS = ("taylor", "channel_taylor")
 
 
 def weight_l2(model: PreTrainedModel, module: PrunableModule) -> Tensor:
-    """Return the L2 norm, (units,) float64, over a unit's rows of the producers and columns of the consumer."""
+    """Return the L2 norm of every unit's weights in the producers and the consumer, (units,) float64."""
 
     def squares(name: str) -> Tensor:
         return weight_of(model.get_submodule(name)).detach().double().cpu().pow(2)
@@ -26,12 +26,12 @@ def weight_l2(model: PreTrainedModel, module: PrunableModule) -> Tensor:
 
 
 def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:
-    """Add up what belongs to each unit; what belongs to a group counts for each of its units.
+    """Return the sum of a number per weight over every unit; a group's weights count for each of its units.
 
     Args:
         module: The module.
-        elements: Of a producer or the consumer, by name, a float64 number per weight, (out_features, in_features), on
-            CPU; asked for one at a time.
+        elements: Returns the numbers of a producer or the consumer by its name, (out_features, in_features) float64 on
+            CPU. It is called for one layer at a time.
 
     Returns:
         (units,) float64.
@@ -48,14 +48,16 @@ def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Te
 
 
 def has_channels(modules: Sequence[PrunableModule]) -> bool:
-    """Return whether all heads of all modules are equally wide in q, k, v and o."""
+    """Return whether all heads of all attention modules are equally wide in q, k, v and o."""
     width = modules[0].unit_width
     widths = [span.width for m in modules for part in m.slices if not part.parameter for span in part.spans]
     return all(m.key_width == m.unit_width == width for m in modules) and all(n % width == 0 for n in widths)
 
 
 def sum_by_channel(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:
-    """Add up what belongs to each channel, which is a feature of a key/value head and of its query heads.
+    """Return the sum of a number per weight over every channel.
+
+    A channel is one feature of a key/value head, with the same feature of each of its query heads.
 
     Args:
         module: The attention module.
@@ -74,7 +76,7 @@ def sum_by_channel(module: PrunableModule, elements: Callable[[str], Tensor]) ->
 
 
 def channel_rows(module: PrunableModule, producer: str) -> Iterator[tuple[int, Tensor]]:
-    """Yield, for every head of a producer, its group and its features as rows of one per channel, (any, unit_width)."""
+    """Yield the group and the features, (blocks, unit_width), of every head of a producer; one column per channel."""
     for part in _parts(module, producer):
         for owner in range(module.groups if part.per_group else module.units):
             features = part.indices([owner])
@@ -83,16 +85,21 @@ def channel_rows(module: PrunableModule, producer: str) -> Iterator[tuple[int, T
 
 
 def _parts(module: PrunableModule, producer: str) -> list[Slice]:
-    """Return the slices of a producer, those of single units first."""
+    """Return the slices of a producer, those owned by units before those owned by groups."""
     return sorted((part for part in module.slices if part.tensor == producer), key=lambda part: part.per_group)
 
 
 class WeightGradients:
-    """Sums of the gradients of the weights around the units: |w dL/dw| is the first-order Taylor importance.
+    """Sums over batches of the gradients of the weights of producers and consumers.
 
-    It gives `taylor`, the sum over a unit's weights (LLM-Pruner, Ma et al. 2023, https://arxiv.org/abs/2305.11627,
-    "param_first"), L the loss of all batches; and, where heads have channels, `channel_taylor` of each channel,
-    (groups * unit_width,).
+    |w dL/dw| is the first-order Taylor importance of a weight w, with L the loss over all batches (LLM-Pruner, Ma et
+    al. 2023, https://arxiv.org/abs/2305.11627, "param_first").
+
+    taylor           its sum over the weights of a unit
+    channel_taylor   its sum over the weights of a channel, if heads have channels (see `has_channels`)
+
+    Attributes:
+        parameters: The weights, in the order in which `add` takes their gradients.
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
@@ -104,7 +111,7 @@ class WeightGradients:
 
     @contextmanager
     def trainable(self) -> Iterator[None]:
-        """Let the weights take gradients inside the block."""
+        """Make the weights require gradients inside the block."""
         before = [parameter.requires_grad for parameter in self.parameters]
         try:
             for parameter in self.parameters:
@@ -115,7 +122,7 @@ class WeightGradients:
                 parameter.requires_grad_(trainable)
 
     def add(self, gradients: Sequence[Tensor | None], factor: float) -> None:
-        """Add the gradients of a batch, in the order of `parameters`, times a factor."""
+        """Add the gradients of a batch times a factor; they come in the order of `parameters`."""
         for total, gradient in zip(self._sums, gradients, strict=True):
             if gradient is not None:
                 total += gradient.float() * factor

@@ -1,10 +1,10 @@
 """Find the attention modules of a model, and which features of which linear layers belong to which head.
 
-Nothing here knows an architecture. A forward pass of the model without its weights (`Probe`) tells which modules call
-the attention function, with what shapes, and how features of the linear layers in front of it end up in heads: separate
-or fused projections, rotations, norms of single heads and gates are all the same to it. Then the cut is rehearsed: with
-a head fewer everywhere, the model's own code must hand the attention function exactly the heads that are left.
-Whatever does not fit is refused by name: a wrong cut is worse than none.
+Nothing here knows an architecture. A forward pass of the model without its weights (`Probe`) shows which modules call
+the attention function, with what shapes, and which features of the linear layers in front of it reach which head. That
+works alike for separate and fused projections, rotations, norms of single heads and gates. Then the cut is rehearsed:
+with one head fewer everywhere, the model's own code must hand the attention function exactly the remaining heads. A
+model that fails is refused with the reason, because a wrong cut is worse than none.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .observe import SUPPORTED, FoundAttention, Observer
 from .probe import Probe
 from .rehearse import rehearsed
 
-# Features of every head, by what they feed: for these roles the features of a head must all be its own. Keys may
-# share some among the heads (the rotary part of multi-head latent attention).
+# Roles in which every feature must belong to one head. Heads may share some features of their keys (the rotary part of
+# multi-head latent attention).
 _WHOLE = ("query", "value")
 
 Refusal = Callable[[str], UnsupportedModelError]
-# Linear layer -> whether key/value heads own the features (else query heads) -> of each head the features it owns.
+# Linear layer -> whether key/value heads own the features (else query heads) -> for every head, the features it owns.
 _Owned = dict[str, dict[bool, list[set[int]]]]
 
 
@@ -35,14 +35,14 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
     """Find the attention heads of a model.
 
     Args:
-        model: The model; not changed, and its weights neither read nor needed: it may be on the meta device.
+        model: The model; not changed. Its weights are not read, so it may be on the meta device.
         batch: Inputs of the model; two short samples are enough.
 
     Returns:
-        One module per attention layer, in the order the forward pass reaches them.
+        One `PrunableModule` per attention layer, in the order in which the forward pass reaches them.
 
     Raises:
-        UnsupportedModelError: Some attention module cannot be cut; the message says which and why.
+        UnsupportedModelError: An attention module cannot be cut; the message says which and why.
 
     Examples:
         >>> modules = find_attention(model, batches[0])
@@ -68,10 +68,10 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
 
 
 def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:
-    """Return the tower of a composite model that a prunable module is part of.
+    """Return the tower of a composite model that contains a module.
 
     Returns:
-        "language", or else the name of the sub-config that the module reads without its ending: "vision", "audio", ...
+        "language", or the name of the sub-config that the module reads, without "_config": "vision", "audio", ...
     """
     own = getattr(model.get_submodule(module.name), "config", None)
     own = getattr(own, "_config", own)  # a slim layer's view of the model's config
@@ -84,10 +84,10 @@ def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:
 
 
 def _describe(found: FoundAttention, label: str) -> PrunableModule:
-    """Return an attention module as it was observed, its attributes not yet known.
+    """Return the description of an observed attention module, still without its attributes.
 
     Raises:
-        UnsupportedModelError: Its heads do not have features of their own.
+        UnsupportedModelError: Its heads cannot be cut, for example because they share features.
     """
 
     def refuse(reason: str) -> UnsupportedModelError:
@@ -161,7 +161,11 @@ def _parameters(found: FoundAttention, refuse: Refusal) -> list[Slice]:
 
 
 def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
-    """Check that one layer reads the heads side by side, and add the features that gate a head on its way there."""
+    """Add to `owned` the features that gate a head between the attention and its consumer.
+
+    Raises:
+        UnsupportedModelError: No single layer reads the heads side by side, or a feature gates several heads.
+    """
     heads, width = found.query.shape[1], found.value.shape[3]
     if len(found.readers) != 1:
         what = "no linear layer reads the attention output"

@@ -1,4 +1,4 @@
-"""Say what of a model's weights stays by a selection, and make the attributes that count units follow."""
+"""Translate kept units into rows and columns of weights, and update the attributes that count units."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ..values import Kept, PrunableModule
 
 
 def feature_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[tuple[str, int, Tensor]]:
-    """Return what stays of the linear layers of a module.
+    """Return which features of the linear layers of a module stay.
 
     Returns:
-        (name of the layer, 0 for output or 1 for input features, indices of those that stay) per layer that is cut.
+        One tuple per layer that loses features: its name, 0 for output or 1 for input features, and the indices of the
+        features that stay, (features,) int64.
     """
     cuts = []
     for name in module.producers:
@@ -29,10 +30,10 @@ def feature_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[t
 
 
 def row_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[tuple[str, Tensor]]:
-    """Return what stays of the parameters of a module outside of its linear layers.
+    """Return which rows of the parameters of a module, outside of its linear layers, stay.
 
     Returns:
-        (name of the parameter, indices of the rows that stay) per parameter that is cut.
+        One tuple per parameter that loses rows: its name, and the indices of the rows that stay, (rows,) int64.
     """
     cuts = []
     for name in module.parameters:
@@ -44,15 +45,15 @@ def row_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[tuple
 
 
 def set_attributes(owner: nn.Module, module: PrunableModule, kept: Kept) -> dict[str, Any]:
-    """Set the attributes of a module that count units to what the selection leaves.
+    """Set the attributes that count units or groups to the numbers that stay.
 
     Args:
-        owner: The module itself.
+        owner: The torch module that has the attributes.
         module: Its description.
         kept: The units that stay.
 
     Returns:
-        The new values of those that changed.
+        Attribute -> its new value, for those that changed.
     """
     changed = {}
     for name, count in module.attributes.items():

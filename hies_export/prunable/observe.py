@@ -1,4 +1,4 @@
-"""Observe one run of a weightless model: which modules attend, what feeds their heads, and what reads their output."""
+"""Observe one run of a weightless model: which modules compute attention, what feeds their heads, what reads them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,24 @@ SUPPORTED = (
 
 @dataclass
 class FoundAttention:
-    """One attention module as a run of the probe showed it.
+    """One attention module, as observed in a run of the probe.
 
     Attributes:
-        heads_of: "query", "key" or "value" -> linear layer -> the head of each feature, and whether it is used.
-        per_head: Parameters outside of linear layers whose elements each belong to one head -> whether to a key/value
-            head (else a query head), and the head of each element, in the parameter's shape.
-        sinks: (heads,) or None.
-        leaves: Layers that ran in front of it -> their features.
-        output: (batch, tokens, heads * value_dim), a leaf.
+        name: Dotted name of the module.
+        module: The module of the probe's model.
+        query, key, value: What the attention function was given, (batch, heads, tokens, head_dim).
+        head_bias: Whether the attention mask differs between heads.
+        heads_of: "query", "key" or "value" -> linear layer -> two tensors (features,): the head that each feature
+            reaches, and whether it reaches any.
+        per_head: Parameter outside of linear layers whose every element belongs to one head -> whether these are
+            key/value heads (else query heads), and the head of each element, in the parameter's shape.
+        sinks: Attention sinks, (heads,), or None.
+        leaves: Linear layer that ran before the attention function -> its output features.
+        output: (batch, tokens, heads * value width), a leaf of the autograd graph.
         readers: Linear layers whose input depends on the output directly.
-        columns: "" (the output) and gates -> the head each feature goes to in the reader's input.
+        read: Input of the last reader; None until there is one.
+        columns: "" (the output) or a layer that gates it -> two tensors (features,), as in `heads_of`, for the heads in
+            the input of the reader.
     """
 
     name: str
@@ -51,22 +58,26 @@ class FoundAttention:
 
 
 class Observer:
-    """Watch one run of a probe, and note what each attention module is given and who reads its output."""
+    """Hooks for one run of a probe; they record the inputs and the readers of every attention module.
+
+    Attributes:
+        found: Module -> what was observed, in the order of the forward pass.
+    """
 
     def __init__(self, probe: Probe):
         self._names = {id(module): name for name, module in probe.model.named_modules()}
         self._visible = VisibleKeys()
-        self._recent: dict[str, Tensor] = {}  # layers that ran since the last attention
-        self._waiting: list[FoundAttention] = []  # their output has not been read, or others may read it still
+        self._recent: dict[str, Tensor] = {}  # layers that ran since the last attention function
+        self._waiting: list[FoundAttention] = []  # modules whose output may still be read
         self.found: dict[nn.Module, FoundAttention] = {}
 
     def attention(self, call: AttentionCall) -> Tensor:
-        """Compute a layer's attention, and cut its output off from what went before."""
+        """Return a layer's attention output, detached from what came before it."""
         output = attend(call, self._visible)
-        output = output.detach().transpose(1, 2).flatten(2).requires_grad_()  # (batch, tokens, heads * value_dim)
+        output = output.detach().transpose(1, 2).flatten(2).requires_grad_()  # (batch, tokens, heads * value width)
         if call.module not in self.found:
             roles = {"query": call.query, "key": call.key, "value": call.value}
-            site = FoundAttention(
+            found = FoundAttention(
                 name=self._names[id(call.module)],
                 module=call.module,
                 query=call.query.detach(),
@@ -79,33 +90,33 @@ class Observer:
                 leaves=self._recent,
                 output=output,
             )
-            self.found[call.module] = site
-            self._waiting = [w for w in self._waiting if not w.readers] + [site]
+            self.found[call.module] = found
+            self._waiting = [w for w in self._waiting if not w.readers] + [found]
         self._recent = {}
         return output.unflatten(-1, (call.query.shape[1], -1)).transpose(1, 2)
 
     def before(self, name: str, x: Tensor) -> None:
-        """Note a linear layer that reads the output of an attention module."""
-        for site in self._waiting:
+        """Record a linear layer if its input depends on the output of an attention module."""
+        for found in self._waiting:
             # Some layers run without gradients, such as those that only choose which keys are seen.
-            if not x.requires_grad or not torch.is_grad_enabled() or name in site.readers:
+            if not x.requires_grad or not torch.is_grad_enabled() or name in found.readers:
                 continue
-            if torch.autograd.grad(x.sum(), site.output, retain_graph=True, allow_unused=True)[0] is None:
+            if torch.autograd.grad(x.sum(), found.output, retain_graph=True, allow_unused=True)[0] is None:
                 continue
-            site.readers.append(name)
-            site.read = x.detach()
-            if x.shape[-1] == site.output.shape[-1]:
-                width = site.value.shape[3]
-                site.columns = head_of_columns(x, width, {"": site.output, **site.leaves, **self._recent})
-            site.leaves = {}  # the features of a whole layer; kept, they would add up
+            found.readers.append(name)
+            found.read = x.detach()
+            if x.shape[-1] == found.output.shape[-1]:
+                width = found.value.shape[3]
+                found.columns = head_of_columns(x, width, {"": found.output, **found.leaves, **self._recent})
+            found.leaves = {}  # frees the features, which would otherwise fill memory layer by layer
 
     def after(self, name: str, features: Tensor) -> None:
-        """Note the features that a linear layer returned."""
+        """Record the features that a linear layer returned."""
         self._recent[name] = features
 
 
 def _per_head(call: AttentionCall, roles: Mapping[str, Tensor]) -> dict[str, tuple[bool, Tensor]]:
-    """Return the parameters of an attention module, linear layers left out, whose elements each belong to one head."""
+    """Return the parameters outside of linear layers whose every element belongs to one head; see `FoundAttention`."""
     linears = {name for name, child in call.module.named_modules() if is_linear(child)}
     parameters = {
         name: parameter

@@ -1,9 +1,9 @@
 """Run a model's own forward without its weights, to see how it wires its linear layers to its attention.
 
-Every linear layer of the copy returns random features instead of a product, cut off from what went before. What the
-attention function is then handed depends on nothing but the layers right in front of it, through nothing but the
-model's own code (views, splits, norms, rotations, gates): derivatives tell which feature ends up in which head. Since
-no weight matters, the model may be on the meta device, of any size.
+Every linear layer of the copy returns random features that do not depend on its input. So the inputs of the attention
+function depend only on the layers right in front of it, through the model's own code: views, splits, norms, rotations,
+gates. Derivatives then show which feature reaches which head. No weight is read, so the model may be of any size, and
+on the meta device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..model.copies import copy_with
 from ..model.linear import features_of, is_linear, set_parameter
 
-# Anything larger is an embedding or an expert, whose values cannot matter: one number stands for all of them.
+# Larger parameters are embeddings or experts, whose values do not matter: one number stands for all of them.
 _LARGEST_REAL_PARAMETER = 2**20
 
 
@@ -29,10 +29,10 @@ class Probe:
 
     Attributes:
         model: The copy, in evaluation mode, on the CPU.
-        kept: Linear layer -> output features it returns; all of them where it is not named. A layer returns the same
-            numbers in every run, whatever is left out.
-        kept_rows: Parameter -> rows (axis 0) it has in a run; all of them where it is not named.
-        config_reads: Module -> names it read from its own config in the last run.
+        kept: Linear layer -> indices of the output features it returns; a layer not named returns all. A feature has
+            the same values in every run, whichever others are left out.
+        kept_rows: Parameter -> indices of the rows (axis 0) it has in a run; a parameter not named has all.
+        config_reads: Module -> the names that it read from its own config in the last run.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -47,12 +47,12 @@ class Probe:
                 module.config = _RecordingConfig(config, self.config_reads[module])
 
     def small_parameters(self) -> list[nn.Parameter]:
-        """Parameters outside of linear layers that have real values."""
-        linear = {id(p) for m in self.model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
+        """Return the parameters outside of linear layers that have a value of their own for every element."""
+        linear = _linear_parameters(self.model)
         return [p for p in self.model.parameters() if id(p) not in linear and p.numel() <= _LARGEST_REAL_PARAMETER]
 
     def features(self, name: str) -> int:
-        """Number of output features of a linear layer."""
+        """Return the number of output features of a linear layer, before any are left out."""
         return features_of(self.model.get_submodule(name))[0]
 
     def run(
@@ -62,12 +62,13 @@ class Probe:
         before: Callable[[str, Tensor], None] | None = None,
         after: Callable[[str, Tensor], None] | None = None,
     ) -> None:
-        """One forward pass.
+        """Run one forward pass.
 
         Args:
             batch: Inputs of the model; labels are left out.
-            before: Called with the name and the input of every linear layer that is reached.
-            after: Called with its name and its features, (..., out_features), a leaf that takes a gradient.
+            before: Called with the name and the input of every linear layer, before it runs.
+            after: Called with the name and the features of every linear layer, (..., out_features), after it ran. The
+                features are a leaf that requires a gradient.
         """
         calls: dict[str, int] = {}
 
@@ -101,18 +102,19 @@ class Probe:
 
 
 def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Which feature of which layer went into which head.
+    """Return the head that each feature of each layer reaches.
 
-    With c_h = h + 1 and weights r, the gradients of sum_h c_h <r_h, x_h> and of sum_h <r_h, x_h> have the ratio c_h
-    wherever a feature reaches head h alone, and some other ratio, different at every token, where it reaches several.
+    With c_h = h + 1 and random weights r, take the gradients of sum_h c_h <r_h, x_h> and of sum_h <r_h, x_h> to a
+    feature. Their ratio is c_h at every token if the feature reaches head h alone. If it reaches several heads, the
+    ratio varies from token to token.
 
     Args:
-        tensor: (batch, heads, tokens, head_dim)
-        leaves: Layer -> its features, (..., features); or a name -> a parameter, each element a feature of its own.
+        tensor: Queries, keys or values, (batch, heads, tokens, head_dim).
+        leaves: Layer -> its features, (..., features); or name -> a parameter, whose every element is a feature.
 
     Returns:
-        For every leaf that reaches the tensor: the head each feature reaches, -1 where none or several, and whether it
-        reaches any; both (features,).
+        Leaf -> two tensors (features,), for every leaf that reaches the tensor. The first, int64, is the head that a
+        feature reaches, or -1 if it reaches none or several. The second, bool, is whether it reaches any.
     """
     generator = torch.Generator().manual_seed(0)
     weights = 0.5 + torch.rand(tensor.shape, generator=generator)
@@ -121,7 +123,7 @@ def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, 
 
 
 def head_of_columns(x: Tensor, width: int, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """The same for the input of an output projection, (..., heads * width), whose columns are ordered by head."""
+    """Return what `head_of_features` does, for the input x of an output projection, (..., heads * width)."""
     generator = torch.Generator().manual_seed(0)
     weights = 0.5 + torch.rand(x.shape, generator=generator)
     labels = (torch.arange(x.shape[-1]) // width + 1).to(x.dtype)
@@ -143,7 +145,7 @@ def _attribute(
         width = one.shape[-1] if one.dim() > 1 and not isinstance(leaves[name], nn.Parameter) else one.numel()
         one, other = one.reshape(-1, width), other.reshape(-1, width)  # (tokens, features)
         reaches = (one != 0) | (other != 0)
-        # A gradient that happens to be small says little.
+        # The ratio of two small gradients is mostly rounding error.
         clear = one.abs() > 1e-3 * one.abs().amax(0, keepdim=True)
         ratio = torch.where(clear, other / one.where(clear, 1.0), torch.nan)
         head = ratio.nanmean(0).round()
@@ -153,7 +155,7 @@ def _attribute(
 
 
 class _RecordingConfig:
-    """A config that notes what is read from it."""
+    """A config that records the names read from it."""
 
     def __init__(self, config: Any, reads: set[str]):
         self.__dict__.update(_config=config, _reads=reads)
@@ -164,7 +166,7 @@ class _RecordingConfig:
 
 
 def _weightless(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model's modules; parameters and buffers are replaced by ones that cost no memory."""
+    """Return a copy of a model on the CPU, with stand-ins for parameters and buffers that take almost no memory."""
     generator = torch.Generator().manual_seed(0)
 
     def parameter(tensor: Tensor) -> Tensor:
@@ -183,7 +185,7 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
             return torch.rand(tensor.shape, generator=generator)
         return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype)
 
-    linear = {id(p) for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
+    linear = _linear_parameters(model)
     parameters = {id(p) for p in model.parameters()}
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -194,19 +196,24 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
 
     copied = copy_with(model, stand_in)
     for module in copied.modules():
-        # What accelerate puts around the layers of a model spread over devices.
+        # accelerate adds these to the layers of a model that is spread over devices.
         for name in ("forward", "_old_forward", "_hf_hook"):
             vars(module).pop(name, None)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-        # transformers puts its hooks for hidden states in place once, on the first forward pass, and remembers.
+        # transformers installs its hooks for hidden states on the first forward pass only, and sets this mark.
         vars(module).pop("_output_capturing_hooks_installed", None)
     return copied
 
 
+def _linear_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the weights and biases of the linear layers."""
+    return {id(p) for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
+
+
 @contextmanager
 def _forwards(functions: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
-    """Give modules another forward inside the block."""
+    """Replace the forward of modules inside the block."""
     for module, function in functions.items():
         module.forward = function
     try:
@@ -218,7 +225,7 @@ def _forwards(functions: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[
 
 @contextmanager
 def _parameters(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give parameters other values, of other shapes even, inside the block."""
+    """Replace the values of parameters, possibly by ones of another shape, inside the block."""
     before = {name: model.get_parameter(name) for name in values}
     try:
         for name, value in values.items():

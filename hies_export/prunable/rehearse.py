@@ -1,7 +1,7 @@
-"""Rehearse a cut on a weightless copy of the model, and find the attributes that must follow the number of units.
+"""Rehearse a cut on a weightless copy of the model, to find the attributes that must change with the number of heads.
 
-The model's own code decides: with fewer features everywhere, it must hand the attention function exactly the heads that
-stay, and read its output as before.
+The model's own code is the judge. With fewer features everywhere, it must hand the attention function exactly the heads
+that stay, and join their outputs as before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .follow import set_attributes
 from .observe import SUPPORTED, FoundAttention
 from .probe import Probe
 
-# What an attribute counts, by its name; whatever is called otherwise is only touched where a rehearsal asks for it.
+# Attributes whose name says what they count. Others are changed only if a rehearsal fails without it.
 _NAMES = {
     "units": ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "heads"),
     "groups": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
@@ -37,20 +37,23 @@ def rehearsed(
     modules: Sequence[PrunableModule],
     label: str,
 ) -> tuple[PrunableModule, ...]:
-    """Return the modules with the fewest attributes that make every cut come out as it must.
+    """Return the modules, each with the attributes that a cut must change.
+
+    Attributes known by name come first. Those that only have a fitting value are added for the classes of modules that
+    fail a rehearsal without them.
 
     Args:
         probe: The weightless model.
         batch: Its inputs.
-        found: The attention modules, as they were observed.
-        modules: The same, described.
+        found: The attention modules, as observed in the dense run.
+        modules: The descriptions of the same modules, in the same order.
         label: Name of the model in messages.
 
     Raises:
-        UnsupportedModelError: The model's code does something else with fewer heads.
+        UnsupportedModelError: With fewer heads, the model's code computes something else.
     """
     reads = {f.name: set(probe.config_reads.get(f.module, ())) for f in found}
-    widths: set[type] = set()  # classes of modules that need their widths changed too
+    widths: set[type] = set()  # classes whose attributes are also matched by value
     while True:
         described = []
         for f, module in zip(found, modules, strict=True):
@@ -76,7 +79,7 @@ def rehearsed(
 def _attributes(
     module: PrunableModule, owner: Mapping[str, Any], names: Iterable[str], *, widths: bool
 ) -> dict[str, Count]:
-    """Return which of an owner's attributes count heads: by name and value, and with `widths` by the value alone."""
+    """Return an owner's attributes that count heads, matched by name and value; with `widths` also by value alone."""
     assert module.key_width is not None
     query_width, output_width = Count("units", module.key_width), Count("units", module.unit_width)
     any_width = (query_width, Count("groups", module.key_width), Count("groups", module.unit_width), output_width)
@@ -95,19 +98,20 @@ def _attributes(
 
 
 def _without_first_group(module: PrunableModule) -> Kept:
+    """Return all groups but the first, or `_without_first_query` of a module with one group."""
     if module.groups == 1:
         return _without_first_query(module)
     return module.kept(range(module.group_size, module.units))
 
 
 def _without_first_query(module: PrunableModule) -> Kept:
-    """Keep all but the first unit of every group, where groups have several."""
+    """Return all units but the first of every group; all units where a group has only one."""
     first = module.group_size > 1
     return module.kept(u for u in range(module.units) if not first or u % module.group_size)
 
 
 class _Rehearsal:
-    """One run of the probe with fewer features, compared with the heads of the dense run that stay."""
+    """A run of the probe with fewer features, compared with the dense run."""
 
     def __init__(
         self,
@@ -124,7 +128,7 @@ class _Rehearsal:
         self._readers: dict[str, list[FoundAttention]] = {}
 
     def run(self, batch: Mapping[str, Tensor]) -> tuple[FoundAttention | None, str]:
-        """Return the first module for which the two runs differ, and how; None where all agree."""
+        """Return the first module for which the two runs differ, and how; (None, "") if they agree."""
         probe, pairs = self._probe, list(zip(self._found, self._modules, strict=True))
         try:
             for f, module in pairs:

@@ -1,16 +1,16 @@
-"""Score heads by what their removal still does to the prediction after least squares has made up for it; greedy.
+"""Score units by greedy removal: how much the prediction still changes after least squares has refitted the others.
 
-A head that others can stand in for is cheap to remove however much the prediction leans on it, and a head that nothing
-replaces is not; importance of single heads cannot tell, and neither can scores that ignore what has already gone.
+A unit whose output the other units can reproduce is cheap to remove, even if the prediction depends strongly on it. The
+importance of single units does not show this, nor does any score that ignores which units are already removed.
 
-For an consumer y = W x + b with kept inputs K and removed inputs M, least squares (`compensate`) leaves
+For a consumer y = W x + b with kept inputs K and removed inputs M, least squares (`compensate`) leaves the error
 
     delta_t = (W'_K x_t,K + b') - y_t = -W_M r_t,   r_t = (x_t,M - mu_M) - C_MK (C_KK + lambda I)^-1 (x_t,K - mu_K)
 
-(no means and uncentred moments where the consumer has no bias). To first order that moves a sample's prediction by
-sum_t <g_t, delta_t> = -sum_t <h_t,M, r_t>, with g and h = W^T g the gradients of the prediction at the consumer's
-output and input. The effect of keeping K is e(K) = E_x (sum_t <h_t,M, r_t>)^2, in the same unit for every layer. One
-group after the other goes, each time the one that raises the sum of e over the layers least.
+at token t. (A consumer without a bias has mu = 0 and uncentred moments C.) To first order, the error changes a sample's
+prediction by sum_t <g_t, delta_t> = -sum_t <h_t,M, r_t>. Here g and h = W^T g are the gradients of the prediction with
+respect to the consumer's output and input. The effect of keeping K is e(K) = E_x (sum_t <h_t,M, r_t>)^2, in the same
+unit for every layer. Groups are removed one by one, each time the one that raises the sum of e over the layers least.
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ def score_compensated(
     squared: bool = True,
     progress: Progress = SILENT,
 ) -> Scores:
-    """Score every unit by the rank at which greedy removal takes it, over the number of groups.
+    """Score every unit by its rank in a greedy removal of all groups, divided by the number of groups.
 
-    Any budget then takes a prefix of the removals. What goes at once is a group, whose units share its score. Every
-    module keeps one group, and these rank last, by what losing them too would do.
+    A budget then removes the first groups of that order. The units of a group share its score. The last group of every
+    module ranks after all others, because every module keeps one; these are ordered by the effect of their removal.
 
     Args:
         effects: From `collect_effects`.
-        modules: The same modules.
-        ridge: lambda relative to the mean of the diagonal of C. It is fixed for a module by the C of all its inputs,
-            where `compensate` takes that of the kept ones: so every e(K) follows from one inverse by
-            downdating.
-        squared: Average the square of a sample's effect; otherwise its absolute value.
-        progress: Told about the loop.
+        modules: The modules that `effects` were collected of.
+        ridge: lambda relative to the mean of the diagonal of C over all inputs of the module. (`compensate` takes the
+            mean over the kept inputs.) A fixed lambda lets every e(K) follow from one inverse by downdating.
+        squared: Whether to average the square of each sample's effect, or its absolute value.
+        progress: Shows the loop over the modules.
 
     Returns:
-        Scores in (0, 1], of shape (units,) per module.
+        Scores in [0, 1), (units,) float64 per module.
 
     Raises:
         RecipeError: The ridge is not positive.
@@ -80,21 +79,27 @@ def score_compensated(
 def removal_order(
     layer: LayerEffects, groups: int, samples: int, *, ridge: float, squared: bool
 ) -> list[tuple[int, float]]:
-    """Remove the groups of one module greedily.
+    """Return the order in which greedy removal takes the groups of one module.
 
-    With G the inverse of C_KK + lambda I, the inputs of a kept group g leave the residual G_gg^-1 (G x_K)_g, and the
-    others take over its gradient: h_K + P^T h_g with P = -G_gg^-1 G_gK. Once g is gone the inverse is
-    G_KK - G_Kg G_gg^-1 G_gK (optimal brain surgeon, Hassibi and Stork 1992). So every candidate costs no more than the
-    width of one group.
+    Let G be the inverse of C_KK + lambda I. Removing a kept group g leaves the residual G_gg^-1 (G x_K)_g, and the
+    gradients of the others become h_K + P^T h_g with P = -G_gg^-1 G_gK. The inverse without g is
+    G_KK - G_Kg G_gg^-1 G_gK (optimal brain surgeon, Hassibi and Stork 1992). So judging a candidate takes only a system
+    as large as one group.
+
+    Args:
+        layer: Inputs and gradients of the module's consumer.
+        groups: Number of groups.
+        samples: Number of samples.
+        ridge, squared: As in `score_compensated`.
 
     Returns:
-        Every group and how much its removal raises e, in the order they go; ties go to the later group.
+        Every group and how much its removal raises e, in the order of removal; of equals the later group goes first.
     """
     gradient, read = layer.gradients.double(), layer.inputs.double()  # (tokens, kept inputs)
     if layer.centred:
         read = read - read.mean(0)
     moments = read.T @ read / len(read)
-    # Inputs that are always zero need no damping of any particular size.
+    # If all inputs are zero, any damping above zero will do.
     damping = ridge * (moments.diagonal().mean().item() or 1.0)
     identity = torch.eye(len(moments), dtype=moments.dtype)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments + damping * identity))
@@ -128,9 +133,9 @@ def removal_order(
 
 
 def _merged(orders: Sequence[Sequence[tuple[int, float]]]) -> Iterator[tuple[int, int]]:
-    """(module, group) in the order of greedy removal from all modules; ties go to the later module.
+    """Yield (module, group) in the order of greedy removal from all modules; of equals the later module goes first.
 
-    A module's effect does not depend on what the others keep, so only the next removal of each needs to be compared.
+    A module's effect does not depend on what the others keep, so only the next removal of each module is compared.
     """
     waiting = [(order[0][1], -i, 0) for i, order in enumerate(orders) if len(order) > 1]
     heapq.heapify(waiting)

@@ -1,4 +1,4 @@
-"""Turn statistics into one score per unit. Higher means keep."""
+"""Turn statistics into one score per unit; higher means keep."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ScoreFunction = Callable[..., Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Criterion:
-    """A way to score units.
+    """A named function that scores units.
 
     Attributes:
-        name: What recipes call it.
+        name: Its name in recipes.
         function: Takes `Statistics` and, by keyword, any of `alpha`, `normalize` and `seed`; returns one float64 tensor
             of shape (units,) per module.
-        needs: Statistics it reads, as `collect_statistics` names them.
-        kinds: Kinds of modules it can score.
+        needs: Statistics it reads, by their names in `collect_statistics`.
+        kinds: Kinds of modules it can score, see `PrunableModule.kind`.
     """
 
     name: str
@@ -37,18 +37,18 @@ class Criterion:
 
     @cached_property
     def options(self) -> tuple[str, ...]:
-        """Which of `alpha`, `normalize` and `seed` the function takes."""
+        """The options that the function takes, among `alpha`, `normalize` and `seed`."""
         return tuple(inspect.signature(self.function).parameters)[1:]
 
     def __call__(self, statistics: Statistics, **options: Any) -> Mapping[str, Tensor]:
-        """Return one score per unit, (units,) float64 by module."""
+        """Return module -> one score per unit, (units,) float64."""
         return self.function(statistics, **options)
 
 
 CRITERIA: dict[str, Criterion] = {}
-"""Criteria by name; `criterion` adds to it."""
+"""Name -> criterion; `criterion` adds entries."""
 
-# It needs more of the model than averages per unit: `score.compensated` scores by it.
+# Not in `CRITERIA`, because it needs more than averages per unit; see `score_compensated`.
 COMPENSATED = "hies-compensated"
 
 
@@ -59,14 +59,14 @@ def criterion(
     needs: tuple[str, ...] = ("his", "entropy", "weight_l2"),
     kinds: tuple[str, ...] = ("attention",),
 ) -> Any:
-    """Register a criterion; recipes, the command line and the sweep then find it by its name.
+    """Register a criterion, so that recipes, the command line and sweeps find it by its name.
 
-    Use it as `@criterion` or `@criterion(needs=..., kinds=...)`. See `Criterion` for what the function must do. A
-    statistic that nothing collects yet is added to `calibrate`.
+    Use it as `@criterion` or `@criterion(needs=..., kinds=...)`. `Criterion` says what the function takes and returns.
+    Collecting a new statistic takes a change in `calibrate`.
 
     Args:
-        function: The criterion.
-        name: By default the function's name, with hyphens for underscores.
+        function: The function that scores.
+        name: Name in recipes; by default the function's name, with hyphens for underscores.
         needs: Statistics it reads.
         kinds: Kinds of modules it can score.
 
@@ -117,7 +117,7 @@ def l2(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
 
 @criterion(needs=("his",))
 def random(statistics: Statistics, *, seed: int) -> Mapping[str, Tensor]:
-    """Uniform random scores: what any criterion must beat."""
+    """Uniform random scores: the baseline that every criterion must beat."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.rand(values.shape[0], generator=generator, dtype=torch.float64)
@@ -127,28 +127,28 @@ def random(statistics: Statistics, *, seed: int) -> Mapping[str, Tensor]:
 
 @criterion(needs=("activation_l2",))
 def activation_l2(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """Mean norm of what the head gives: heads that give little go first."""
+    """Mean norm of the head's output: heads with a small output go first."""
     return min_max(statistics["activation_l2"], normalize=normalize, what="activation norm")
 
 
 @criterion(needs=("output_norm",))
 def output_norm(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """E |W_h x_h|, the mean norm of what the head writes into the residual stream; forward only."""
+    """E |W_h x_h|, the mean norm of the head's share of the projected output; needs no gradients."""
     return min_max(statistics["output_norm"], normalize=normalize, what="output norm")
 
 
 @criterion(needs=("obs",))
 def obs(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """What losing the head alone costs once the others have made up for it (optimal brain surgeon, by groups)."""
+    """Error that remains if the head is removed and the others are refitted (optimal brain surgeon, by blocks)."""
     return min_max(statistics["obs"], normalize=normalize, what="OBS score")
 
 
 @criterion(needs=("taylor",))
 def llm_pruner_block(statistics: Statistics) -> Mapping[str, Tensor]:
-    """First-order Taylor importance of a head's weights, as LLM-Pruner's block-wise mode (Ma et al. 2023).
+    """First-order Taylor importance of a head's weights, as in LLM-Pruner's block-wise mode (Ma et al. 2023).
 
-    It keeps the first three layers and the last; here, of models of at least 8 layers, these lose heads only where the
-    others have none left. What is approximated: only attention is pruned, and key/value groups are not fixed to heads.
+    LLM-Pruner never prunes the first three layers and the last. Here, in models of at least 8 layers, these lose heads
+    only after all others. It is an approximation also because only attention is pruned.
     """
     found = min_max(statistics["taylor"], normalize="model", what="Taylor importance")
     last = len(found) - 1
@@ -158,19 +158,19 @@ def llm_pruner_block(statistics: Statistics) -> Mapping[str, Tensor]:
 
 @criterion(name="ae + activation-l2", needs=("entropy", "activation_l2"))
 def ae_and_activation_l2(statistics: Statistics, *, alpha: float, normalize: str) -> Mapping[str, Tensor]:
-    """HIES with the norm of the head's output in the place of its HIS (the paper's last appendix)."""
+    """HIES with the mean norm of the head's output in place of its HIS (the paper's last appendix)."""
     norm = min_max(statistics["activation_l2"], normalize=normalize, what="activation norm")
     entropy = min_max(statistics["entropy"], normalize=normalize, what="entropy")
     return {name: alpha * norm[name] + (1 - alpha) * (1 - entropy[name]) for name in norm}
 
 
 def criterion_names() -> tuple[str, ...]:
-    """Return every criterion that a recipe may name."""
+    """Return the names of all criteria that a recipe may use."""
     return (*CRITERIA, COMPENSATED)
 
 
 def needs_of(*names: str) -> tuple[str, ...]:
-    """Return the statistics that some criteria read; names that `CRITERIA` does not have need none."""
+    """Return the statistics that the named criteria read; names that are not in `CRITERIA` are ignored."""
     return tuple(dict.fromkeys(need for name in names if name in CRITERIA for need in CRITERIA[name].needs))
 
 
@@ -187,23 +187,23 @@ def score_units(
     normalize: str = "model",
     seed: int = 0,
 ) -> Scores:
-    """Score every unit by a criterion; any number of calls may reuse the same statistics.
+    """Score every unit by a criterion.
 
     Args:
         statistics: From `collect_statistics`.
         criterion: A name in `CRITERIA`.
         alpha: Weight of HIS against entropy in `hies`, in [0, 1).
-        normalize: "model" takes minimum and maximum over all heads, "layer" within each attention module.
+        normalize: "model" takes the minimum and maximum over all units of the model, "layer" over those of each module.
         seed: Seed of `random`.
 
     Returns:
-        Scores, and the parameters the criterion used.
+        The scores, with the options that the criterion used.
 
     Raises:
-        RecipeError: Unknown criterion or normalisation, or alpha outside [0, 1).
+        RecipeError: The criterion or normalisation is unknown, alpha is outside [0, 1), or a statistic is missing.
 
     Examples:
-        >>> scores = score_heads(statistics, criterion="hies", alpha=0.5)
+        >>> scores = score_units(statistics, criterion="hies", alpha=0.5)
         >>> scores.parameters
         {'alpha': 0.5, 'normalize': 'model'}
     """

@@ -12,14 +12,19 @@ NORMALIZE = ("model", "layer")
 
 
 class DegenerateRangeWarning(UserWarning):
-    """All heads have the same value, so min-max normalisation has nothing to spread; they all score 0."""
+    """All units have the same value, so min-max normalisation cannot tell them apart and scores them all 0."""
 
 
 def min_max(values: Mapping[str, Tensor], *, normalize: str, what: str) -> Mapping[str, Tensor]:
-    """(s - min) / (max - min) over all heads of the model, or of each attention module.
+    """Return (s - min) / (max - min) for every unit, with min and max over the model or over each module.
+
+    Args:
+        values: Module -> (units,).
+        normalize: "model" or "layer".
+        what: Name of the values in warnings.
 
     Warns:
-        DegenerateRangeWarning: max = min; those heads score 0.
+        DegenerateRangeWarning: max = min; the result is 0.
     """
     if normalize == "layer":
         return {name: _spread(v, v.min(), v.max(), f"{what} in {name}") for name, v in values.items()}

@@ -1,4 +1,4 @@
-"""Choose how many bundles each module loses within a budget of cost, given what the modules save."""
+"""Choose how many bundles each module loses within a budget of cost, given the cost that each number saves."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .bundles import bundle_count, lost_scores
 from .constraints import NONE, Constraints, removable_counts
 from .knapsack import least_loss
 
-# Costs are whole numbers of this share of the dense model's, rounded so that no budget is exceeded.
+# The knapsack counts costs in units of 1 / GRID of the dense model's cost, rounded so that no budget is exceeded.
 GRID = 100_000
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """What the modules save with every number of bundles removed, as shares of the dense model's cost.
+    """The cost that each module saves by losing bundles, as a share of the dense model's cost.
 
     Attributes:
-        what: "FLOPs", or "latency" and where.
-        saved: Per module, by its dotted name, the share saved with 0, 1, 2, ... bundles removed.
-        measured: What was timed: rows of kept (share of the bundles), ratio, ratio_low, ratio_high, control_low,
-            control_high; empty for FLOPs.
+        what: Name of the cost in messages: "FLOPs", or "latency" with the device.
+        saved: Dotted name of a module -> share saved by losing 0, 1, 2, ... bundles.
+        measured: The timings behind a table of latency, one row each: kept (share of the bundles), ratio, ratio_low,
+            ratio_high, control_low, control_high. Empty for FLOPs.
     """
 
     what: str
@@ -32,7 +32,7 @@ class CostTable:
     measured: tuple[Mapping[str, float], ...] = ()
 
     def ratio(self, counts: Mapping[str, int]) -> float:
-        """Return the predicted cost, as a share of the dense model's, with so many bundles removed from each module."""
+        """Return the predicted share of the dense model's cost, for the number of bundles that each module loses."""
         return 1.0 - sum(self.saved[name][count] for name, count in counts.items())
 
 
@@ -44,30 +44,30 @@ def counts_within(
     ratio: float,
     constraints: Constraints = NONE,
 ) -> list[int]:
-    """Choose how many bundles each module loses, so that the least score is lost within a budget of cost.
+    """Return how many bundles each module loses, so that the least total score is lost within a budget of cost.
 
-    It is exact up to the rounding of each module's cost to 1/100,000 of the dense model's. Under `uniform` it takes the
-    smallest share of the heads that meets the budget.
+    The choice is optimal up to rounding: each module's cost counts in steps of 1/100,000 of the dense model's. Under
+    `uniform`, every module loses the smallest share of its bundles that meets the budget.
 
     Args:
         scores: From `score_units`.
-        modules: Those that may lose units.
-        table: What they save.
-        ratio: Cost at the most, as a share of the dense model's.
-        constraints: What the selection is subject to.
+        modules: The modules that may lose units.
+        table: The cost that they save.
+        ratio: Greatest allowed cost, as a share of the dense model's.
+        constraints: Constraints of the selection.
 
     Returns:
-        Per module, for `select_units(..., counts=...)`.
+        One number per module, for `select_units(..., counts=...)`.
 
     Raises:
-        PlanError: The budget cannot be met; the message says the best there is.
+        PlanError: No selection meets the budget; the message says the lowest cost within reach.
     """
     check_reachable(modules, table, ratio=ratio, constraints=constraints)
     if constraints.allocation == "uniform":
         return next(c for c in _uniform_counts(modules, constraints) if _ratio(table, modules, c) <= ratio)
     options = removable_counts(modules, constraints)
     saved = [[table.saved[module.name][k] for k in option] for module, option in zip(modules, options, strict=True)]
-    # A timed table need not be monotone: costs count from the most that a module can save.
+    # Timings need not fall with every bundle, so costs are relative to the most that a module can save.
     costs = [[math.ceil((max(row) - s) * GRID - 1e-6) for s in row] for row in saved]
     limit = math.floor((ratio - 1 + sum(max(row) for row in saved)) * GRID + 1e-6)
     lost = [lost_scores(scores.scores[module.name], module, unit=constraints.unit) for module in modules]
@@ -83,7 +83,7 @@ def check_reachable(
     """Refuse a budget of cost that no selection meets.
 
     Raises:
-        PlanError: There is none; the message says the best there is.
+        PlanError: No selection meets the budget; the message says the lowest cost within reach.
     """
     if constraints.allocation == "uniform":
         best = min((_ratio(table, modules, counts) for counts in _uniform_counts(modules, constraints)), default=1.0)
@@ -103,14 +103,17 @@ def check_reachable(
 
 
 def shares_to_try(modules: Sequence[Units], constraints: Constraints) -> list[float]:
-    """Return the shares of heads worth trying, ascending: every number of bundles once."""
+    """Return the shares of heads that remove 1, 2, 3, ... bundles, up to all but one.
+
+    The bundles are those of all modules under `global`, and those of the largest module under `uniform`.
+    """
     bundles = [bundle_count(module, constraints.unit) for module in modules]
     most = sum(bundles) if constraints.allocation == "global" else max(bundles)
     return [k / most for k in range(1, most)]
 
 
 def _uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[list[int]]:
-    """Return removals of the same share of every module, ascending, as far as the constraints allow."""
+    """Return the counts per module for every share that all modules can lose, ascending."""
     options = removable_counts(modules, constraints)
     found: list[list[int]] = []
     for share in shares_to_try(modules, constraints):
@@ -119,7 +122,7 @@ def _uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[
             for module, option in zip(modules, options, strict=True)
         ]
         counts = [max(k for k in o if k <= w) for o, w in zip(options, wanted, strict=True)]
-        # Beyond what min_heads leaves, the modules would no longer lose the same share.
+        # A module that min_heads stops would lose a smaller share than the others.
         if any(w > o[-1] for w, o in zip(wanted, options, strict=True)):
             break
         if any(counts) and counts not in found:

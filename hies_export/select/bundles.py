@@ -1,8 +1,8 @@
-"""Bundle the units that go together.
+"""Bundle the units that are removed together.
 
-By default (`unit: group`) a bundle is a group: a key/value head with its query heads, which in ordinary attention is
-one head. Under `unit: query` the groups stay, and a bundle is one unit of every group, the n-th worst of each, so that
-the groups stay even. A bundle's score is the mean of its units'.
+By default (`unit: group`) a bundle is a group: in attention, a key/value head with its query heads. Without grouped
+queries that is a single head. Under `unit: query` every group stays, and the n-th bundle has the n-th worst unit of
+each group, so that all groups keep the same number. A bundle's score is the mean score of its units.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from ..values import Units
 
 
 def bundle_count(module: Units, unit: str) -> int:
-    """Return the number of bundles of a module."""
+    """Return the number of bundles in a module."""
     return module.groups if unit == "group" or module.group_size == 1 else module.group_size
 
 
 def lost_scores(scores: Tensor, module: Units, *, unit: str = "group") -> list[float]:
-    """Return the total score that a module loses with its 0, 1, 2, ... worst bundles."""
+    """Return the total score of a module's 0, 1, 2, ... worst bundles."""
     worst_first = [score for score, _ in ranked_bundles(scores, module, unit)]
     return [float(total) for total in np.cumsum([0.0, *worst_first])]
 
 
 def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float, tuple[int, ...]]]:
-    """Return score and units of every bundle of a module, worst first; ties go to the later unit.
+    """Return the score and the units of every bundle of a module, worst first; of equals the later unit comes first.
 
     Raises:
-        NonFiniteError: A score is NaN or infinite, which has no place in an order.
+        NonFiniteError: A score is NaN or infinite, so it cannot be ranked.
     """
     wrong = (~scores.isfinite()).nonzero().flatten().tolist()
     if wrong:
@@ -46,6 +46,6 @@ def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float
             sorted(zip(v, h, strict=True), key=lambda item: (item[0], -item[1]))
             for v, h in zip(values, units, strict=True)
         ]
-        # Their means ascend, as every group's own scores do.
+        # The means ascend, because the scores of each group do.
         return [(sum(v for v, _ in b) / len(b), tuple(h for _, h in b)) for b in zip(*ranked, strict=True)]
     return sorted(found, key=lambda item: (item[0], -item[1][0]))

@@ -1,4 +1,4 @@
-"""State the constraints of a selection, and check budgets against them before anything is scored."""
+"""Define the constraints of a selection, and check budgets against them before anything is scored."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ UNITS = ("group", "query")
 
 @dataclass(frozen=True)
 class Constraints:
-    """What any selection is subject to.
+    """Limits on a selection, whatever its budget.
 
     Attributes:
-        allocation: "global" (uneven) or "uniform" (the same share of every module).
+        allocation: "global" (the worst units of all modules go) or "uniform" (every module loses the same share).
         unit: "group" or "query"; see `bundles`.
-        min_heads: Query heads that every module keeps at least.
-        keep_layers: Positions, among the modules that may lose units, of those that lose none; negative ones count from
+        min_heads: Least number of units (query heads) that every module keeps.
+        keep_layers: Positions of modules that lose nothing, among those that may lose units. Negative ones count from
             the end.
-        multiple_of: For tensor-parallel serving: every module that loses heads keeps a multiple of it, of key/value
-            heads, or of query heads under `unit: query`.
+        multiple_of: For tensor-parallel serving: a module that loses units keeps a multiple of this number of groups
+            (key/value heads), or of units (query heads) under `unit: query`.
     """
 
     allocation: str = "global"
@@ -38,19 +38,21 @@ NONE = Constraints()
 
 
 def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constraints = NONE) -> int | list[int]:
-    """Check, before anything is scored, that a share of the heads can go.
+    """Return how many bundles a budget of heads removes, after checking that the constraints allow it.
+
+    Nothing needs to be scored yet.
 
     Args:
-        modules: Those that may lose units.
+        modules: The modules that may lose units.
         heads: Share of heads to remove, in (0, 1).
-        constraints: What the selection is subject to.
+        constraints: Constraints of the selection.
 
     Returns:
-        How many bundles will go: of all under `global`, of each module under `uniform`.
+        Number of bundles: of all modules together under `global`, of each module under `uniform`.
 
     Raises:
         RecipeError: An option is out of range.
-        PlanError: The constraints leave less to remove than the budget asks for, or it rounds to nothing.
+        PlanError: The constraints allow fewer removals than the budget asks for, or the budget rounds to nothing.
     """
     share = [] if 0 < heads < 1 else [f"sparsity (budget.heads) must be in (0, 1), got {heads}"]
     check_constraints(modules, constraints, problems=share)
@@ -62,7 +64,7 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
     wanted, possible, of = (
         (round(heads * sum(bundles)), sum(most), sum(bundles))
         if whole
-        # The first module that cannot lose its share, else any: all are the same to the message.
+        # The module that falls short the most, for the message.
         else max(zip(counts, most, bundles, strict=True), key=lambda item: item[0] - item[1])
     )
     grouped = any(module.group_size > 1 for module in modules)
@@ -81,7 +83,7 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
     if constraints.multiple_of == 1:
         return wanted if whole else counts
     options = removable_counts(modules, constraints)
-    # Of every module, at most what its share asks for.
+    # Every module loses at most its share.
     fewer = [max(k for k in option if k <= count) for option, count in zip(options, counts, strict=True)]
     smallest = min((k for option in options for k in option if k), default=wanted + 1)
     if smallest > wanted if whole else not any(fewer):
@@ -93,15 +95,15 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
 
 
 def check_constraints(modules: Sequence[Units], constraints: Constraints, *, problems: Sequence[str] = ()) -> None:
-    """Check that constraints are in range.
+    """Refuse constraints that are out of range.
 
     Args:
-        modules: Those that may lose units.
-        constraints: What the selection is subject to.
-        problems: What is already known to be wrong.
+        modules: The modules that may lose units.
+        constraints: Constraints of the selection.
+        problems: Problems found before, to report with the others.
 
     Raises:
-        RecipeError: An option is out of range; all problems at once.
+        RecipeError: An option is out of range; the message has all problems.
     """
     problems = list(problems)
     if constraints.allocation not in ALLOCATIONS:
@@ -120,18 +122,18 @@ def check_constraints(modules: Sequence[Units], constraints: Constraints, *, pro
 
 
 def removable_counts(modules: Sequence[Units], constraints: Constraints) -> list[list[int]]:
-    """Return, per module, the numbers of bundles it may lose, ascending from none."""
+    """Return, for every module, the numbers of bundles that it may lose, ascending from 0."""
     found = []
     for module, most in zip(modules, most_removable(modules, constraints), strict=True):
         count = bundle_count(module, constraints.unit)
-        # Under unit: query every bundle has a head in each group.
+        # Under unit: query, every bundle has a unit of each group.
         heads = module.groups if constraints.unit == "query" and module.group_size > 1 else 1
         found.append([0, *(k for k in range(1, most + 1) if (count - k) * heads % constraints.multiple_of == 0)])
     return found
 
 
 def most_removable(modules: Sequence[Units], constraints: Constraints) -> list[int]:
-    """Return how many bundles each module may lose at the most; `multiple_of` is not looked at."""
+    """Return the most bundles that each module may lose, without regard to `multiple_of`."""
     protected = {i % len(modules) for i in constraints.keep_layers}
     bundles = [bundle_count(module, constraints.unit) for module in modules]
     return [

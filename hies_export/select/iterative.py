@@ -1,4 +1,4 @@
-"""Prune iteratively: a share of the budget at a time, each scored on the model that the rounds before leave."""
+"""Split a budget into rounds, each of which is scored on the model that the previous round left."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from .constraints import Constraints, check_budget
 
 @dataclass(frozen=True)
 class Round:
-    """What one round removes.
+    """The budget of one round.
 
     Attributes:
-        wanted: Bundles that are gone after the round: of all modules under `global`, of each under `uniform`.
-        dense: Bundles of each module before the first round.
-        unit: What a bundle is.
+        wanted: Number of bundles removed by the end of the round: of all modules together under `global`, of each
+            module under `uniform`.
+        dense: Number of bundles of each module before the first round.
+        unit: "group" or "query", see `bundles`.
     """
 
     wanted: int | Sequence[int]
@@ -30,10 +31,10 @@ class Round:
     unit: str
 
     def size(self, modules: Sequence[Units]) -> tuple[float | None, list[int] | None]:
-        """Return `heads` and `counts` for `select_units`, one of them None.
+        """Return the arguments `heads` and `counts` of `select_units`, one of which is None.
 
         Args:
-            modules: Those that may lose units, as the rounds before left them.
+            modules: The modules that may lose units, as the previous rounds left them.
         """
         left = [bundle_count(module, self.unit) for module in modules]
         if isinstance(self.wanted, int):
@@ -42,18 +43,21 @@ class Round:
 
 
 def rounds_of(modules: Sequence[Units], *, heads: float, count: int, constraints: Constraints) -> Iterator[Round]:
-    """Divide a budget of heads into rounds; rounds that would remove nothing are left out.
+    """Yield the rounds of a budget of heads, without those that would remove nothing.
 
     Args:
-        modules: Those that may lose units, before the first round.
+        modules: The modules that may lose units, before the first round.
         heads: Share of heads that all rounds together remove.
-        count: How many; the first n of them remove n/count of that share.
-        constraints: What the selection is subject to.
+        count: Number of rounds; the first n of them remove n/count of that share.
+        constraints: Constraints of the selection.
+
+    Raises:
+        PlanError: The constraints do not allow the whole budget.
     """
     dense = [bundle_count(module, constraints.unit) for module in modules]
     before: int | list[int] = 0
     for number in range(1, count + 1):
-        # The last says why when nothing can go.
+        # A share that rounds to nothing is skipped, but the last round must succeed or say why not.
         with contextlib.suppress(PlanError) if number < count else contextlib.nullcontext():
             wanted = check_budget(modules, heads=heads * number / count, constraints=constraints)
             if wanted != before:
@@ -62,7 +66,7 @@ def rounds_of(modules: Sequence[Units], *, heads: float, count: int, constraints
 
 
 def compose(first: Selection, second: Selection) -> Selection:
-    """Return the selection that does to a model what `second` does to the model that `first` leaves."""
+    """Return the selection that equals `first`, followed by `second` on the model that `first` left."""
     return {
         name: Kept(tuple(before.units[i] for i in second[name].units), before.total, before.groups)
         for name, before in first.items()
@@ -70,6 +74,12 @@ def compose(first: Selection, second: Selection) -> Selection:
 
 
 def filled_in(earlier: Mapping[str, Tensor], later: Mapping[str, Tensor], selection: Selection) -> dict[str, Tensor]:
-    """Return numbers of all units, (units,) per module: the later ones of those that `selection` left."""
+    """Return values for all units, (units,) per module: the later ones for kept units, else the earlier ones.
+
+    Args:
+        earlier: Module -> values of all units.
+        later: Module -> values of the units that `selection` keeps, in order.
+        selection: The units that stay.
+    """
     kept = {name: torch.tensor(selection[name].units) for name in earlier}
     return {name: values.index_copy(0, kept[name], later[name]) for name, values in earlier.items()}

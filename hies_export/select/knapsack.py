@@ -1,4 +1,4 @@
-"""Solve the multiple-choice knapsack: one option of every module, at the least loss."""
+"""Solve the multiple-choice knapsack: one option per module, at the least loss."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import numpy as np
 def least_loss(
     costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], limit: int
 ) -> tuple[np.ndarray, Callable[[int], list[int]]]:
-    """Solve a multiple-choice knapsack exactly by dynamic programming: one option of every module.
+    """Solve a multiple-choice knapsack exactly, by dynamic programming.
 
     Args:
-        costs: Per module and option its cost, whole numbers from 0.
-        losses: Per module and option its loss.
-        limit: Greatest total cost of interest.
+        costs: Cost of every option of every module, whole numbers from 0.
+        losses: Loss of every option of every module.
+        limit: Greatest total cost to consider.
 
     Returns:
-        The least loss of every exact total cost, (limit + 1,), infinite where no choice costs that; and a function
-        from a total cost to the option of every module. Ties go to the earlier option.
+        The least total loss for every exact total cost, (limit + 1,), infinite for a cost that no choice has. Then a
+        function that returns the choice for a total cost: the number of one option per module. Of equals it takes the
+        earlier option.
     """
     best = np.full(limit + 1, np.inf)
     best[0] = 0.0

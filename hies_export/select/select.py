@@ -22,28 +22,28 @@ def select_units(
     counts: Sequence[int] | None = None,
     constraints: Constraints = NONE,
 ) -> Selection:
-    """Select the units that stay when a share of the heads goes, or given numbers of them.
+    """Select the units that stay when a share of the heads is removed, or a given number of bundles per module.
 
-    Units go in bundles; see `bundles`. Under `global`, round(share * bundles) bundles go, those with the smallest
-    scores, except that every module keeps its best `min_heads`. No other choice of as many keeps a greater total score.
-    Under `uniform`, every module loses round(share * its bundles), its own smallest. Ties go to the later module, then
-    the later bundle. With `multiple_of`, at most as many go as the share asks for.
+    Units are removed in bundles; see `bundles`. Under `global`, the round(share * bundles) bundles with the smallest
+    scores go, except that every module keeps its best `min_heads`. No other choice of that many keeps a greater total
+    score. Under `uniform`, every module loses its round(share * bundles) worst bundles. Of equal scores, the later
+    module's go first, then the later bundle. With `multiple_of`, the number removed is rounded down.
 
     Args:
         scores: From `score_units`.
-        modules: From `find_attention`, in the model's order. Those without scores keep all units, and do not count in
-            the budget.
-        heads: Share of heads to remove, in (0, 1); or
-        counts: Per module with scores, how many bundles go, its own smallest; of the constraints only `unit` is then
-            looked at. See `hies_export.select.budget`.
-        constraints: What the selection is subject to.
+        modules: From `find_attention`, in the model's order. Modules without scores keep all units, and do not count
+            towards the budget.
+        heads: Share of heads to remove, in (0, 1). Either this or `counts` is needed.
+        counts: Number of bundles that each module with scores loses, its worst first; see `hies_export.select.budget`.
+            Of the constraints, only `unit` applies then.
+        constraints: Constraints of the selection.
 
     Returns:
-        The units that stay, for every module; equal inputs give equal selections.
+        The units that stay, for every module. Equal inputs give equal selections.
 
     Raises:
-        RecipeError: An option is out of range.
-        PlanError: The constraints leave less to remove than the budget asks for.
+        RecipeError: An option is out of range, or neither `heads` nor `counts` is given.
+        PlanError: The constraints allow fewer removals than the budget asks for, or `counts` does not fit the modules.
         NonFiniteError: A score is NaN or infinite.
 
     Examples:
@@ -52,7 +52,7 @@ def select_units(
         9
     """
     scored = [module for module in modules if module.name in scores.scores]
-    # Per module its bundles, worst first.
+    # The bundles of each module, worst first.
     ranked = [ranked_bundles(scores.scores[module.name], module, constraints.unit) for module in scored]
     if counts is not None:
         _check_counts(counts, ranked)
@@ -80,7 +80,7 @@ def select_units(
 
 
 def _counts_in_multiples(scores: Scores, modules: Sequence[Units], most: int, constraints: Constraints) -> list[int]:
-    """Return how many bundles each module loses, at most so many in all, to keep what `multiple_of` wants."""
+    """Return how many bundles each module loses under `multiple_of`: as many as possible, at most `most` in all."""
     options = removable_counts(modules, constraints)
     lost = [lost_scores(scores.scores[module.name], module, unit=constraints.unit) for module in modules]
     best, trace = least_loss(options, [[row[k] for k in o] for row, o in zip(lost, options, strict=True)], most)

@@ -1,1 +1,10 @@
-"""TODO slim."""
+"""Remove units from a model in memory, check the cut, and refit what is left.
+
+In go a dense model and a `PruningPlan` or `Selection`, out comes a slim model: an ordinary `PreTrainedModel`.
+
+mask.py      `masked_units`: the same removal by multiplying with zero, as a reference
+cut.py       `prune_units`: the removal itself
+config.py    a config that describes the slim model: uniform, or with a `hies_export` block
+check.py     whether a plan fits a model, and `compare_cut`: the cut model against the masked one
+refit.py     `compensate`: refit the consumers by least squares, without training
+"""

@@ -1,4 +1,4 @@
-"""Check a plan against a model, and a cut against the masked model."""
+"""Check a plan against a model, and a cut model against the masked one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TOLERANCE = 1e-4
 
 
 def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> None:
-    """Refuse a selection that is not for this model.
+    """Refuse a selection that does not fit a model.
 
     Raises:
-        PlanError: Names or numbers of units differ, or an index is out of range, repeated or out of order, or groups
-            keep different numbers of units.
+        PlanError: The names of modules or the numbers of units differ from the model's, an index is out of range,
+            repeated or out of order, or the groups of a module keep different numbers of units.
     """
     if list(selection) != [module.name for module in modules]:
         missing = [module.name for module in modules if module.name not in selection]
@@ -57,20 +57,20 @@ def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> 
 
 
 def weight_norms(model: nn.Module, modules: Sequence[PrunableModule]) -> dict[str, float]:
-    """Return the L2 norms of the first and the last consumer, by name: a plan tells its model from others by them."""
+    """Return consumer -> L2 norm of its weight, for the first and last module: a plan recognises its model by these."""
     names = dict.fromkeys(module.consumer for module in (modules[0], modules[-1]))
     return {name: weight_of(model.get_submodule(name)).detach().double().norm().item() for name in names}
 
 
 def check_weights(plan: PruningPlan, norms: Mapping[str, float]) -> None:
-    """Refuse a plan that was made for other weights, whose units have learnt other things.
+    """Refuse a plan that was made for a model with other weights, whose units compute other features.
 
     Args:
         plan: The plan.
-        norms: From `weight_norms` of the model it is to be applied to.
+        norms: From `weight_norms` of the model to be cut.
 
     Raises:
-        PlanError: A norm differs by more than rounding to another dtype could make it.
+        PlanError: A norm differs by more than a change of dtype can explain.
     """
     for name, norm in plan.model.items():
         here = norms.get(name, math.nan)
@@ -88,7 +88,7 @@ def compare_cut(
     modules: Sequence[PrunableModule],
     batch: Mapping[str, Tensor],
 ) -> float:
-    """Compare the cut model with the dense model whose removed units are masked, in float32.
+    """Compare the cut model with the dense model with the same units masked, in float32.
 
     Args:
         dense: The model before the cut.
@@ -98,7 +98,7 @@ def compare_cut(
         batch: Inputs of the model.
 
     Returns:
-        The largest absolute difference of any element of the output.
+        The largest absolute difference between elements of the first output.
 
     Raises:
         CutMismatchError: The difference is not below 1e-4.
@@ -129,7 +129,7 @@ def first_output(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def max_abs(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute difference; infinite where shapes differ or either has a NaN."""
+    """Return the largest absolute difference of two tensors; infinite if shapes differ or either has a NaN."""
     if one.shape != other.shape:
         return float("inf")
     difference = (one - other).abs().max().item() if one.numel() else 0.0

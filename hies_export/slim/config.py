@@ -1,4 +1,4 @@
-"""Describe a slim model: by its config alone, or by a `hies_export` block and a slim class."""
+"""Describe a slim model in its config: by a uniform config alone, or by a `hies_export` block and a slim class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the slim version of a model class of transformers.
 
     Raises:
-        UnsupportedModelError: transformers does not export the class, so that no checkpoint can name it.
+        UnsupportedModelError: transformers does not export the class, so no checkpoint can name it.
     """
     if not hasattr(modeling_hies, stock.__name__):
         raise UnsupportedModelError(
@@ -33,17 +33,17 @@ def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def is_slim(model: PreTrainedModel) -> bool:
-    """Return whether a model carries a `hies_export` block, so that its shapes are not what its config alone says."""
+    """Return whether a model's config has a `hies_export` block, without which its shapes are not known."""
     return getattr(model.config, "hies_export", None) is not None
 
 
 @dataclass
 class Shapes:
-    """What a cut changed, by dotted name.
+    """The shapes and attributes that a cut changed; keys are dotted names.
 
     Attributes:
-        linear: Linear layer -> [out_features, in_features].
-        parameters: Parameter outside of linear layers -> its shape.
+        linear: Linear layer -> its new [out_features, in_features].
+        parameters: Parameter outside of linear layers -> its new shape.
         attributes: Module -> attribute -> its new value.
     """
 
@@ -53,13 +53,13 @@ class Shapes:
 
 
 def write_uniform_config(model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]) -> bool:
-    """Let the config alone describe a uniformly cut model, where it can.
+    """Change the config of a uniformly cut model so that it alone describes the model, if it can.
 
-    The uniform config is tried on meta tensors, and kept if the stock class then has the slim model's shapes. Every
-    (sub-)config speaks for the modules that hold it, so the towers of a model may differ.
+    The changed config is tried first: the stock class, built from it on the meta device, must have the slim model's
+    shapes. Each config and sub-config describes the modules that hold it, so the towers of a model may differ.
 
     Returns:
-        Whether the config now describes the model.
+        Whether the config was changed and now describes the model.
     """
     if is_slim(model):
         return False
@@ -72,7 +72,7 @@ def write_uniform_config(model: PreTrainedModel, selection: Selection, modules: 
         for config, copied in zip(_configs(model.config), _configs(candidate), strict=True):
             for name, value in settings.get(id(config), {}).items():
                 setattr(copied, name, value)
-            copied.validate()  # what a config refuses (LLaMA: hidden size not a multiple of heads) cannot be saved
+            copied.validate()  # an invalid config cannot be saved (LLaMA: hidden size not a multiple of heads)
         with torch.device("meta"):
             stock = type(model)(candidate)
     except (StrictDataclassError, ValueError, AttributeError, TypeError, RuntimeError):
@@ -88,7 +88,7 @@ def write_uniform_config(model: PreTrainedModel, selection: Selection, modules: 
 def _uniform_settings(
     model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule], configs: Mapping[int, Any]
 ) -> dict[int, dict[str, Any]] | None:
-    """Return, by the id of a config, the fields that say how many heads stay; None where modules differ."""
+    """Return id of a config -> its new fields, or None if modules with the same config keep different numbers."""
     owned: dict[int, list[PrunableModule]] = {}
     for module in modules:
         config = getattr(model.get_submodule(module.name), "config", model.config)
@@ -109,18 +109,18 @@ def _uniform_settings(
 
 
 def _configs(config: Any) -> list[Any]:
-    """Return a config and those it is composed of."""
+    """Return a config and all its sub-configs."""
     children = [getattr(config, key, None) for key in config.sub_configs]
     return [config, *(c for child in children if child is not None for c in _configs(child))]
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    # Buffers as well: what is worked out from the number of heads, such as rotary frequencies, must be the same.
+    # Buffers too, because some, such as rotary frequencies, are computed from the number of heads.
     return {n: t.shape for n, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
 
 
 def become_slim(model: PreTrainedModel, shapes: Shapes) -> None:
-    """Write the `hies_export` block into a model's config, and make its class the slim version of the stock class."""
+    """Write the `hies_export` block into a model's config, and change the model's class to its slim version."""
     prefix = model.base_model_prefix + "."
     under_base = (lambda name: name.removeprefix(prefix)) if model.base_model is not model else (lambda name: name)
     block = copy.deepcopy(getattr(model.config, "hies_export", None)) or {"format": 1, "linear": {}, "attributes": {}}
@@ -137,7 +137,7 @@ def become_slim(model: PreTrainedModel, shapes: Shapes) -> None:
 
 
 def _auto_map(stock: type, model: PreTrainedModel) -> dict[str, str]:
-    """Every AutoModel class of the task class, and AutoModel for its base class."""
+    """Return Auto class -> "file.class": every Auto class of the stock class, and `AutoModel` for its base model."""
     module = modeling_hies.__name__.rpartition(".")[2]
     names = dict.fromkeys(auto_classes(stock.__name__, model.config.model_type), stock.__name__)
     if has_auto_base(model):

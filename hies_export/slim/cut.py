@@ -1,4 +1,4 @@
-"""Remove units from the weights."""
+"""Remove units from the weights of a model in memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def prune_units(
     *,
     inplace: bool = False,
 ) -> PreTrainedModel:
-    """Cut the units that a plan does not keep out of the weights.
+    """Remove from a model the units that a plan does not keep.
 
-    Producers lose rows, consumers lose columns, and attributes that count units follow. Where the config alone can
-    describe the result (uniform ViT, LLaMA, ...), it is updated and the model stays of its stock class. Otherwise the
-    class becomes the slim version of the stock class (`modeling_hies`), which `save_pretrained` writes next to the
-    weights.
+    Producers lose rows, consumers lose columns, and attributes that count units are updated. If a config alone can
+    describe the result (a uniform ViT, LLaMA, ...), the config is updated and the model keeps its stock class.
+    Otherwise the class becomes the slim version of the stock class (`modeling_hies`), whose code `save_pretrained`
+    writes next to the weights.
 
     Args:
         model: The dense model.
-        plan: The units that stay. A plan is checked against the model's weights, a bare selection is not.
+        plan: The units that stay. The weight norms of a plan are checked; a bare selection has none.
         modules: From `find_attention` on this model.
         inplace: Cut `model` itself instead of a copy.
 
@@ -39,7 +39,7 @@ def prune_units(
         The slim model, an ordinary `PreTrainedModel`.
 
     Raises:
-        PlanError: The plan is not for this model, or for other weights.
+        PlanError: The plan does not fit this model, or was made for other weights.
 
     Examples:
         >>> slim = prune_units(model, plan, modules)

@@ -1,4 +1,4 @@
-"""Mask units without cutting them."""
+"""Mask units without removing them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..values import PrunableModule, PruningPlan, Selection, selection_of
 def masked_units(
     model: PreTrainedModel, plan: PruningPlan | Selection, modules: Sequence[PrunableModule]
 ) -> Iterator[None]:
-    """Multiply, inside the block, what the removed units give to their consumers by zero.
+    """Multiply the outputs of the removed units by zero where their consumers read them, inside the block.
 
     Args:
-        model: The dense model; as it was, after the block.
+        model: The dense model; restored after the block.
         plan: The units that stay.
         modules: From `find_attention` on this model.
 

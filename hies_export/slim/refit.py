@@ -1,4 +1,4 @@
-"""Give back, without training, what the removed units wrote on average: refit the consumers in closed form.
+"""Refit the consumers in closed form to make up for the removed units, without training.
 
 For a consumer y = W x + b with kept inputs x_K and removed inputs x_M, over calibration tokens with mean mu and centred
 covariance C:
@@ -6,8 +6,8 @@ covariance C:
     bias           b' = b + W_M mu_M
     least_squares  W'_K = W_K + W_M C_MK (C_KK + lambda I)^-1,  b' = b + W_M mu_M + (W_K - W'_K) mu_K
 
-A consumer without a bias uses uncentred moments and stays without. Both follow from the moments of (x_K, y) alone, and
-so does the error on held-out tokens.
+A consumer without a bias gets none, and its moments are not centred. Both methods, and the error on held-out tokens,
+need only the moments of (x_K, y).
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from ..progress import SILENT, Progress
 from ..values import PrunableModule, PruningPlan, Selection, selection_of
 
 METHODS = ("bias", "least_squares")
-# Relative to the mean of the diagonal of C_KK; the one with the smallest error on held-out tokens is taken.
+# Candidates for lambda, relative to the mean of the diagonal of C_KK; the error on held-out tokens decides.
 RIDGES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 ENOUGH_TOKENS_PER_INPUT = 4
 
 
 class FewTokensWarning(UserWarning):
-    """Fewer calibration tokens than four times a projection's inputs: the fit may not carry over."""
+    """There are fewer calibration tokens than four times the inputs of a projection, so the fit may not generalise."""
 
 
 class SingularInputsWarning(UserWarning):
-    """Some kept inputs of a projection are the same for all tokens: least squares has no one answer."""
+    """Some kept inputs of a projection are the same for all tokens, so least squares has no unique solution."""
 
 
 @dataclass(frozen=True)
 class Compensation:
-    """How consumers are refitted.
+    """Options for refitting the consumers.
 
     Attributes:
         method: "bias" or "least_squares".
-        ridge: Relative to the mean of the diagonal of C_KK; None to choose it on held-out samples.
-        sequential: Refit layer by layer, with inputs from the layers already cut and refitted, and targets from the
-            dense model. This takes a pass of both models for each layer.
+        ridge: lambda relative to the mean of the diagonal of C_KK; None to choose it on held-out samples.
+        sequential: Whether to refit layer by layer, with inputs from the slim model as refitted so far. It takes a pass
+            of both models for each layer. Targets always come from the dense model.
 
     Raises:
-        RecipeError: Unknown method, or a ridge that is not positive.
+        RecipeError: The method is unknown, or the ridge is not positive.
     """
 
     method: str = "least_squares"
@@ -70,15 +70,15 @@ class Compensation:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """What compensation did to one consumer.
+    """The refit of one consumer.
 
     Attributes:
         name: Dotted name of the module.
-        method: What was kept: "least_squares", or "bias" where that was better on held-out tokens, or "none" where
-            nothing was.
-        ridge: Relative ridge, None for `bias` and `none`.
-        tokens: Calibration tokens, held-out ones included.
-        error: Mean squared error of the consumer's output on held-out tokens, relative to no compensation.
+        method: The method with the smallest error on held-out tokens: "least_squares", "bias", or "none" if the
+            consumer was left as it was cut.
+        ridge: Ridge of "least_squares", relative to the mean of the diagonal of C_KK; else None.
+        tokens: Number of calibration tokens, including held-out ones.
+        error: Mean squared error of the consumer's output on held-out tokens, as a share of the error without a refit.
     """
 
     name: str
@@ -101,7 +101,7 @@ def compensate(
     *,
     progress: Progress = SILENT,
 ) -> list[LayerFit]:
-    """Refit the consumers of `slim`, in place, so that they give what the dense ones gave.
+    """Refit the consumers of `slim` in place, so that their outputs come closest to those of the dense model.
 
     Labels are not used. One pass over the batches serves all layers, unless `how` is sequential.
 
@@ -110,16 +110,16 @@ def compensate(
         slim: The model after it, from `prune_units`.
         plan: The units that stayed.
         modules: From `find_attention` on the dense model.
-        batches: Inputs; padding is left out by their `attention_mask`.
-        how: Method, ridge, order.
-        progress: Told about the loop.
+        batches: Inputs of the model; padding is excluded by their `attention_mask`.
+        how: Method, ridge and order.
+        progress: Shows the loop over the batches.
 
     Returns:
-        What was done to each layer that lost units. A fit is never worse than `bias` on held-out tokens: where it would
-        be, the bias (or nothing) is kept.
+        One fit per module that lost units. If least squares is worse than `bias` on held-out tokens, only the bias is
+        refitted, or nothing.
 
     Raises:
-        RequestError: `bias` for consumers that have none.
+        RequestError: The method is `bias`, and a consumer has no bias.
         DataError: Fewer than five samples.
 
     Warns:
@@ -152,17 +152,17 @@ def refit(
     moments: Mapping[str, SplitMoments],
     how: Compensation = LEAST_SQUARES,
 ) -> list[LayerFit]:
-    """Do what `compensate` does, from moments of all inputs that were collected once for all plans.
+    """Refit the consumers of `slim` in place from moments of all inputs, which serve any number of plans.
 
     Args:
         slim: The cut model; its consumers are refitted in place.
         plan: The units that stayed.
         modules: From `find_attention` on the dense model.
         moments: From `collect_moments` on the dense model.
-        how: Method and ridge; the order is not looked at.
+        how: Method and ridge; `sequential` does not apply.
 
     Returns:
-        What was done to each layer that lost units.
+        One fit per module that lost units.
     """
     selection = selection_of(plan)
     return [
@@ -187,7 +187,7 @@ def _check_biases(dense: PreTrainedModel, cut: Sequence[PrunableModule], how: Co
 
 
 def _refit(layer: nn.Module, name: str, moments: SplitMoments, how: Compensation) -> LayerFit:
-    """Refit one consumer in place; its weight and bias stay where no fit does better on held-out tokens."""
+    """Refit one consumer in place, unless no fit is better on held-out tokens."""
     fitting, held_out = moments.fitting, moments.held_out
     weight = weight_of(layer).detach().double()
     bias = layer.bias.detach().double() if isinstance(layer.bias, Tensor) else None
@@ -201,7 +201,7 @@ def _refit(layer: nn.Module, name: str, moments: SplitMoments, how: Compensation
             stacklevel=3,
         )
     untouched = held_out.error(weight, bias)
-    # (error on held-out tokens, method, ridge); what is tried is judged before the held-out tokens join the fit.
+    # (error on held-out tokens, method, ridge). The method chosen is then fitted again on all tokens.
     tried: list[tuple[float, str, float | None]] = []
     if centred:
         tried.append((held_out.error(weight, fitting.fit_bias(weight)), "bias", None))

@@ -67,7 +67,9 @@ LOCK = Path(__file__).parents[1] / "prunable" / "architectures.lock"
 def decisive_sources() -> str:
     """Return a digest of the code that decides which steps a model type passes."""
     root = Path(hies_export.__file__).parent
-    files = sorted(path for folder in DECISIVE for path in (root / folder).rglob("*.py"))
+    files = sorted(
+        path for folder in DECISIVE for path in (root / folder).rglob("*.py") if path.stem != "architectures"
+    )
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
