@@ -34,7 +34,7 @@ from .score.criteria import score_units as score_heads
 from .select.constraints import Constraints
 from .select.select import select_units
 from .slim.check import compare_cut
-from .slim.cut import prune_units as prune_heads
+from .slim.cut import prune_units
 from .slim.refit import Compensation, LayerFit, compensate
 from .values import (
     Calibration,
@@ -155,7 +155,7 @@ class HeadStatistics(Statistics):
 
 def select_heads(
     scores: HeadScores,
-    modules: Sequence[PrunableModule],
+    sites: Sequence[PrunableModule],
     *,
     heads: float | None = None,
     counts: Sequence[int] | None = None,
@@ -167,7 +167,7 @@ def select_heads(
     """Return the plan that `select_units` selects, with its provenance.
 
     Args:
-        scores, modules, heads, counts: As in `select_units`.
+        scores, sites, heads, counts: As in `select_units`.
         seed, calibration, model: As in `Provenance`.
         constraints: The fields of `Constraints`.
 
@@ -177,7 +177,7 @@ def select_heads(
         (9, 18)
     """
     return PruningPlan(
-        kept=select_units(scores, modules, heads=heads, counts=counts, constraints=Constraints(**constraints)),
+        kept=select_units(scores, sites, heads=heads, counts=counts, constraints=Constraints(**constraints)),
         criterion=scores.criterion,
         alpha=scores.parameters.get("alpha"),
         seed=seed,
@@ -185,6 +185,13 @@ def select_heads(
         versions=library_versions(),
         model=dict(model or {}),
     )
+
+
+def prune_heads(
+    model: PreTrainedModel, plan: PruningPlan, sites: Sequence[PrunableModule], *, inplace: bool = False
+) -> PreTrainedModel:
+    """Return the slim model that `prune_units` cuts by a plan."""
+    return prune_units(model, plan, sites, inplace=inplace)
 
 
 @contextmanager
@@ -234,11 +241,11 @@ def compensate_heads(
     dense: PreTrainedModel,
     slim: PreTrainedModel,
     plan: PruningPlan,
-    modules: Sequence[PrunableModule],
+    sites: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
     *,
     progress: Progress = SILENT,
     **how: Any,
 ) -> list[LayerFit]:
     """Refit the output projections by `compensate`; `how` takes the fields of `Compensation`."""
-    return compensate(dense, slim, plan, modules, batches, Compensation(**how), progress=progress)
+    return compensate(dense, slim, plan, sites, batches, Compensation(**how), progress=progress)

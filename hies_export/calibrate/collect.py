@@ -160,15 +160,9 @@ class _Pass:
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str]):
         self._model, self._modules = model, modules
-<<<<<<< HEAD
         self._entropies = Entropies(model, [module for module in modules if module.kind == "attention"])
-        self._inputs = None if set(inputs.GIVES).isdisjoint(needs) else inputs.InputSums(model, modules)
-        self._weights = None if set(weights.GIVES).isdisjoint(needs) else weights.WeightGradients(model, modules)
-=======
-        self._entropies = Entropies(model, modules)
         self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules)
         self._weights = None if set(weights.STATISTICS).isdisjoint(needs) else weights.WeightGradients(model, modules)
->>>>>>> refs/heads/eng1
         self.reset()
 
     def reset(self) -> None:
