@@ -1,7 +1,8 @@
 """Compare many ways to prune one model.
 
-In go a recipe and a `SweepGrid` of criteria, alphas, sparsities, seeds, calibration sizes and compensations. Out comes a
-folder with one row of quality and stability per combination, as JSON, CSV, tables and figures. No checkpoint is written.
+In go a recipe and a `SweepGrid` of criteria, alphas, sparsities, seeds, calibration sizes and compensations. Out comes
+a folder with one row of quality and stability per combination, as JSON, CSV, tables and figures. No checkpoint is
+written.
 
 In the order of reading:
 

@@ -1,7 +1,7 @@
 """Evaluate every cell of a grid: criteria x alphas x sparsities x seeds x calibration sizes x compensations.
 
-Statistics are collected once for each seed and calibration size, moments and effects once for each seed. Equal selections
-are evaluated once. Finished cells are written to a journal, from which an interrupted sweep continues.
+Statistics are collected once for each seed and calibration size, moments and effects once for each seed. Equal
+selections are evaluated once. Finished cells are written to a journal, from which an interrupted sweep continues.
 """
 
 from __future__ import annotations
@@ -317,7 +317,8 @@ class _Runner:
         return max(areas)[1]
 
     def _curve(self, cell: Cell, sparsity: float) -> dict[str, Any]:
-        """Return the judgements of all alphas on the held-out rows at a sparsity ("curve"), and the best alpha ("chosen")."""
+        """Judge all alphas on the held-out rows at a sparsity; return the judgements ("curve") and the best alpha
+        ("chosen")."""
         at = replace(cell, alpha=None, sparsity=sparsity)
         key = at.key(self._grid)
         if key not in self._journal.alphas:
