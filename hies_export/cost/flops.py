@@ -42,9 +42,9 @@ def flops_table(
 def cut_bundles(
     model: PreTrainedModel, modules: Sequence[PrunableModule], removed: Mapping[str, int], *, unit: str
 ) -> PreTrainedModel:
-    """Cut numbers of bundles from a copy of the model that shares its weights.
+    """Return a copy of the model, which shares its weights, with the first bundles of every module kept.
 
-    Each module keeps its first bundles, because the choice does not change the cost.
+    Which bundles are kept does not change the cost.
 
     Args:
         model: The dense model; it is not changed.

@@ -111,8 +111,8 @@ def latency_table(
             replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
         else:
             logger.warning(
-                "the machine is too busy for a table of times that can be kept: a ratio is not known to %g points, or "
-                "the dense model against itself misses 1; the predicted time may be off",
+                "the machine is too busy to time cuts precisely: a ratio has an interval wider than %g points, or the "
+                "dense model differs from itself; the predicted time may be off, and is not cached",
                 100 * WIDEST_INTERVAL,
             )
     flops = flops_table(model, modules, batch=where.batch, unit=unit).saved

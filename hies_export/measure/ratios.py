@@ -30,7 +30,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, times_ms: np.ndarray) -> Percentiles:
-        """Take them from the times of all runs, of shape (runs,)."""
+        """Return the percentiles of the times of all runs, (runs,)."""
         return cls(*(float(value) for value in np.percentile(times_ms, (50, 90, 99))))
 
 

@@ -210,8 +210,8 @@ def _warn_without_compensation(recipe: PruningRecipe) -> None:
     """Warn if the criterion assumes compensation and the recipe has none."""
     if recipe.prune.criterion == COMPENSATED and recipe.prune.compensation is None:
         logger.warning(
-            "%s ranks heads by what least squares cannot make up for, but prune.compensation is not set, so nothing "
-            "makes up for them; add compensation: {method: least_squares}",
+            "%s ranks heads by the errors that least squares leaves, but prune.compensation is not set, so "
+            "nothing makes up for them; add compensation: {method: least_squares}",
             COMPENSATED,
         )
 

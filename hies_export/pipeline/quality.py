@@ -30,7 +30,7 @@ def predict_pruned(
     *,
     refit: Refit | None = None,
 ) -> Predictions:
-    """Predict with the units that a selection removes left out.
+    """Return the model's predictions without the units that a selection removes.
 
     Args:
         model: The dense model; it is not changed.

@@ -95,9 +95,9 @@ def head_maps(details: Mapping[str, Any]) -> Any:
         for axis, plan in zip(line, plans[kind], strict=False):
             alpha = plan["alpha"] if kind == "hies" else None
             found = _importance(details, alpha)
-            gone = {m: [h for h in range(len(found[m])) if h not in plan["kept"][m]] for m in modules}
+            removed = {m: [h for h in range(len(found[m])) if h not in plan["kept"][m]] for m in modules}
             label = "HIS" if alpha is None else f"HIES, α {alpha:g}"
-            image = head_map(axis, found, gone, title=f"{label}: {plan['sparsity']:.0%} removed")
+            image = head_map(axis, found, removed, title=f"{label}: {plan['sparsity']:.0%} removed")
         line[0].set_ylabel("layer")
     for axis in axes[-1]:
         axis.set_xlabel("head")

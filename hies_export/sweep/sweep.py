@@ -317,8 +317,7 @@ class _Runner:
         return max(areas)[1]
 
     def _curve(self, cell: Cell, sparsity: float) -> dict[str, Any]:
-        """Judge all alphas on the held-out rows at a sparsity; return the judgements ("curve") and the best alpha
-        ("chosen")."""
+        """Return all alphas' judgements on the held-out rows at a sparsity ("curve"), and the best alpha ("chosen")."""
         at = replace(cell, alpha=None, sparsity=sparsity)
         key = at.key(self._grid)
         if key not in self._journal.alphas:
