@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
@@ -37,6 +38,27 @@ class Silent:
 
 
 SILENT: Progress = Silent()
+
+
+class Clock:
+    """Stopwatch by kind of work. Time in a nested block counts for the nested block only.
+
+    Attributes:
+        seconds: Seconds by name of the work.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `seconds[name]`."""
+        started, within = time.perf_counter(), sum(self.seconds.values())
+        try:
+            yield
+        finally:
+            inner = sum(self.seconds.values()) - within
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - inner
 
 
 @contextlib.contextmanager

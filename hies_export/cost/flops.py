@@ -1,4 +1,4 @@
-"""Count what a unit of every module costs in FLOPs."""
+"""Count the FLOPs that every module saves per bundle of units removed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..values import Kept, PrunableModule, Units
 def flops_table(
     model: PreTrainedModel, modules: Sequence[PrunableModule], *, batch: Mapping[str, Any], unit: str = "group"
 ) -> CostTable:
-    """Count what a bundle of every module costs, attention products included.
+    """Return the table of FLOPs saved by removing bundles from every module, attention products included.
 
     Args:
         model: The dense model.
         modules: The modules that may lose units.
-        batch: Inputs of the shape to count at.
+        batch: Inputs of the shape at which to count.
         unit: As in `Constraints`.
     """
     dense = counts.count_flops(model, batch)
@@ -34,7 +34,7 @@ def flops_table(
         if count > 1:
             without = cut_bundles(model, modules, {module.name: 1}, unit=unit)
             one = (dense - counts.count_flops(without, batch)) / dense
-        # A module's last bundle stays.
+        # 0 to count - 1 bundles: the last one of a module is never removed.
         saved[module.name] = tuple(one * k for k in range(count))
     return CostTable("FLOPs", saved)
 
@@ -42,12 +42,14 @@ def flops_table(
 def cut_bundles(
     model: PreTrainedModel, modules: Sequence[PrunableModule], removed: Mapping[str, int], *, unit: str
 ) -> PreTrainedModel:
-    """Cut a copy of the model that shares its weights; which units go does not matter to cost.
+    """Return a copy of the model, which shares its weights, with the first bundles of every module kept.
+
+    Which bundles are kept does not change the cost.
 
     Args:
         model: The dense model; it is not changed.
         modules: The modules that may lose units.
-        removed: By the name of a module, how many bundles it loses; the others lose none.
+        removed: Number of bundles to remove by module name; modules without an entry lose none.
         unit: As in `Constraints`.
     """
     kept = {
@@ -58,11 +60,11 @@ def cut_bundles(
 
 
 def keep_first(module: Units, bundles: int, unit: str) -> Kept:
-    """Keep the first bundles of a module.
+    """Return the units to keep so that the first bundles of a module stay.
 
     Args:
         module: The module.
-        bundles: How many stay: key/value groups, or under `unit: query` query heads of every group.
+        bundles: Number of bundles to keep: key/value groups, or with unit "query", query heads of every group.
         unit: As in `Constraints`.
     """
     whole_groups = unit == "group" or module.group_size == 1

@@ -1,4 +1,4 @@
-"""Time uniform cuts of a model on a runtime, and share out over its modules what they save."""
+"""Time uniform cuts of a model on a runtime, and divide the time saved among its modules."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ..select.bundles import bundle_count
 from ..values import PrunableModule
 from .flops import cut_bundles, flops_table
 
-# Shares of its bundles that every module keeps in the cuts that are timed; 0 stands for a single one.
+# Share of its bundles that every module keeps in each timed cut; 0 means a single bundle.
 LEVELS = (0.75, 0.5, 0.25, 0.0)
-# Timed cuts are kept only where every ratio is known to this width of its 95 % interval: over loads of both models it
-# was 0.04 to 0.07 on a machine without other work, and twice that on a busy one.
+# Timed cuts are cached only if no 95 % interval of a ratio is wider than this. Widths were 0.04 to 0.07 on an idle
+# machine, and twice that on a busy one.
 WIDEST_INTERVAL = 0.08
 TABLE_FORMAT = 3
 
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TimedOn:
-    """Where and how cuts are timed.
+    """The runtime, batch and number of runs to time cuts with.
 
     Attributes:
         runtime: A name in `hies_export.runtimes.base.RUNTIMES`.
-        batch: What is run.
-        timing: How often the dense model and a cut are run.
-        export: Writes a model into a new ONNX folder; called where the runtime reads those.
+        batch: The batch to run.
+        timing: Number of runs of the dense model and of each cut.
+        export: Exports a model into a new ONNX folder; called if the runtime reads ONNX.
     """
 
     runtime: str
@@ -56,13 +56,13 @@ class TimedOn:
 
 @dataclass(frozen=True)
 class TimedCut:
-    """A uniform cut, timed beside the dense model.
+    """A uniform cut, timed against the dense model.
 
     Attributes:
-        kept: Share of the bundles that stay.
-        ratio: Time of the cut model / time of the dense one.
-        ratio_low, ratio_high: The 95 % interval of that.
-        control_low, control_high: The same of the dense model against itself.
+        kept: Share of the bundles that are kept.
+        ratio: Time of the cut model / time of the dense model.
+        ratio_low, ratio_high: 95 % interval of the ratio.
+        control_low, control_high: 95 % interval of the control, the dense model against itself.
     """
 
     kept: float
@@ -74,7 +74,7 @@ class TimedCut:
 
     @property
     def sharp(self) -> bool:
-        """Whether the ratio is known well enough to be kept."""
+        """Whether the ratio is precise enough to be cached."""
         return not is_noisy(self.control_low, self.control_high) and self.ratio_high - self.ratio_low <= WIDEST_INTERVAL
 
 
@@ -87,19 +87,19 @@ def latency_table(
     progress: Progress = SILENT,
     cache: Path | None = None,
 ) -> CostTable:
-    """Time uniform cuts of the model beside it, and derive what every module saves with every number of heads.
+    """Time uniform cuts of the model, and return the table of time saved by removing bundles from every module.
 
-    A module saves what the whole model saves at the same share of heads kept (linear between the timed ones), times the
-    module's share of the FLOPs that heads cost. The timed cuts are kept, and read again for the same hardware,
-    versions, runtime, shape and model dimensions; those from a busy machine are not kept.
+    A module that keeps a share of its bundles saves the time that the whole model saves at that share (interpolated
+    between timed cuts), times the module's share of the FLOPs of all units. Timed cuts are cached on disk by hardware,
+    versions, runtime, shape and model dimensions. Imprecise ones, from a busy machine, are not cached.
 
     Args:
         model: The dense model.
         modules: The modules that may lose units.
-        where: The runtime, what it runs, and how often.
+        where: The runtime, the batch, and the number of runs.
         unit: As in `Constraints`.
-        progress: Told about the loop over the cuts.
-        cache: Folder of kept cuts; by default hies_export/latency in the user's cache folder.
+        progress: Shows the loop over the cuts.
+        cache: Folder of cached cuts; by default hies_export/latency in the user's cache folder.
     """
     key = _key(model, modules, where, unit)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
@@ -111,8 +111,8 @@ def latency_table(
             replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
         else:
             logger.warning(
-                "the machine is too busy for a table of times that can be kept: a ratio is not known to %g points, or "
-                "the dense model against itself misses 1; the predicted time may be off",
+                "the machine is too busy to time cuts precisely: a ratio has an interval wider than %g points, or the "
+                "dense model differs from itself; the predicted time may be off, and is not cached",
                 100 * WIDEST_INTERVAL,
             )
     flops = flops_table(model, modules, batch=where.batch, unit=unit).saved
@@ -131,7 +131,7 @@ def latency_table(
 def _time_cuts(
     model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, progress: Progress
 ) -> list[TimedCut]:
-    """Time uniform cuts beside the dense model, the smallest cut first."""
+    """Time uniform cuts against the dense model, the smallest cut first."""
     bundles = {module.name: bundle_count(module, unit) for module in modules}
     removed: dict[float, dict[str, int]] = {}  # share kept -> how many bundles every module loses
     for level in LEVELS:
@@ -159,7 +159,7 @@ def _time_cuts(
 
 
 def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str) -> dict[str, Any]:
-    """Return everything that decides what is timed, as plain values."""
+    """Return everything that the times depend on, as values for JSON."""
     shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
     return {
         "format": TABLE_FORMAT,
@@ -175,7 +175,7 @@ def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: Timed
 
 
 def _read(file: Path, key: Mapping[str, Any]) -> list[TimedCut] | None:
-    """Read the kept cuts of a file; None if there are none for this key."""
+    """Return the cached cuts of a file; None if it has none for this key."""
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
         return [TimedCut(**point) for point in written["points"]] if written["key"] == key else None

@@ -1,7 +1,7 @@
 """Publish a finished run on the Hugging Face Hub.
 
 In comes the folder that `hies-export run` wrote; out comes one commit with the slim checkpoint at the top, `onnx/`, the
-report, its figures, and a card with the metadata that the Hub asks for.
+report, its figures, and a card with the metadata that the Hub requires.
 
-- `push.py`: checks the request (token, licence, what the repository holds), collects the files, and commits them.
+- `push.py`: check the request (token, licence, existing files of the repository), collect the files, commit them.
 """

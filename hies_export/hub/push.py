@@ -1,4 +1,4 @@
-"""Push what a run wrote to the Hub: one repository, one commit."""
+"""Push the folder of a run to a repository on the Hub, in one commit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..report.report import Report
 from ..report.text import model_name, title
 
 MAIN = "main"
-# Files of an earlier push that this one deletes where it does not write them.
+# Files of an earlier push, deleted if this push does not write them.
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
 _REPLACED_FOLDERS = ("onnx", "images")
 
@@ -43,8 +43,8 @@ class Commit:
     """The commit that a push makes.
 
     Attributes:
-        revision: Branch; made from the main one if there is none of that name.
-        message: Message; by default the report's headline.
+        revision: Branch; created from the main branch if it does not exist.
+        message: Commit message; by default the report's headline.
     """
 
     revision: str = MAIN
@@ -53,14 +53,14 @@ class Commit:
 
 @dataclass(frozen=True)
 class Pushed:
-    """Where a push went.
+    """The result of a push.
 
     Attributes:
         repository: Hub id.
         url: Address of the commit.
         commit: Hash of the commit.
-        files: Names in the repository of the files of the run.
-        bytes: Size of these files together.
+        files: Names of the pushed files in the repository.
+        bytes: Total size of these files in bytes.
     """
 
     repository: str
@@ -84,29 +84,30 @@ def push_to_hub(
 ) -> Pushed:
     """Push a run: the slim checkpoint, `onnx/`, the report, pictures, and a card with metadata.
 
-    All files appear in one commit. Large files are sent before the commit, each once: after an interruption the same
-    call sends only what is missing. The token is that of `hf auth login` or `HF_TOKEN`.
+    All files appear in one commit. Large files are uploaded before the commit, each once: after an interruption, the
+    same call sends only the missing ones. The token is read from `hf auth login` or `HF_TOKEN`.
 
-    Source of the ids of licences: https://huggingface.co/docs/hub/repositories-licenses
+    Licence ids: https://huggingface.co/docs/hub/repositories-licenses
 
     Args:
         folder: The folder that `run` wrote.
-        repository: USER/REPO; made if there is none.
+        repository: USER/REPO; created if it does not exist.
         private: Make the repository private.
-        license: Licence of the model, where the dense model's card names none: an id of the Hub, such as "apache-2.0".
-        base_model: Hub id of the dense model, where the run read it from a folder.
+        license: Licence of the model, if the dense model's card names none: an id of the Hub, such as "apache-2.0".
+        base_model: Hub id of the dense model, if the run read it from a folder.
         commit: Branch and message; by default the main branch and the report's headline.
-        overwrite: Replace everything in a repository that holds something else.
+        overwrite: Replace all files of a repository that is not from an earlier push.
         progress: Shows the stages.
         **fields: `revision` and `message` of the commit, in the place of `commit`.
 
     Returns:
-        Where the run is now, and which files it has there.
+        The address of the commit, and the files it has.
 
     Raises:
-        RequestError: The folder is not a run's, the licence is not known, there is no token, or the token has no right
-            to the repository. Nothing was sent.
-        OutputExistsError: The repository holds something else and `overwrite` is off. Nothing was sent.
+        RequestError: The folder is not that of a run, the licence is unknown, there is no token, or the token may not
+            write to the repository. Nothing was sent.
+        OutputExistsError: The repository has files that are not from an earlier push, and `overwrite` is off. Nothing
+            was sent.
         MissingRuntimeError: matplotlib is not installed.
         PushError: The Hub could not be reached, or the upload did not finish; nothing of it is visible.
     """
@@ -135,7 +136,7 @@ def push_to_hub(
     origin = _origin(report, dense=dense, license=license)
     _check_repository(repository, info, found, private=private, overwrite=overwrite)
     progress.stage("draw")
-    # Without the path of the model on this machine.
+    # A report that names the model, not its path on this machine.
     public = replace(report, model=dense or model_name(report))
     contents = _contents(Path(folder), public, repository, None if revision == MAIN else revision, origin)
     _check_card(contents["README.md"], repository)
@@ -148,7 +149,7 @@ def push_to_hub(
             api.create_repo(repository, private=private or None, exist_ok=True)
         if revision != MAIN:
             api.create_branch(repository, branch=revision, exist_ok=True)
-        # Not upload_folder, which makes several commits of a large folder: readers could see half of a checkpoint.
+        # upload_folder may split a large folder into several commits; readers could then see half a checkpoint.
         made = api.create_commit(
             repository, operations, commit_message=commit.message or title(report), revision=revision
         )
@@ -157,7 +158,7 @@ def push_to_hub(
 
 
 def _read_run(folder: Path) -> Report:
-    """Read the report of a run; refuse a folder without the files that a push needs."""
+    """Return the report of a run's folder, after checking that the folder has the files that a push needs."""
     needed = ("report.json", "slim/config.json", "slim/hies_plan.json", "onnx/config.json")
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
@@ -180,15 +181,15 @@ def _check_name(repository: str) -> None:
 
 
 def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[str, Any]:
-    """Return the base model and the licence, as metadata of a card.
+    """Return the base model and the licence as metadata of a model card.
 
     Args:
         report: Report of the run.
-        dense: Hub id of the dense model; None for a model in a folder, whose card may name its base model.
-        license: Licence that the user gives.
+        dense: Hub id of the dense model; None if it is in a folder, whose card may name a base model.
+        license: Licence given by the user.
 
     Raises:
-        RequestError: No card names a licence and none is given, or a card names another than the given one.
+        RequestError: No card names a licence and none is given, or a card names a different one.
     """
     cards = [read_card(report.model)] if Path(report.model).is_dir() else []
     base = dense or next((card.get("base_model") for card in cards), None)
@@ -218,7 +219,7 @@ def _look_up(api: HfApi, repository: str) -> ModelInfo | None:
 
 
 def _files(api: HfApi, repository: str, revision: str) -> set[str]:
-    """Return the names of the files on a branch; for a branch that is yet to be made, those of the main one."""
+    """Return the names of the files on a branch; for a branch that does not exist yet, those on the main branch."""
     try:
         return set(api.list_repo_files(repository, revision=revision))
     except RevisionNotFoundError:
@@ -244,7 +245,7 @@ def _check_repository(
 def _contents(
     folder: Path, report: Report, repository: str, revision: str | None, origin: Mapping[str, Any]
 ) -> dict[str, str | bytes]:
-    """Return all files of a push: name in the repository -> path of a file, or bytes."""
+    """Return all files of a push: name in the repository -> local path, or the content as bytes."""
     contents: dict[str, str | bytes] = {}
     for source, prefix in ((folder / "slim", ""), (folder / "onnx", "onnx/")):
         for file in sorted(path for path in source.rglob("*") if path.is_file() and not path.name.startswith(".")):
@@ -262,7 +263,7 @@ def _contents(
 
 
 def _check_card(card: str | bytes, repository: str) -> None:
-    """Refuse metadata that the Hub does not accept, such as a licence that it does not know."""
+    """Refuse a card whose metadata the Hub does not accept, such as an unknown licence."""
     assert isinstance(card, bytes)
     with _explain_failure(repository):
         try:
@@ -286,10 +287,10 @@ def _is_replaced(name: str) -> bool:
 
 @contextmanager
 def _explain_failure(repository: str) -> Iterator[None]:
-    """Turn whatever the client raises into one sentence that says what to do."""
+    """Turn any exception of the Hub client into an error whose message says what to do."""
     try:
         yield
-    except Exception as error:  # the Hub, the network, the storage behind it: each raises its own kind
+    except Exception as error:  # the Hub, the network and the storage each raise their own classes
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         if status == 401:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""Time two models side by side on a runtime: for a run, and for `hies-export bench` of any two folders."""
+"""Time two models on a runtime, for `hies-export run` and `hies-export bench`."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def time_on(
     timing: Timing,
     progress: Progress = SILENT,
 ) -> list[LatencyRow]:
-    """Time two models on one runtime, interleaved, with the first one against itself as control.
+    """Time two models on one runtime, interleaved, with a second copy of the first as control.
 
-    They are loaded as many times as the runtime's `loads` says, and the runs are shared out between the loads.
+    The models are loaded `Runtime.loads` times, and the timed runs are divided among the loads.
 
     Args:
         runtime: A name in `hies_export.runtimes.base.RUNTIMES`.
-        dense: What the ratios are relative to: a model for torch, an ONNX folder for ONNX Runtime.
-        slim: What is compared with it.
-        batches: What both run, by (batch, sequence).
-        flops: Of both, from `count_both_flops`, for the realised share of the saving.
-        timing: How often each is run over all loads together; every load is run once at least.
-        progress: Told about the loop over loads and shapes.
+        dense: The model that ratios are relative to: a model for torch, an ONNX folder for ONNX Runtime.
+        slim: The model to compare with it, of the same type.
+        batches: The batches to run, by (batch, sequence).
+        flops: FLOPs of both models at these shapes, from `count_both_flops`.
+        timing: Number of runs over all loads; each load is run at least once.
+        progress: Shows the loop over loads and shapes.
 
     Returns:
-        One row per shape, with times in ms. A model that generates has two, of the phases "prefill" and "decode".
+        One row per shape, with times in ms. Models that generate have two rows per shape, "prefill" and "decode".
     """
     found = compare_loads(runtime, dense, slim, batches, timing=timing, progress=progress)
-    # A decode step reads all weights to compute one token: memory decides its time, and no share of FLOPs does.
+    # The time of a decode step depends on memory rather than FLOPs: it reads all weights to compute one token.
     return [
         LatencyRow.of(
             comparison, runtime=runtime, shape=shape, phase=phase, flops=None if phase == "decode" else flops[shape]
@@ -65,7 +65,10 @@ def compare_loads(
     decode: bool = True,
     progress: Progress = SILENT,
 ) -> dict[tuple[Shape, Phase], LatencyComparison]:
-    """Return the comparisons behind `time_on`, by shape and phase; without `decode`, no decode step is timed."""
+    """Time two models as `time_on` does, and return the comparisons by shape and phase.
+
+    With `decode=False`, no decode step is timed.
+    """
     loads, shapes = min(RUNTIMES[runtime].loads, timing.repeats), list(batches)
     share = replace(timing, repeats=math.ceil(timing.repeats / loads), min_seconds=timing.min_seconds / loads)
     sources = (dense, slim, dense)
@@ -75,7 +78,7 @@ def compare_loads(
     for number, shape in progress.track(steps, f"measure {runtime}"):
         if shape == shapes[0]:
             runners.clear()
-            # What is loaded first tends to run fastest: each of the three is that in turn.
+            # The model that is loaded first tends to run fastest, so the order rotates.
             for index in ((0, 1, 2), (1, 2, 0), (2, 0, 1))[number % 3]:
                 runners[index] = load_runtime(runtime, sources[index])
         decodes = all(runner.decodes for runner in runners.values())
@@ -84,7 +87,7 @@ def compare_loads(
             rounds = time_rounds(
                 [runners[index] for index in range(3)],
                 batch=batches[shape],
-                # Later loads find the machine warm.
+                # The machine is warm by the second load.
                 timing=replace(share, warmup=2) if number else share,
                 phase=phase,
             )

@@ -1,4 +1,4 @@
-"""Count what a model consists of and what it computes: parameters, FLOPs, bytes of its cache."""
+"""Count parameters, FLOPs and bytes of the key/value cache of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shape = tuple[int, int]  # (batch, sequence)
 
 @dataclass(frozen=True, eq=False)
 class Both(Record, Generic[T]):
-    """A number of the dense model and one of the slim model."""
+    """One number for the dense model and one for the slim model."""
 
     dense: T
     slim: T
@@ -34,7 +34,7 @@ class Both(Record, Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class FlopCount(Both[int]):
-    """Floating-point operations of one forward pass of the two models, at a (batch, sequence)."""
+    """Floating-point operations of one forward pass of both models, at a (batch, sequence)."""
 
     shape: Shape
 
@@ -51,10 +51,10 @@ class LayerFlops:
     """Floating-point operations of one layer in one forward pass.
 
     Attributes:
-        layer: Dotted name of the layer; empty for what is outside of the layers with attention.
-        projections: Of the linear layers in front of the attention and behind it.
-        products: Of queries by keys, and of weights by values.
-        other: Of the rest of the layer, such as the MLP.
+        layer: Dotted name of the layer; empty for the rest of the model, outside the layers with attention.
+        projections: FLOPs of the linear layers before and after the attention.
+        products: FLOPs of queries times keys, and of attention weights times values.
+        other: FLOPs of the rest of the layer, such as the MLP.
     """
 
     layer: str
@@ -64,13 +64,13 @@ class LayerFlops:
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Count the parameters of a model, tied ones once.
+    """Return the number of parameters of a model; tied parameters count once.
 
     Args:
         model: Any module.
 
     Returns:
-        Elements, not bytes.
+        Number of elements, not of bytes.
 
     Examples:
         >>> count_parameters(torch.nn.Linear(3, 4))
@@ -82,16 +82,16 @@ def count_parameters(model: torch.nn.Module) -> int:
 def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
     """Count the floating-point operations of one forward pass, attention products included.
 
-    A multiply-add is two operations. `torch.utils.flop_counter` counts on the modules themselves, whatever their config
-    says. It runs them on tensors without data, and with eager attention, for on the CPU it does not see inside the
-    fused kernel. A model whose forward looks at the values of its inputs is run on real tensors instead.
+    A multiply-add is two operations. `torch.utils.flop_counter` counts in the modules themselves, independently of the
+    config. They run on tensors without data, and with eager attention, because on the CPU the counter does not see
+    inside the fused kernel. A model whose forward depends on the values of its inputs runs on real tensors instead.
 
     Args:
-        model: Any model; it is not run and not changed.
-        batch: Inputs by name; labels are ignored, values do not matter.
+        model: Any model; it is not changed.
+        batch: Inputs by name; labels are ignored.
 
     Returns:
-        Operations for the whole batch.
+        Number of operations for the whole batch.
 
     Source: https://docs.pytorch.org/docs/stable/torch.utils.flop_counter.html
 
@@ -105,7 +105,7 @@ def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
 def count_both_flops(
     dense: PreTrainedModel, slim: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Any]]
 ) -> dict[Shape, FlopCount]:
-    """Count the FLOPs of one forward pass of two models, by (batch, sequence)."""
+    """Count the FLOPs of one forward pass of two models at each (batch, sequence)."""
     return {s: FlopCount(count_flops(dense, b), count_flops(slim, b), s) for s, b in batches.items()}
 
 
@@ -115,18 +115,18 @@ def flops_per_layer(
     """Count the FLOPs of one forward pass layer by layer; the parts add up to `count_flops`.
 
     Args:
-        model: Dense or slim; it is not run and not changed.
+        model: Dense or slim; it is not changed.
         batch: As for `count_flops`.
         modules: The attention modules, of the dense model or of this one: only their names are read.
 
     Returns:
-        One per layer, in the order of `modules`. The last one, its `layer` empty, is what lies outside of the layers
-        with attention: embeddings and heads.
+        One entry per layer, in the order of `modules`. A last one, with empty `layer`, is the rest of the model, such
+        as embeddings and classifier.
     """
     found = _flops(model, batch)
     parts: dict[str, list[int]] = {}  # layer -> [projections, products]
     for module in modules:
-        # The innermost numbered module around the attention, such as model.layers.3; else the attention itself.
+        # The layer is the innermost numbered module around the attention, such as model.layers.3, else the attention.
         match = re.match(r"(.*\.\d+)(?:\.|$)", module.name)
         part = parts.setdefault(match[1] if match else module.name, [0, 0])
         children = [f"{module.name}.{name}" for name, _ in model.get_submodule(module.name).named_children()]
@@ -141,15 +141,15 @@ def flops_per_layer(
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
-    """Return the bytes that every further token adds to the key/value cache of one sequence, in the model's dtype.
+    """Return the bytes that each token adds to the key/value cache of one sequence, in the model's dtype.
 
-    They are read off the cache that the model itself fills, on tensors without data.
+    They are read from the cache that the model itself fills, run on tensors without data.
 
     Args:
-        model: Any model; it is not run and not changed.
+        model: Any model; it is not changed.
 
     Returns:
-        None for a model that does not generate from a cache.
+        Bytes per token; None for a model without a key/value cache.
     """
     if not model.can_generate() or model.config.is_encoder_decoder:
         return None
@@ -162,10 +162,10 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
 
 
 def _flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
-    """Return FLOPs by dotted module name, the whole model's under the empty one."""
+    """Return FLOPs by dotted module name; those of the whole model are under the empty name."""
     inputs = forward_inputs(model, batch)
     try:
-        # transformers looks into a padding mask, which meta tensors forbid; it changes no product's shape.
+        # transformers reads the values of a padding mask, which meta tensors lack. The mask changes no FLOPs.
         meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
         return _count(share_weights(model, device="meta"), meta)
     except (RuntimeError, NotImplementedError):
@@ -173,7 +173,7 @@ def _flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Count as `_flops` does, on a model that may be changed."""
+    """Return FLOPs as `_flops` does; the model is changed to evaluation mode and eager attention."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model.eval().set_attn_implementation("eager")

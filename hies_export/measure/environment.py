@@ -1,4 +1,4 @@
-"""Describe the machine and the libraries that numbers were measured with."""
+"""Describe the machine and the library versions of a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import __version__
 
 
 def environment() -> dict[str, Any]:
-    """Describe where a measurement is made: versions, processor, GPU. No host name, no user, no path."""
+    """Return the processor, GPU and library versions of this machine, without host name, user or paths."""
     gpu = gpu_facts()
     packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "optimum")
     return {
@@ -37,7 +37,9 @@ def environment() -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, str]:
-    """Ask nvidia-smi for the first GPU's name, driver, clocks in MHz and power limit in W; empty where there is none.
+    """Return the first GPU's name, driver, clocks in MHz and power limit in W, by nvidia-smi's field names.
+
+    Empty without a GPU, or if nvidia-smi fails.
 
     Source: https://docs.nvidia.com/deploy/nvidia-smi/index.html (`--help-query-gpu`)
     """
@@ -63,7 +65,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_name() -> str:
-    """Return the processor's model name, or its architecture where the system does not name it."""
+    """Return the processor's model name, or its architecture if the system does not give a name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

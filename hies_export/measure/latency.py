@@ -15,15 +15,16 @@ from .timing import Conditions, Phase, Rounds, Timing, time_rounds
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyComparison(Conditions):
-    """The latency of dense and slim, timed together, and how that was done.
+    """The latency of a dense and a slim model, timed together, and the conditions of the measurement.
 
     Attributes:
         dense: Latency of the dense model.
         slim: Latency of the slim model.
-        ratio: Of slim to the mean of dense and control, with an interval over rounds, copies and loads.
-        control: The dense model against itself, timed in the same rounds (A/A): how far from 1 noise alone goes.
-        repeats: Timed runs of each.
-        loads: How many times the models were loaded for them.
+        ratio: Ratio of slim to the mean of dense and control, with an interval over rounds, copies and loads.
+        control: Ratio of a second copy of the dense model to the first, timed in the same rounds (A/A). Its distance
+            from 1 is noise.
+        repeats: Number of timed runs of each model.
+        loads: Number of times the models were loaded.
     """
 
     dense: Percentiles
@@ -35,7 +36,7 @@ class LatencyComparison(Conditions):
 
     @property
     def noisy(self) -> bool:
-        """Whether the control shows that the machine was too busy for the comparison to mean anything."""
+        """Whether the control shows too much noise for the ratio to be trusted."""
         return is_noisy(self.control.low, self.control.high)
 
 
@@ -50,31 +51,31 @@ def compare_latency(
     progress: Callable[[int, int], object] | None = None,
     **timing: Any,
 ) -> LatencyComparison:
-    """Time two loaded models interleaved in one process, with an A/A control beside them.
+    """Time two loaded models, interleaved in one process, with an A/A control.
 
-    How much times differ from load to load shows only when models are loaded again: then call `time_rounds` on every
-    load, and `compare_rounds` on all of them.
+    This does not cover differences between loads. To include them, call `time_rounds` for each of several loads, and
+    `compare_rounds` on the results.
 
     Args:
-        dense: The model to compare with.
-        slim: The model to compare.
-        batch: The batch each of them runs, prepared once.
-        phase: "forward" times all tokens at once; of a model that generates it is called "prefill". "decode" times the
-            step that takes the last token, with the others in the cache.
-        seed: Of the bootstrap.
-        control: The dense model loaded a second time; by default `dense` itself, which cannot show
-            what a second copy in memory costs.
-        progress: Called with (rounds done, rounds at least).
+        dense: The model that ratios are relative to.
+        slim: The model to compare with it.
+        batch: The batch to run, prepared once for each model.
+        phase: "forward" times one pass over all tokens; for a model that generates, this is called "prefill". "decode"
+            times one step on the last token, with the others in the cache.
+        seed: Seed of the bootstrap.
+        control: The dense model loaded a second time; by default `dense` itself, which hides differences between
+            copies.
+        progress: Called with (rounds done, total rounds, which may grow with `min_seconds`).
         **timing: `repeats` (30), `warmup` (5) and `min_seconds` (0), as in `Timing`.
 
     Returns:
-        Quantiles of both in ms, and the median of the paired ratios slim / dense with its interval; the same of the
-        control.
+        Percentiles of both models in ms, and the median of the paired ratios slim / dense with its interval, also for
+        the control.
 
     Raises:
-        RecipeError: repeats is below 1, warmup or min_seconds below 0, or the runtimes differ in kind; a phase
-            "decode" of models without a cache.
-        NonFiniteError: An output is NaN or infinite: such numbers may take another time than real ones.
+        RecipeError: repeats is below 1, warmup or min_seconds below 0, the models run on different devices, threads or
+            kinds of graph, or phase is "decode" and a model has no cache.
+        NonFiniteError: An output is NaN or infinite, which may change the time of a run.
 
     Examples:
         >>> dense, small = (load_runtime("torch", m) for m in (model, slim))
@@ -91,10 +92,10 @@ def compare_rounds(loads: Sequence[Rounds], *, seed: int = 0) -> LatencyComparis
     """Compare dense and slim over the rounds of one or more loads of the same models.
 
     Args:
-        loads: From `time_rounds`, at least one.
-        seed: Of the bootstrap.
+        loads: Results of `time_rounds`, at least one.
+        seed: Seed of the bootstrap.
     """
-    # Memory is that of the first load, as for a single one; the clock that of the last run.
+    # Peak memory is taken from the first load, the clock from the last.
     conditions = {field.name: getattr(loads[0], field.name) for field in fields(Conditions)}
     times_ms = np.concatenate([load.times_ms for load in loads])
     return LatencyComparison(

@@ -1,9 +1,8 @@
-"""Turn paired times into a ratio with an interval, and say when noise makes it worthless.
+"""Compute the ratio of paired times with an interval, and judge from a control whether it is too noisy.
 
-Two things make a ratio uncertain: the rounds differ, and so do the copies that are loaded. Copies of one ONNX graph,
-each loaded anew in one process, ran at 1.00 to 1.05 of the first one's time, and kept to that from one half of their
-rounds to the other (dev/LOG.md). So models are loaded several times, and the bootstrap draws loads and copies as well
-as rounds.
+A ratio is uncertain because times vary between rounds, and because they vary between loaded copies of a model. Copies
+of one ONNX graph, loaded in one process, took 1.00 to 1.05 times as long as the first, consistently over all rounds
+(dev/LOG.md). So models are loaded several times, and the bootstrap resamples loads and copies as well as rounds.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import numpy as np
 
 BOOTSTRAP_SAMPLES = 2000
 DRAWN_AT_A_TIME = 1 << 20
-# A comparison says nothing if its control's interval misses 1 by more than this, or is wider than WIDEST_CONTROL:
-# [0.9, 1.1] holds 1, and would hold a tenth saved or lost as well.
+# A comparison is noisy if the interval of its control misses 1 by more than NOISE_LIMIT, or is wider than
+# WIDEST_CONTROL: an interval such as [0.9, 1.1] contains 1, but also savings and losses of a tenth.
 NOISE_LIMIT = 0.02
 WIDEST_CONTROL = 0.1
 
@@ -31,7 +30,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, times_ms: np.ndarray) -> Percentiles:
-        """Take them from the times of all runs, of shape (runs,)."""
+        """Return the percentiles of the times of all runs, (runs,)."""
         return cls(*(float(value) for value in np.percentile(times_ms, (50, 90, 99))))
 
 
@@ -45,15 +44,15 @@ class Ratio:
 
 
 def paired_ratio(base_ms: Sequence[np.ndarray], other_ms: Sequence[np.ndarray], seed: int = 0) -> Ratio:
-    """Return the median of other / mean of the base's copies, run by run, with a 95 % percentile bootstrap interval.
+    """Return the median over rounds of other / mean of the base's copies, with a 95 % percentile bootstrap interval.
 
-    The bootstrap draws again what another measurement would draw anew: the loads, the copies within each load, and
-    their rounds (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 3.8: hierarchical data).
+    The bootstrap resamples everything that varies between measurements: loads, copies within a load, and rounds
+    (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 3.8: hierarchical data).
 
     Args:
-        base_ms: By load, times of shape (rounds, copies).
-        other_ms: By load, times of shape (rounds,), each taken in the same round as the base's.
-        seed: Of the resampling.
+        base_ms: One array of times per load, (rounds, copies).
+        other_ms: One array of times per load, (rounds,), from the same rounds as the base.
+        seed: Seed of the resampling.
     """
     rounds = np.array([len(times) for times in other_ms])
     loads, longest, copies = len(rounds), rounds.max(), base_ms[0].shape[1]
@@ -61,7 +60,7 @@ def paired_ratio(base_ms: Sequence[np.ndarray], other_ms: Sequence[np.ndarray], 
     for number, count in enumerate(rounds):
         base[number, :count], other[number, :count] = base_ms[number], other_ms[number]
     random, medians = np.random.default_rng(seed), []
-    # As many draws at a time as keep this in tens of megabytes, however many the rounds.
+    # Limit the draws at a time, so that memory stays at tens of megabytes for any number of rounds.
     size = min(BOOTSTRAP_SAMPLES, max(1, DRAWN_AT_A_TIME // (loads * longest)))
     for done in range(0, BOOTSTRAP_SAMPLES, size):
         draws = min(size, BOOTSTRAP_SAMPLES - done)
@@ -76,15 +75,15 @@ def paired_ratio(base_ms: Sequence[np.ndarray], other_ms: Sequence[np.ndarray], 
 
 
 def is_noisy(control_low: float, control_high: float) -> bool:
-    """Whether the machine was too busy for a comparison, judged by the interval of its control.
+    """Return whether the interval of a control shows too much noise for the comparison to be trusted.
 
-    The control is one model against itself, so its interval should hold 1 and be narrow. It is noisy if it misses 1 by
-    more than `NOISE_LIMIT`, or is wider than `WIDEST_CONTROL`.
+    The control compares a model with itself, so its interval should contain 1 and be narrow. It is noisy if it misses 1
+    by more than `NOISE_LIMIT`, or is wider than `WIDEST_CONTROL`.
     """
     misses = control_low > 1 + NOISE_LIMIT or control_high < 1 - NOISE_LIMIT
     return misses or control_high - control_low > WIDEST_CONTROL
 
 
 def realised_share(latency_ratio: float, flops_ratio: float) -> float | None:
-    """Return the share of the FLOPs saved that was saved in time too; None where no FLOPs were saved."""
+    """Return the share of time saved as a fraction of the share of FLOPs saved; None if no FLOPs were saved."""
     return None if flops_ratio == 1 else (1 - latency_ratio) / (1 - flops_ratio)

@@ -1,4 +1,4 @@
-"""Give dataclasses that report.json holds its keys, too."""
+"""Make dataclasses readable like the JSON that they are written to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class Record(Mapping[str, Any]):
-    """A dataclass that is also the mapping that report.json holds: `report.quality.slim`, `report.quality["slim"]`.
+    """Base of dataclasses that are also mappings: `report.quality.slim` and `report.quality["slim"]` are the same.
 
-    Subclasses are dataclasses with `eq=False`, which makes them equal to a mapping of the same values.
+    Subclasses are dataclasses with `eq=False`, so that they equal a mapping with the same items.
     """
 
     def __getitem__(self, key: str) -> Any:

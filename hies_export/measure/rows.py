@@ -1,4 +1,4 @@
-"""Say in one row what a comparison found: a row of report.json's `latency`."""
+"""Write a comparison as one row of report.json's `latency`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .timing import Phase
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LatencyRow(Record):
-    """Two models on one runtime at one shape; the fields are the keys of report.json, in its order.
+    """The latency of two models on one runtime at one shape.
 
-    Rows of older versions lack what has a default here.
+    Fields are the keys of report.json, in its order. Rows of older versions may lack those with a default.
 
     Attributes:
         runtime: Name of the runtime.
-        provider: Where both ran, asked of the runtime itself.
-        dtype: What they computed in; "dense / slim" where that differs.
-        phase: "forward"; of a model that generates "prefill" or "decode".
+        provider: Device or execution provider that both ran on, as the loaded runtime reports it.
+        dtype: Dtype that they computed in; both, joined by " / ", if they differ.
+        phase: "forward"; for a model that generates, "prefill" or "decode".
         batch: Rows of the batch.
         sequence: Tokens per row, as the attention sees them.
         dense_ms: Median time of the dense model.
@@ -29,22 +29,22 @@ class LatencyRow(Record):
         ratio: Median of the paired ratios slim / dense.
         ratio_low: Lower end of its 95 % interval.
         ratio_high: Upper end of it.
-        realised: Share of the FLOPs saved that was saved in time; None where there is none, and of a decode step.
-        flops_ratio: FLOPs slim / dense; None of a decode step.
-        tokens_per_second: Of a decode step, new tokens per second over all rows; else None.
-        dense_p90_ms: Nine runs in ten took no longer.
-        dense_p99_ms: 99 runs in 100 took no longer.
-        slim_p90_ms: As for dense.
-        slim_p99_ms: As for dense.
-        control_ratio: Median of the paired ratios of the dense model to itself (A/A).
+        realised: Share of time saved / share of FLOPs saved; None for a decode step, or if no FLOPs were saved.
+        flops_ratio: FLOPs slim / dense; None for a decode step.
+        tokens_per_second: New tokens per second over all rows in a decode step; else None.
+        dense_p90_ms: 90th percentile of the dense model's time.
+        dense_p99_ms: 99th percentile of the dense model's time.
+        slim_p90_ms: 90th percentile of the slim model's time.
+        slim_p99_ms: 99th percentile of the slim model's time.
+        control_ratio: Median of the paired ratios of a second copy of the dense model to the first (A/A).
         control_low: Lower end of its 95 % interval.
         control_high: Upper end of it.
-        noisy: Whether the control shows that the ratio means nothing.
-        repeats: Timed runs of each model.
-        loads: How many times the models were loaded for them.
+        noisy: Whether the control shows too much noise for the ratio to be trusted.
+        repeats: Number of timed runs of each model.
+        loads: Number of times the models were loaded.
         threads: CPU threads within an operator.
         cuda_graph: Whether replays of CUDA graphs were timed.
-        peak_bytes: Device memory at the peak of a run; None on the CPU.
+        peak_bytes: Peak device memory during a run; None on the CPU.
         gpu_clock_mhz: The GPU's clock right after the last run; None on the CPU.
     """
 
@@ -87,7 +87,7 @@ class LatencyRow(Record):
         phase: Phase = "forward",
         flops: FlopCount | None = None,
     ) -> LatencyRow:
-        """Write a comparison as a row; without `flops` it has no realised share of the saving."""
+        """Return a comparison as a row; without `flops`, `realised` and `flops_ratio` are None."""
         dense, slim, batch = found.dense, found.slim, shape[0]
         decoded = Both(1000 * batch / dense.p50_ms, 1000 * batch / slim.p50_ms) if phase == "decode" else None
         return cls(

@@ -1,4 +1,4 @@
-"""Run dense, slim and control in turns, as they are loaded, and write down how long each run took."""
+"""Run loaded models (dense, slim, control) in turns, and return the time of each run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .environment import gpu_facts
 
 Phase = Literal["forward", "prefill", "decode"]
 
-# Neighbours are each other's reverse (ABBA), so linear drift cancels; over all six, each runner comes equally
-# often first, second and last, and equally often after itself, so a warm cache favours none.
+# Consecutive orders are reversed (ABBA), so linear drift cancels. Over all six, each runner comes equally often first,
+# second and last, and equally often after itself, so a warm cache favours none.
 _ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2))
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How often each model is run.
+    """The number of runs of each model.
 
     Attributes:
-        repeats: Timed runs of each model, at least; a multiple of 6 balances the order exactly.
-        warmup: Untimed runs of each model before them. The outputs of the first are checked.
-        min_seconds: Go on beyond `repeats` until the timed runs of all models took this many seconds together.
+        repeats: Least number of timed runs of each model; a multiple of 6 balances the order exactly.
+        warmup: Number of untimed runs before them. The outputs of the first are checked.
+        min_seconds: Continue beyond `repeats` until the timed runs of all models add up to this many seconds.
 
     Raises:
-        RecipeError: repeats is below 1, or warmup or min_seconds below 0; all problems at once.
+        RecipeError: repeats is below 1, or warmup or min_seconds below 0; the message lists all problems.
     """
 
     repeats: int = 30
@@ -50,14 +50,14 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How dense and slim were timed.
+    """The conditions under which dense and slim were timed.
 
     Attributes:
         threads: CPU threads within an operator.
-        provider: The device or execution provider that both ran on.
-        dtypes: The dtypes that dense and slim computed in.
+        provider: Device or execution provider that both ran on.
+        dtypes: Dtypes that dense and slim computed in.
         cuda_graph: Whether replays of CUDA graphs were timed.
-        peak_bytes: Device memory that dense and slim take at the peak of a run; None on the CPU.
+        peak_bytes: Peak device memory of dense and of slim during a run; None on the CPU.
         clock_mhz: The GPU's clock right after the last run; None on the CPU.
     """
 
@@ -71,10 +71,10 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds(Conditions):
-    """The times of dense, slim and control, loaded once and run in turns.
+    """The times of dense, slim and control, from one load of each.
 
     Attributes:
-        times_ms: Of shape (rounds, 3): dense, slim, control.
+        times_ms: Times in ms, (rounds, 3), in the order dense, slim, control.
     """
 
     times_ms: np.ndarray
@@ -91,9 +91,9 @@ def time_rounds(
     """Time dense, slim and control in turns.
 
     Args:
-        runners: The three; the third may be the first again.
+        runners: Dense, slim and control; the control may be the same object as dense.
         batch, phase, progress: As in `compare_latency`.
-        timing: How often each is run.
+        timing: Number of runs.
 
     Raises:
         RecipeError, NonFiniteError: As in `compare_latency`.
@@ -106,7 +106,7 @@ def time_rounds(
     _check_alike(runners)
     _warm_up(runners, feeds, timing.warmup)
     times_ns = _run_in_turns(runners, feeds, timing, progress)
-    # The first to be loaded also pays for the kernels of the runtime, so the second copy says what the model takes.
+    # The model that is loaded first also accounts for the runtime's kernels, so dense memory is read from the control.
     peaks = [runners[index].peak_memory_bytes(feeds[index]) for index in (2, 1)]
     clock_mhz = None if None in peaks else gpu_facts().get("clocks.sm")
     dense, slim, _ = runners
@@ -122,7 +122,10 @@ def time_rounds(
 
 
 def _check_alike(runners: Sequence[Runtime]) -> None:
-    """Refuse models that differ in more than their weights; a CUDA graph is captured only when a batch is prepared."""
+    """Refuse runners that differ in provider, threads or use of CUDA graphs.
+
+    To be called after `prepare`, which is when a CUDA graph is captured.
+    """
     places = {(runner.provider, runner.threads, runner.cuda_graph) for runner in runners}
     if len(places) > 1:
         shown = " and ".join(
@@ -133,7 +136,7 @@ def _check_alike(runners: Sequence[Runtime]) -> None:
 
 
 def _warm_up(runners: Sequence[Runtime], feeds: Sequence[Any], rounds: int) -> None:
-    """Run every model a few times, and check that the outputs of the first run are finite."""
+    """Run every model `rounds` times, and check that the outputs of its first run are finite."""
     for number in range(rounds):
         for name, runner, feed in zip(("dense", "slim", "control"), runners, feeds, strict=True):
             result = runner.run(feed)
@@ -157,7 +160,7 @@ def _run_in_turns(
     timing: Timing,
     progress: Callable[[int, int], object] | None,
 ) -> list[list[int]]:
-    """Return the nanoseconds of every run, round by round in the order of `runners`."""
+    """Time the runs, and return nanoseconds as one list per round, in the order of `runners`."""
     rounds: list[list[int]] = []
     total_ns = 0
     collecting = gc.isenabled()

@@ -1,4 +1,4 @@
-"""Make batches, and find out what a model reads in them: which tokens are real, their positions, how many fit."""
+"""Make synthetic batches, and describe the tokens of a batch: which are real, their positions, how many fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..errors import RecipeError
 from .copies import share_weights
 
-# These models number positions from pad_token_id + 1: that many of their position embeddings go unused.
+# These models number positions from pad_token_id + 1, so their first pad_token_id + 1 position embeddings are unused.
 _POSITIONS_START_AFTER_PAD = {
     *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet"),
     *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -21,9 +21,9 @@ _POSITIONS_START_AFTER_PAD = {
 
 
 def longest_sequence(config: Any) -> int | None:
-    """Return how many tokens a model of this configuration takes at most, or None where it has no limit.
+    """Return the longest sequence, in tokens, that a model of this configuration takes; None if there is no limit.
 
-    Of a composite model that is the limit of its language model.
+    For a composite model, the limit is its language model's.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -35,17 +35,17 @@ def longest_sequence(config: Any) -> int | None:
 
 
 def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
-    """Return which tokens of an attention module's output are not padding.
+    """Return a mask of the tokens of an attention module's output that are not padding.
 
     Args:
         model: The whole model.
         name: Dotted name of the attention module.
-        batch: What the model was given.
-        y: (batch, tokens, width)
+        batch: The inputs of the forward pass.
+        y: The module's output, (batch, tokens, width).
 
     Returns:
-        (batch, tokens), bool. The `attention_mask` describes the text: the patches of an image are all real, even
-        where an image has as many patches as the text has tokens.
+        Booleans, (batch, tokens). The `attention_mask` describes text only: all patches of an image are real, even if
+        an image has as many patches as the text has tokens.
     """
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == y.shape[:2] and _reads_text(model, name):
@@ -54,7 +54,7 @@ def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], 
 
 
 def _reads_text(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model, or the innermost model inside it, that a module belongs to is fed with text."""
+    """Return whether the innermost `PreTrainedModel` around a module takes text."""
     while name:
         owner = model.get_submodule(name)
         if isinstance(owner, PreTrainedModel):
@@ -69,17 +69,17 @@ def synthetic_batch(
     """Make random inputs of one shape.
 
     Args:
-        model: Decides between text and images, and the vocabulary or image size.
-        batch: Rows.
+        model: Its main input decides between text and images, its config the vocabulary or image size.
+        batch: Number of rows.
         sequence: Tokens per row, required for text and ignored for images.
-        seed: Of the values.
+        seed: Seed of the values.
 
     Returns:
         `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values` of shape
         (batch, channels, height, width).
 
     Raises:
-        RecipeError: batch or sequence is below 1, or sequence is missing or beyond the model's positions.
+        RecipeError: batch or sequence is below 1, or sequence is missing or longer than the model allows.
     """
     if batch < 1:
         raise RecipeError([f"batch must be at least 1, got {batch}"])
@@ -98,12 +98,12 @@ def synthetic_batch(
 
 
 def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first two samples of a batch: enough to find out where the heads are, or to trace a graph."""
+    """Return the first two samples of a batch, which are enough to find the heads or to trace a graph."""
     return {key: value[:2] for key, value in batch.items()}
 
 
 def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
-    """Return how many tokens the attention sees per row: of the text, or an image's patches and special tokens."""
+    """Return the number of tokens per row that the attention sees: text tokens, or image patches and special tokens."""
     if "input_ids" in batch:
         return int(batch["input_ids"].shape[1])
     base = share_weights(model.base_model, device="meta").eval()
@@ -113,13 +113,13 @@ def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
 
 
 def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a batch that the model's forward takes, in its own order and without labels."""
+    """Return the tensors of a batch that the model's forward takes, in the order of its parameters, without labels."""
     accepted = [name for name in inspect.signature(model.forward).parameters if name != "labels"]
     return {name: batch[name] for name in accepted if isinstance(batch.get(name), torch.Tensor)}
 
 
 def positions_of(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return the position of every token, counted from the first that is not padding; padding is at 0.
+    """Return the position of every token, counted from the first real token; padding on the left has position 0.
 
     Args:
         attention_mask: Ones and zeros, (batch, sequence).

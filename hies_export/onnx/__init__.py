@@ -1,13 +1,13 @@
 """Export a model to ONNX, prove that the graphs compute what torch computes, and generate with them.
 
 In go a dense or slim model and a sample batch; out comes a folder with Optimum's file and tensor names, and an
-`OnnxExport` that says how far it is from torch. A graph that differs is not kept.
+`OnnxExport` with the largest difference from torch. A graph beyond the tolerance is not kept.
 
 In the order of reading:
 
-- `export.py`: `export_onnx`, all steps for encoders, decoders and vision-language models.
+- `export.py`: `export_onnx`, the whole export of encoders, decoders and vision-language models.
 - `trace.py`: run transformers' exporter, keep the axes open, name them.
-- `repair.py`: mend what the exporter gets wrong or stores twice.
+- `repair.py`: repair graphs that the exporter gets wrong, and weights that it stores twice.
 - `decoder.py`: one graph that takes a prompt or continues from a key/value cache.
 - `multimodal.py`: the three graphs of a vision-language model.
 - `generator.py`: `OnnxGenerator`, greedy generation from an exported folder.

@@ -22,7 +22,7 @@ _CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?past_key_values\.layers\.(\d+)\
 
 
 def check_decoder(model: PreTrainedModel) -> None:
-    """Refuse, before any work, a model that does not generate from a cache of its own keys and values.
+    """Refuse, before any work, a generating model that is not a decoder with a key/value cache.
 
     Raises:
         UnsupportedModelError: It is an encoder-decoder, or it keeps no key/value cache.
@@ -39,20 +39,22 @@ def check_decoder(model: PreTrainedModel) -> None:
 
 
 def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = None) -> Tensor:
-    """Repeat text tokens of the first prompt in every row, in order, image tokens left out: (batch, count)."""
+    """Return `count` text tokens of the first prompt, cycled if it is shorter, for every row: (batch, count)."""
     text = input_ids[0][input_ids[0] != (-1 if image_token_id is None else image_token_id)]
     return text[torch.arange(count) % len(text)].repeat(len(input_ids), 1)
 
 
 def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
-    """Take two rows of a batch and make them longer: the first by three tokens in front, the second by padding there.
+    """Take two rows of a batch and add three positions in front.
+
+    They are text tokens in the first row and padding in the second.
 
     Args:
-        given: `input_ids` (batch, sequence) and perhaps `pixel_values`, an image in each row.
+        given: `input_ids` (batch, sequence), and for images `pixel_values`, one image per row.
         image_token_id: The token that stands for one image feature; None for text.
 
     Returns:
-        `input_ids` and `attention_mask` (2, 3 + sequence), and the images of the two rows.
+        `input_ids` and `attention_mask`, (2, 3 + sequence), and the images of the two rows.
     """
     rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
     front = text_tokens(rows["input_ids"], 3, image_token_id=image_token_id)
@@ -65,13 +67,13 @@ def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = Non
 def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict[str, Any]:
     """Build the inputs to trace: two tokens after a padded prompt that is already in the cache.
 
-    With a single token the tracer would fix the sequence axis, with one row the batch axis, and it would leave out a
+    With a single token, the tracer would fix the sequence axis; with a single row, the batch axis; and it would drop a
     mask of ones.
 
     Args:
         model: The model to trace.
         prompt: `input_ids` (2, length) or `inputs_embeds` (2, length, hidden), and `attention_mask` (2, length)
-            with padding on the left; at least 4 long.
+            with padding on the left; length at least 4.
 
     Returns:
         Keyword arguments of the forward: the last two tokens, the mask of all tokens, positions where the model takes
@@ -88,12 +90,13 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
         taken = {name: tokens[:, start:stop], "attention_mask": mask[:, :stop]}
         return {**taken, "position_ids": positions_of(mask)[:, start:stop]} if takes_positions else taken
 
-    # Not the model's own cache, which forgets what a sliding window has passed: the mask has the window too.
+    # The model's own cache may drop tokens outside a sliding window. A DynamicCache keeps them all, and the attention
+    # mask applies the window.
     past, length = DynamicCache(), tokens.shape[1]
     try:
         with torch.no_grad():
             model(**inputs(0, length - 2), past_key_values=past, use_cache=True)
-    except Exception as error:  # whatever the model raises: its cache is of another kind, an input is missing
+    except Exception as error:  # depends on the model: another kind of cache, a missing input
         raise ExportError(
             f"a decoder must run with a cache of keys and values, and {type(model).__name__} refused: {reason(error)}"
         ) from error
@@ -107,7 +110,7 @@ def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions:
 
     The key/value head axis of every layer is a named dimension, and so is the head width where it is not
     hidden_size // num_attention_heads: older Optimum compares integers there with its own guess and refuses the graph.
-    The sizes themselves are in the metadata.
+    The sizes are in the graph's metadata.
 
     Args:
         model: A decoder; layers may differ in heads.
@@ -115,7 +118,7 @@ def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions:
         fusions: What to fuse the graph for.
 
     Raises:
-        ExportError: The exporter failed or fixed an axis, or the cache is not one of keys and values.
+        ExportError: The exporter failed or fixed an axis, or the cache does not consist of keys and values.
     """
     sample = decoder_sample(model, prompt)
     program = export_program(model, sample, fusions, flags={"use_cache": True})

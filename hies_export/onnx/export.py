@@ -1,4 +1,4 @@
-"""Export a model to ONNX, and keep the files only if they compute what torch computes."""
+"""Export a model to ONNX, and keep the files only if their outputs equal torch's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .trace import Fusions, trace_onnx, trace_sample
 WEIGHTS_SUFFIX = "_data"
 PROTOBUF_LIMIT_BYTES = 2**31 - 2**24
 
-# Whose operators to fuse into; TensorRT fuses for itself, and does not know ONNX Runtime's own.
+# Provider -> the fused operators to use. TensorRT fuses by itself, and does not know ONNX Runtime's operators.
 FUSIONS: dict[str, Fusions] = {"cpu": "cpu", "cuda": "cuda", "tensorrt": None}
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
@@ -40,19 +40,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OnnxExport:
-    """An exported model that agreed with torch.
+    """An exported model whose outputs agree with torch's.
 
     Attributes:
         folder: The folder, with graphs, config.json and the processor's files.
-        file: The graph, `model.onnx`; of a vision-language model the decoder, `decoder_model_merged.onnx`.
-        files: Names of all graphs: of a vision-language model also `vision_encoder.onnx`, `embed_tokens.onnx`.
-        bytes: Size of graphs and weights, in bytes.
+        file: The graph, `model.onnx`; for a vision-language model the decoder, `decoder_model_merged.onnx`.
+        files: Names of all graphs; a vision-language model also has `vision_encoder.onnx` and `embed_tokens.onnx`.
+        bytes: Size of graphs and weights in bytes.
         max_abs: Largest absolute difference from torch over all outputs of all checked batches.
-        provider: The provider the graphs are fused for, `cpu`, `cuda` or `tensorrt`.
-        checked_on: The execution provider the comparison ran on.
+        provider: The provider that the graphs are fused for, `cpu`, `cuda` or `tensorrt`.
+        checked_on: The execution provider that the comparison ran on.
         inputs: Names of the inputs of `file`.
         outputs: Names of the outputs of `file`.
-        fused_ops: ONNX Runtime's own operators in all graphs, with their number.
+        fused_ops: Number of occurrences of each of ONNX Runtime's own operators, over all graphs.
     """
 
     folder: Path
@@ -78,45 +78,45 @@ def export_onnx(
     overwrite: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> OnnxExport:
-    """Write a model as ONNX graphs under Optimum's names, and compare them with torch; the model is not changed.
+    """Write a model as ONNX graphs with Optimum's file names, and compare them with torch.
 
-    An encoder becomes `folder/model.onnx`. Its batch axis is dynamic, and for text its sequence axis too. It is run in
-    ONNX Runtime on the given batch, on a padded one, and on a batch of 1 (for text, of another length).
+    An encoder becomes `folder/model.onnx`. Its batch axis is dynamic, and for text its sequence axis too. It is
+    compared on the given batch, on a padded one, and on a batch of 1 (for text, of another length).
 
-    A decoder becomes one `folder/model.onnx`, from tokens, attention mask, cache and, where the model takes them,
-    positions to logits and cache. The cache is empty for a prompt, and each layer's has its own number of heads.
+    A decoder becomes `folder/model.onnx`, a graph from tokens, attention mask, cache and, if the model takes them,
+    positions to logits and cache. A prompt starts with an empty cache. Layers may differ in the heads of their cache.
 
     A vision-language model becomes `vision_encoder.onnx` (with the projector), `embed_tokens.onnx` and
     `decoder_model_merged.onnx`.
 
-    What generates is run as `OnnxGenerator` runs it: prompts (as given, padded on the left, a single one), a chunk of
-    two tokens, single tokens.
+    Decoders and vision-language models are compared as `OnnxGenerator` runs them: prompts (as given, padded on the
+    left, a single one), then a chunk of two tokens, then single tokens.
 
     Args:
-        model: A text or image encoder, with or without a classification head, a decoder, or a vision-language
-            model whose images become features by a projector; layers may differ in heads.
+        model: A text or image encoder, with or without a classification head; a decoder; or a vision-language model
+            with a projector. Layers may differ in heads. The model is not changed.
         folder: Where to write; must not exist, unless `overwrite`.
-        batch: A sample of shape (batch, sequence) for text or (batch, channels, height, width) for images; both for
-            a vision-language model, with one image in each row. Labels are ignored.
-        processor: Tokenizer or image processor, saved beside the graph.
+        batch: A sample of shape (batch, sequence) for text or (batch, channels, height, width) for images. A
+            vision-language model needs both, with one image per row. Labels are ignored.
+        processor: Tokenizer or image processor to save beside the graph.
         provider: The execution provider to fuse the graphs for, `cpu`, `cuda` or `tensorrt`.
-        dtype: Weights and floating inputs and outputs, `float32` or `float16`. Compared with float32 torch
-            within 1e-3, or 2e-2 times max(1, largest output) for float16.
+        dtype: Dtype of weights and of floating inputs and outputs, `float32` or `float16`. Outputs must agree with
+            torch in float32 within 1e-3, or for `float16` within 2e-2 times max(1, largest output).
         overwrite: Replace an existing folder.
-        progress: Called with (steps done, steps in all).
+        progress: Called with (steps done, total steps).
 
     Returns:
-        The files that were written, and their largest difference from torch.
+        The files that were written, and the largest difference of their outputs from torch's.
 
     Raises:
         RecipeError: Unknown provider or dtype.
-        OutputExistsError: `folder` is already there.
+        OutputExistsError: `folder` already exists.
         MissingRuntimeError: ONNX Runtime is not installed.
-        UnsupportedModelError: The model is an encoder-decoder, keeps no key/value cache, or has images whose
-            features need more than their pixels.
-        DataError: The batch has nothing the model reads, or image tokens that do not match the images.
+        UnsupportedModelError: The model is an encoder-decoder, has no key/value cache, or needs more than pixels to
+            compute the features of images.
+        DataError: The batch has no input of the model, or image tokens that do not match the images.
         ExportError: The exporter failed.
-        ParityError: A graph computes something other than torch.
+        ParityError: An output of a graph differs from torch's beyond the tolerance.
 
     Examples:
         >>> exported = export_onnx(slim, folder / "onnx", batch=batches[0])
@@ -170,7 +170,7 @@ def _check_request(provider: str, dtype: str) -> None:
     """Refuse an unknown provider or dtype, before any work.
 
     Raises:
-        RecipeError: One of them is unknown; all problems at once.
+        RecipeError: One of them is unknown; the message lists all problems.
     """
     problems = []
     if provider not in FUSIONS:
@@ -185,7 +185,7 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
     """Return the kind of the model, and the inputs of the batch that its export needs.
 
     Raises:
-        UnsupportedModelError, DataError: As in `export_onnx`, before any work.
+        UnsupportedModelError, DataError: As in `export_onnx`.
     """
     if not model.can_generate():
         return "encoder", given
@@ -198,7 +198,7 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
         return "vision-language", given
     if not given["input_ids"].numel():
         raise DataError(f"the batch must have tokens, got input_ids of shape {tuple(given['input_ids'].shape)}")
-    # What is compared goes on for a few tokens, which must have positions too.
+    # The comparison continues the prompt by a few tokens, which need positions too.
     positions = longest_sequence(model.config)
     length = given["input_ids"].shape[1] if positions is None else max(1, positions - SPARE_POSITIONS)
     return "decoder", {name: given[name][:, :length] for name in ("input_ids", "attention_mask")}
@@ -207,7 +207,7 @@ def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind,
 def _trace(
     kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor], fusions: Fusions
 ) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """Trace the graphs, and return them by file name, the decoder last, and the batches to compare them on."""
+    """Trace the model; return the graphs by file name, the decoder last, and the batches to compare them on."""
     if kind == "encoder":
         sample = trace_sample(model, given)
         return {ONNX_FILE: trace_onnx(model, sample, fusions)}, parity_batches(given, sample)
@@ -220,16 +220,16 @@ def _trace(
 
 
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy the model as the reference: float32, on the CPU, in evaluation mode, with torch's own attention."""
+    """Copy the model as the reference of the comparison: float32, CPU, evaluation mode, torch's own attention."""
     copied = convert(model, dtype=torch.float32, device="cpu").eval()
     copied.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     return copied
 
 
 def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Copy the model to be traced, with the attention that the exporter fuses best for the provider."""
+    """Copy the model for tracing, with the attention implementation that fuses best for the provider."""
     copied = convert(reference, dtype=dtype)
-    # For the CPU the exporter takes an sdpa trace apart again (microsoft/onnxruntime#33873), while an eager
+    # For the CPU, the exporter decomposes an sdpa trace (microsoft/onnxruntime#33873), while an eager
     # trace becomes one Attention operator per layer. Latency eager / sdpa, one run, ONNX Runtime 1.31, 2 cores:
     # 0.93 to 0.97 on BERT and 0.90 to 0.95 on ViT; at batch 8 the 95 % interval still reached 1.
     if provider == "cpu":
@@ -238,7 +238,7 @@ def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtyp
 
 
 def _save(program: Any, file: Path) -> None:
-    """Write the graph with its weights inside, or beside it where protobuf cannot hold them."""
+    """Write the graph with its weights inside, or in a file beside it if they exceed protobuf's limit."""
     import onnx_ir
 
     weight_bytes = sum(v.const_value.nbytes for v in program.graph.initializers.values() if v.const_value is not None)
@@ -253,7 +253,7 @@ def _write_companions(folder: Path, model: PreTrainedModel, processor: Any) -> N
     config = model.config
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
-    # It points to code that is not in this folder.
+    # auto_map points to code that is not in this folder.
     if hasattr(config, "auto_map"):
         del config.auto_map
     config.to_json_file(folder / "config.json")

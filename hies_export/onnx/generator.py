@@ -20,15 +20,15 @@ from .multimodal import merge_images
 
 @dataclass(frozen=True)
 class OnnxGenerator:
-    """Greedy generation in ONNX Runtime on the CPU, whose own memory keeps the cache between steps.
+    """Greedy generation in ONNX Runtime on the CPU; the cache stays in ONNX Runtime's memory between steps.
 
     Attributes:
-        decoder: The graph from tokens, or embeddings, and cache to logits and cache.
+        decoder: The graph from tokens or embeddings, and cache, to logits and cache.
         embed_tokens: The graph from tokens to embeddings; `None` where the decoder takes tokens.
         vision_encoder: The graph from images to features; `None` for text.
         image_token_id: The token that stands for one image feature; `None` for text.
-        vocabulary: Number of tokens the model knows.
-        positions: Most tokens a row may have; `None` for any number.
+        vocabulary: Size of the vocabulary.
+        positions: Largest number of tokens in a row; `None` for no limit.
         eos_token_ids: The tokens that end a row, unless `generate` names others.
         pad_token_id: The token that fills a row after its end.
     """
@@ -47,8 +47,8 @@ class OnnxGenerator:
         """Load a folder that `export_onnx` wrote.
 
         Args:
-            folder: It has a decoder's `model.onnx`, or the parts of a vision-language model.
-            threads: CPU threads within an operator; by default torch's own number.
+            folder: A folder with a decoder's `model.onnx`, or with the parts of a vision-language model.
+            threads: CPU threads within an operator; by default torch's number.
 
         Raises:
             RequestError: The folder has no decoder, or no config.
@@ -93,22 +93,23 @@ class OnnxGenerator:
         max_new_tokens: int = 20,
         eos_token_id: int | Iterable[int] | None = None,
     ) -> Tensor:
-        """Continue prompts with the most likely token, again and again.
+        """Continue prompts by greedy decoding: at each step, append the most likely token.
 
         Args:
             input_ids: Prompts, (batch, sequence), padded on the left.
             attention_mask: 1 for tokens, 0 for padding, (batch, sequence); by default no padding.
             pixel_values: Images in the order of the image tokens, (images, channels, height, width).
-            max_new_tokens: Most tokens to add.
-            eos_token_id: The tokens that end a row; by default those of the folder's config. `()` for none.
+            max_new_tokens: Largest number of tokens to add.
+            eos_token_id: The tokens that end a row; by default those of the folder's config; `()` for none.
 
         Returns:
-            Prompts and new tokens, (batch, sequence + new). A row that has ended is filled with padding until all
-            rows have ended.
+            Prompts and new tokens, (batch, sequence + new). After its end, a row is filled with padding until all rows
+            have ended.
 
         Raises:
             RecipeError: max_new_tokens is below 1.
-            DataError: The prompts cannot be read, are padded on the right, are too long, or do not fit the images.
+            DataError: The prompts are not token ids of the model, are padded on the right, are too long, or do not fit
+                the images.
         """
         tokens = input_ids.cpu()
         mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.to("cpu", torch.int64)
@@ -130,7 +131,7 @@ class OnnxGenerator:
         return tokens
 
     def prompt(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> dict[str, Any]:
-        """Return the decoder's input for tokens (batch, sequence): the tokens, or their embeddings with the images in.
+        """Return the decoder's input for tokens (batch, sequence): the tokens, or their embeddings merged with images.
 
         Raises:
             DataError: The image tokens do not match the images.
@@ -138,7 +139,7 @@ class OnnxGenerator:
         if self.embed_tokens is None:
             return {"input_ids": input_ids}
         embeds = _run(self.embed_tokens, {"input_ids": input_ids})["inputs_embeds"]
-        # A generated image token stands for itself, as in torch.
+        # Without images, as for a generated image token, the token keeps its own embedding, as in torch.
         if pixel_values is None or self.vision_encoder is None or self.image_token_id is None:
             return {"inputs_embeds": embeds}
         given = int(torch.eq(input_ids, self.image_token_id).sum())
@@ -154,22 +155,22 @@ class OnnxGenerator:
     def step(
         self, inputs: Mapping[str, Any], attention_mask: Tensor, cache: Mapping[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Run the decoder once, on a prompt, a chunk or a single token.
+        """Run the decoder once on a prompt, a chunk or a single token.
 
         Args:
-            inputs: From `prompt`, for the tokens that are not yet in the cache.
-            attention_mask: Of all tokens, those in the cache first, (batch, past + sequence).
-            cache: From the step before; `None` for an empty one.
+            inputs: Result of `prompt` for the tokens that are not yet in the cache.
+            attention_mask: Mask of all tokens, those in the cache first, (batch, past + sequence).
+            cache: Cache from the previous step; `None` for an empty one.
 
         Returns:
-            Logits (batch, sequence, vocabulary) in float32, and the cache by input name, as values of ONNX Runtime.
+            Logits in float32, (batch, sequence, vocabulary), and the cache by input name, as ONNX Runtime's own values.
         """
         outputs = _run(self.decoder, {**inputs, "attention_mask": attention_mask, **(cache or {})})
         logits = _tensor(outputs.pop("logits")).float()
         return logits, {name.replace("present", "past_key_values", 1): value for name, value in outputs.items()}
 
     def _check(self, ids: Tensor, mask: Tensor, pixel_values: Tensor | None, max_new_tokens: int) -> None:
-        """Refuse prompts that cannot be continued, before anything is run.
+        """Refuse invalid prompts before anything is run.
 
         Raises:
             RecipeError, DataError: As in `generate`.

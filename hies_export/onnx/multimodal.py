@@ -17,20 +17,20 @@ from .trace import Fusions, export_program, name_axes, reason
 
 
 def is_vision_language(model: PreTrainedModel) -> bool:
-    """Whether the model generates text from images and text."""
+    """Return whether the model generates text from images and text."""
     from transformers.exporters.utils import is_multimodal
 
     return is_multimodal(model) and "pixel_values" in inspect.signature(model.forward).parameters
 
 
 def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, seed: int = 0) -> dict[str, Tensor]:
-    """Make random images, each with a prompt that has exactly the image tokens it needs.
+    """Make random images and prompts, each prompt with the right number of image tokens.
 
     Args:
         model: A vision-language model with images of one size.
-        batch: Rows, one image in each.
-        text: Tokens of text around the image tokens, half before and half after, at least 2.
-        seed: Of the values.
+        batch: Number of rows, one image in each.
+        text: Number of text tokens, at least 2: half before the image tokens, half after.
+        seed: Seed of the values.
 
     Returns:
         `pixel_values` (batch, channels, height, width), `input_ids` and `attention_mask` (batch, sequence).
@@ -97,16 +97,16 @@ def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -
 
 
 def merge_images(embeds: Tensor, input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
-    """Put image features, in order, where the image tokens are.
+    """Replace the embeddings of image tokens by image features, in order.
 
     Args:
-        embeds: Of the tokens, (batch, sequence, hidden).
+        embeds: Embeddings of the tokens, (batch, sequence, hidden).
         input_ids: The tokens, (batch, sequence).
-        features: Of the images, (images, tokens, hidden).
+        features: Features of the images, (images, tokens, hidden).
         image_token_id: The token that stands for one feature.
 
     Returns:
-        (batch, sequence, hidden).
+        The merged embeddings, (batch, sequence, hidden).
     """
     mask = (input_ids == image_token_id).unsqueeze(-1).expand_as(embeds)
     return embeds.masked_scatter(mask, features.to(embeds.dtype))
@@ -121,8 +121,8 @@ def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], f
         fusions: What to fuse the graphs for.
 
     Returns:
-        By file name, the image encoder from pixel_values to image_features (images, tokens, hidden), the embedding from
-        input_ids to inputs_embeds, and last the decoder of `trace_decoder`, which takes inputs_embeds.
+        Graphs by file name: the image encoder from pixel_values to image_features (images, tokens, hidden); the
+        embedding from input_ids to inputs_embeds; and last the decoder, as in `trace_decoder`, on inputs_embeds.
 
     Raises:
         ExportError: The exporter failed on a part, or fixed an axis.
@@ -144,7 +144,7 @@ def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], f
 
 
 class _ImageEncoder(torch.nn.Module):
-    """From `pixel_values` to the projector's output."""
+    """Image encoder and projector: `pixel_values` -> `image_features`."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -155,7 +155,7 @@ class _ImageEncoder(torch.nn.Module):
 
 
 class _Embedding(torch.nn.Module):
-    """From `input_ids` to their embeddings."""
+    """Token embedding: `input_ids` -> `inputs_embeds`."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -167,7 +167,7 @@ class _Embedding(torch.nn.Module):
 
 
 class _Projected(Exception):
-    """Raised to carry the projector's output out of `get_image_features`."""
+    """Exception that carries the projector's output out of `get_image_features`."""
 
     def __init__(self, features: Tensor):
         self.features = features
@@ -176,13 +176,12 @@ class _Projected(Exception):
 def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
     """Return the features of images, (images, tokens, hidden).
 
-    After the projector, `get_image_features` splits them into a Python list, which would fix the number of images in a
-    trace. So an exception leaves it as soon as the projector has returned.
+    After the projector, `get_image_features` splits the features into a Python list, which would fix the number of
+    images in a trace. So an exception leaves it as soon as the projector has returned.
 
     Raises:
         UnsupportedModelError: The model has no projector, or its features need more than `pixel_values`.
     """
-
     encoder: Any = model
     owner, name = _projector(model)
     projector = getattr(owner, name)
@@ -190,7 +189,7 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
     def project(*args: Any, **kwargs: Any) -> Any:
         raise _Projected(projector(*args, **kwargs))
 
-    # An instance attribute hides the module of that name, which the tracer must see called and returned from.
+    # The instance attribute shadows the module, so the tracer still sees a complete call of the module itself.
     vars(owner)[name] = project
     try:
         encoder.get_image_features(pixel_values=pixel_values)

@@ -16,18 +16,18 @@ from ..runtimes.pytorch import TorchRuntime
 from .decoder import text_tokens
 from .generator import OnnxGenerator
 
-# Half precision keeps 11 bits, so its bound grows with the largest output; that of single precision does not.
+# Half precision has 11 significant bits, so its tolerance scales with the largest output.
 TOLERANCE_FP32 = 1e-3
 TOLERANCE_FP16 = 2e-2
 
-# Generation is compared on prompts up to 3 tokens longer than the given ones, and 4 tokens beyond them.
+# Positions that the comparison adds to the given prompts: 3 in front and 4 generated.
 SPARE_POSITIONS = 7
 
 
 def parity_batches(
     given: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the batches to compare on by name: as given, padded, and a single row, for text of another length."""
+    """Return the batches to compare on, by name: as given, padded, and a single row (for text, of another length)."""
     single = {name: tensor[:1] for name, tensor in sample.items()}
     if "input_ids" in sample:
         length = max(3, given["input_ids"].shape[1] // 2)
@@ -72,11 +72,11 @@ def check_generation(
 ) -> tuple[float, str]:
     """Return the largest absolute difference between an exported folder and torch, and the provider the folder ran on.
 
-    The folder takes each prompt, then two tokens at once, then two single ones, each with the cache of those before;
-    torch takes all of them in one forward pass. Logits and cache are compared, without those of padding.
+    The graphs take each prompt, then a chunk of two tokens, then two single tokens, each with the cache of the tokens
+    before. Torch takes all tokens in one forward pass. Logits and cache of real tokens are compared.
 
     Raises:
-        ParityError: They differ beyond the tolerance, are not finite, or have other shapes.
+        ParityError: They differ beyond the tolerance, are not finite, or differ in shape.
     """
     exported = OnnxGenerator.from_folder(folder)
     dense = TorchRuntime(reference, threads=torch.get_num_threads())
@@ -94,7 +94,7 @@ def check_generation(
 def _in_pieces(
     exported: OnnxGenerator, tokens: torch.Tensor, mask: torch.Tensor, images: torch.Tensor | None
 ) -> dict[str, np.ndarray]:
-    """Run a prompt, a chunk of two tokens and two single ones; return the logits of all and the last cache."""
+    """Run a prompt, a chunk of two tokens and two single tokens; return all logits and the final cache."""
     cache, logits, length = None, [], tokens.shape[1]
     for start, stop in ((0, length - 4), (length - 4, length - 2), (length - 2, length - 1), (length - 1, length)):
         inputs = exported.prompt(tokens[:, start:stop], images if start == 0 else None)
@@ -107,9 +107,10 @@ def _in_pieces(
 def _real_tokens(
     want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], mask: torch.Tensor
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return logits and cache of torch and of the graph, with zeros for padding, which may hold anything.
+    """Return logits and cache of torch and of the graph, with zeros at padding, where values are arbitrary.
 
-    Of a sliding window torch keeps only the end, and the graph everything: the graph's is cut to the same length.
+    With a sliding window, torch keeps only the last tokens in the cache and the graph keeps all, so the graph's cache
+    is cut to torch's length.
     """
     real = mask.bool().numpy()
 
@@ -136,7 +137,7 @@ def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray
     if shapes[0] != shapes[1]:
         raise ParityError(f"the graph's outputs must be torch's; on {label} torch has {shapes[0]}, it has {shapes[1]}")
     differences = [float(np.abs(want[name] - got[name]).max(initial=0.0)) for name in want]
-    # np.max, unlike max, does not lose a NaN.
+    # np.max propagates NaN; max may not.
     max_abs = float(np.max(differences))
     tolerance = TOLERANCE_FP32
     if dtype == "float16":

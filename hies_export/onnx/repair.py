@@ -1,4 +1,4 @@
-"""Repair what the exporter gets wrong or stores twice, in place, before a graph is written."""
+"""Repair a graph in place before it is written: wrong shapes, and weights that are stored twice."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def flatten_gemm_inputs(program: Any) -> None:
-    """Give every `Gemm` the matrix it needs.
+    """Insert the missing reshape in front of every `Gemm` whose input is not a matrix.
 
-    Fusing the attention in front of a Conv1D (GPT-2) drops the reshape to (batch * sequence, hidden) between them,
-    and ONNX Runtime then refuses the graph: "Input 0 expected to have rank 2 but has rank 3".
+    When the exporter fuses the attention in front of a Conv1D (GPT-2), it drops the reshape to (batch * sequence,
+    hidden) between them. ONNX Runtime then refuses the graph: "Input 0 expected to have rank 2 but has rank 3".
     """
     import onnx_ir
 
@@ -28,9 +28,10 @@ def flatten_gemm_inputs(program: Any) -> None:
 
 
 def share_tied_weights(program: Any) -> None:
-    """Let an output layer that is tied to the embeddings read them, where constant folding gave it a transposed copy.
+    """Make an output layer that is tied to the embeddings read them instead of a transposed copy.
 
-    The layer becomes ONNX Runtime's FusedMatMul, which multiplies by a transposed matrix without making one.
+    Constant folding creates that copy. The layer becomes ONNX Runtime's FusedMatMul, which multiplies by the transpose
+    without storing it.
     """
     import onnx_ir
 
@@ -42,7 +43,7 @@ def share_tied_weights(program: Any) -> None:
             continue
         for table in tables:
             if list(table.shape) == list(weight.shape)[::-1] and _transposed(table, weight):
-                # A FusedMatMul may scale, too: its other attributes stay.
+                # Keep the other attributes: a FusedMatMul may also scale.
                 node.op_type, node.domain = "FusedMatMul", "com.microsoft"
                 node.attributes["transB"] = onnx_ir.AttrInt64("transB", 1)
                 node.replace_input_with(1, table)
@@ -54,7 +55,7 @@ def share_tied_weights(program: Any) -> None:
 
 
 def _transposed(table: Any, weight: Any) -> bool:
-    """Whether two matrices have the same values, one of them transposed."""
+    """Return whether one matrix is the transpose of the other."""
     rows, columns = table.const_value.numpy(), weight.const_value.numpy()
     return np.array_equal(rows[0], columns[:, 0]) and np.array_equal(rows, columns.T)
 

@@ -1,4 +1,4 @@
-"""Trace a module to an ONNX program whose axes stay open and whose names are Optimum's."""
+"""Trace a module to an ONNX program with dynamic axes and Optimum's names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from transformers import PreTrainedModel
 from ..errors import ExportError
 from .repair import flatten_gemm_inputs, share_tied_weights
 
-# The provider whose operators the exporter fuses a graph into; None for operators of the ONNX standard alone.
+# The provider whose fused operators the exporter may use; None for operators of the ONNX standard only.
 Fusions = Literal["cpu", "cuda"] | None
 
 
 def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Build the batch to trace: at least 2 rows, of at least 4 tokens, with padding in the second.
+    """Build the batch to trace: 2 rows of at least 4 tokens, with padding in the second.
 
-    With one row the tracer would fix the batch axis, and it would leave out a mask of ones.
+    With a single row, the tracer would fix the batch axis; and it would drop a mask of ones.
 
     Args:
-        model: Its forward says which inputs the graph must have, whether or not the batch has them.
+        model: Its forward decides the inputs of the graph; a missing mask and token types are added.
         given: Inputs of shape (batch, sequence) or (batch, channels, height, width).
 
     Returns:
@@ -39,20 +39,20 @@ def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> d
     rows["attention_mask"] = torch.ones_like(rows["input_ids"])
     rows["attention_mask"][1, length // 2 :] = 0
     accepted = list(inspect.signature(model.forward).parameters)
-    # A tokenizer of pairs sends these whether or not the sample did; without the input they would be ignored.
+    # A tokenizer may return token types for text pairs; a graph without this input would ignore them.
     if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", 0) > 1:
         rows.setdefault("token_type_ids", torch.zeros_like(rows["input_ids"]))
     return {name: rows[name] for name in accepted if name in rows}
 
 
 def _dynamic_axes(name: str, tensor: torch.Tensor) -> dict[int, str]:
-    """Name the axes of an input that must stay open."""
+    """Return the axes of an input that must stay dynamic: axis -> name."""
     fixed = name in ("pixel_values", "input_features") or tensor.ndim < 2
     return {0: "batch"} if fixed else {0: "batch", 1: "sequence"}
 
 
 def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Fusions) -> Any:
-    """Trace an encoder to an `onnx_ir.Model`, fused and with its open axes named."""
+    """Trace an encoder to an `onnx_ir.Model`, fused, with named dynamic axes."""
     axes = {name: _dynamic_axes(name, tensor) for name, tensor in sample.items()}
     flags: dict[str, Any] = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
     program = export_program(model, sample, fusions, axes=axes, flags=flags)
@@ -68,14 +68,14 @@ def export_program(
     axes: Mapping[str, Mapping[int, str]] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Run transformers' exporter on a module, repair the graph, and remove traces of this machine from it.
+    """Run transformers' exporter on a module, repair the graph, and remove this machine's paths from it.
 
     Args:
         module: What to trace.
-        sample: Its inputs by keyword, tensors or a cache.
+        sample: Inputs by keyword: tensors or a cache.
         fusions: What to fuse the graph for.
-        axes: The open axes of each input; without it, the exporter tries to leave every axis open.
-        flags: Further keywords of the forward, which do not become inputs of the graph.
+        axes: The dynamic axes of each input; by default the exporter tries to make all axes dynamic.
+        flags: Keyword arguments of the forward that do not become inputs of the graph.
 
     Returns:
         An `onnx_ir.Model`.
@@ -111,10 +111,10 @@ def reason(error: BaseException) -> str:
 
 
 def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
-    """Name the open axes wherever they occur in the graph, in place, and check that they are open.
+    """Name the dynamic axes throughout the graph, in place.
 
     Raises:
-        ExportError: The graph has lost an input, or one of the axes is fixed.
+        ExportError: The graph lacks an input, or the trace fixed one of the axes.
     """
     import onnx_ir
 
@@ -139,13 +139,16 @@ def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
 
 
 def fixed_size(dim: Any) -> int | None:
-    """Return a size that the trace fixed, else `None`; the exporter leaves some of them as symbols called `2`."""
+    """Return the size of a dimension that the trace fixed, else `None`.
+
+    The exporter writes some fixed sizes as symbols such as `"2"`.
+    """
     text = str(dim if isinstance(dim, int) else dim.value)
     return int(text) if text.isdigit() else None
 
 
 def _named(expression: str, names: Mapping[str, str]) -> str:
-    """Replace the symbols of a size such as `s36 + s70` by names."""
+    """Return a symbolic size such as `s36 + s70` with its symbols replaced by names."""
     if expression in names:
         return names[expression]
     simple = {symbol: label for symbol, label in names.items() if " " not in label}
@@ -153,14 +156,14 @@ def _named(expression: str, names: Mapping[str, str]) -> str:
 
 
 def _values(graph: Any) -> Iterator[Any]:
-    """Yield every input and result of a graph."""
+    """Yield every input of a graph and every output of its nodes."""
     yield from graph.inputs
     for node in graph.all_nodes():
         yield from node.outputs
 
 
 def _strip_metadata(program: Any) -> None:
-    """Remove the stack traces, which name folders of the machine that exported."""
+    """Remove stack traces from the graph, because they contain paths of the exporting machine."""
     for node in program.graph.all_nodes():
         node.metadata_props.clear()
         node.doc_string = None

@@ -37,24 +37,25 @@ def bench(
     min_seconds: float = 0.0,
     progress: Progress = SILENT,
 ) -> list[LatencyRow]:
-    """Compare the latency of two checkpoints or ONNX folders; the same one twice measures the noise.
+    """Compare the latency of two checkpoints or ONNX folders. Give the same folder twice to measure the noise.
 
     Args:
-        first: What the ratios are relative to. A checkpoint is exported on the fly for ONNX Runtime, and runs in torch
-            on the GPU if there is one.
-        second: What is compared with it.
-        runtimes: By default `torch` where both are checkpoints, else `onnxruntime-cpu`.
+        first: The folder that the ratios are relative to. A checkpoint is exported on the fly for ONNX Runtime; torch
+            runs it on the GPU if there is one.
+        second: The folder to compare with the first.
+        runtimes: Names of runtimes; by default `torch` if both folders are checkpoints, else `onnxruntime-cpu`.
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
-        dtypes: What checkpoints are run in, each on the runtimes that can; float32 by default. An ONNX folder runs in
-            its own.
+        dtypes: Dtypes to run checkpoints in, each on the runtimes that support it; float32 by default. An ONNX folder
+            keeps its own dtype.
         repeats, min_seconds: As in `Timing`.
-        progress: Told about the loops.
+        progress: Shows the loops.
 
     Returns:
         Rows as in report.json's `latency`; "dense" is the first model, "slim" the second.
 
     Raises:
-        RequestError: A folder is neither, the two take different inputs, or a runtime cannot run what it was given.
+        RequestError: A folder is neither a checkpoint nor an ONNX folder, the two models take different inputs, or a
+            runtime cannot run one of them.
     """
     folders, timing = (Path(first), Path(second)), Timing(repeats=repeats, min_seconds=min_seconds)
     runtimes = runtimes or (("onnxruntime-cpu",) if any(map(_is_exported, folders)) else ("torch",))
@@ -85,10 +86,10 @@ def _is_exported(folder: Path) -> bool:
 
 
 def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Sequence[str]) -> None:
-    """Refuse, before anything is loaded, what the runtimes cannot run.
+    """Refuse, before anything is loaded, folders and dtypes that the runtimes cannot run.
 
     Raises:
-        RequestError: A runtime is unknown or not installed, needs a checkpoint, or has no such dtype.
+        RequestError: A runtime is unknown or not installed, needs a checkpoint, or does not support a dtype.
     """
     for folder in folders:
         refuse_parts(folder)
@@ -106,7 +107,7 @@ def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Seq
 
 
 def _source(folder: Path, runtime: str, dtype: str, temporary: Path) -> PreTrainedModel | Path:
-    """Return what the runtime reads: the ONNX folder, the checkpoint's model, or its export into a temporary folder."""
+    """Return the source for a runtime: the ONNX folder, the checkpoint's model, or its export in a temporary folder."""
     if _is_exported(folder):
         return folder
     if not RUNTIMES[runtime].reads_models:
@@ -119,7 +120,7 @@ def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
     """Refuse dtypes that none of the runtimes can run a model in.
 
     Raises:
-        RequestError: One of the dtypes is such.
+        RequestError: No runtime supports one of the dtypes.
     """
     known = list(dict.fromkeys(dtype for runtime in runtimes for dtype in RUNTIMES[runtime].dtypes))
     for dtype in dtypes:
@@ -139,10 +140,10 @@ def export_for(runtime: str, model: PreTrainedModel, temporary: Path, dtype: str
 
 
 def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> list[Shape]:
-    """Return the (batch, sequence) pairs to measure; an image model's sequence follows from its image size.
+    """Return the (batch, sequence) pairs to measure. For an image model, the sequence follows from the image size.
 
     Raises:
-        RequestError: A text model's shape has no sequence, or one beyond the model's positions.
+        RequestError: The shape of a text model has no sequence, or a sequence longer than the model's positions.
     """
     if model.main_input_name == "pixel_values":
         tokens = sequence_length(model, synthetic_batch(model, batch=1))
@@ -158,10 +159,10 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
 
 
 def _skeleton(folder: Path) -> PreTrainedModel:
-    """Build the model of a folder without its weights, which is enough for shapes, inputs and FLOPs.
+    """Build the model of a folder without weights, which is enough to check inputs and count FLOPs.
 
     Raises:
-        RequestError: It is a vision-language model.
+        RequestError: The folder has a vision-language model.
     """
     with torch.device("meta"):
         model: PreTrainedModel = find_model_class(folder)(load_config(folder)).eval()

@@ -1,4 +1,4 @@
-"""Say what a budget asked for, what was predicted of the selection, and what was measured of the slim model."""
+"""Record a budget: what was asked for, what was predicted for the plan, and what was measured on the slim model."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ..measure.rows import LatencyRow
 
 @dataclass(frozen=True)
 class BudgetOutcome:
-    """A budget, and how the run kept it.
+    """A budget, and how the run met it.
 
     Attributes:
-        kind: Its field in the recipe: "heads", "flops", "latency" or "max_drop".
+        kind: Name of the budget's field in the recipe: "heads", "flops", "latency" or "max_drop".
     """
 
     kind: str
 
     def details(self) -> dict[str, Any]:
-        """Return the fields that are known, for report.json."""
+        """Return the fields that are not None, for report.json."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class HeadsOutcome(BudgetOutcome):
-    """A share of the heads.
+    """A budget of heads.
 
     Attributes:
-        target: The share to remove.
+        target: Share of the heads to remove, in [0, 1].
     """
 
     target: float | None
@@ -38,15 +38,15 @@ class HeadsOutcome(BudgetOutcome):
 
 @dataclass(frozen=True)
 class CostOutcome(BudgetOutcome):
-    """A share of the dense model's FLOPs or time.
+    """A budget of FLOPs or time, as a share of the dense model's.
 
     Attributes:
-        target: The share at the most.
-        predicted: The share that the cost table predicts.
-        runtime, batch, sequence: Where time counts; None for FLOPs.
-        table: The cuts that were timed; None for FLOPs.
-        measured: The share that was counted or timed.
-        noisy: Whether the machine was too busy for that time to mean much; None for FLOPs.
+        target: Largest share allowed.
+        predicted: Share that the cost table predicts.
+        runtime, batch, sequence: Where time is measured; None for FLOPs.
+        table: The timed cuts behind the prediction; None for FLOPs.
+        measured: Share that was counted or timed; None until then.
+        noisy: Whether the control shows that `measured` is unreliable; None for FLOPs.
     """
 
     target: float
@@ -59,7 +59,7 @@ class CostOutcome(BudgetOutcome):
     noisy: bool | None = None
 
     def with_measured(self, flops: FlopCount, latency: Iterable[LatencyRow]) -> CostOutcome:
-        """Return the outcome with what was counted or timed of the slim model."""
+        """Return the outcome with `measured` and, for time, `noisy` filled in from the slim model's measurements."""
         if self.kind == "flops":
             return replace(self, measured=flops.ratio)
         wanted = (self.runtime, self.batch, self.sequence)
@@ -70,17 +70,17 @@ class CostOutcome(BudgetOutcome):
 
 @dataclass(frozen=True)
 class MaxDropOutcome(BudgetOutcome):
-    """As much as a metric on held-out rows allows.
+    """A budget of quality loss: the largest cut for which a metric on held-out rows holds.
 
     Attributes:
-        metric: Its name.
-        by: How much worse it may get.
-        dense: Of the dense model.
-        refitted: Of the selection, judged cut and refitted; None where it was judged masked.
-        masked: Of the selection, judged masked; None where it was judged refitted.
+        metric: Name of the metric.
+        by: Largest loss allowed, in the metric's own unit.
+        dense: Metric of the dense model.
+        refitted: Metric of the chosen selection, cut and refitted; None if selections were evaluated masked.
+        masked: Metric of the chosen selection, masked; None if selections were evaluated refitted.
         samples: Number of held-out samples.
-        judged: What was tried.
-        slim: Of the slim model.
+        judged: The selections that were tried, see `MaxDropChoice`.
+        slim: Metric of the slim model; None until it is evaluated.
     """
 
     metric: str

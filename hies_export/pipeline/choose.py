@@ -1,4 +1,4 @@
-"""Choose the units that stay, as a recipe asks: calibrate, score, select."""
+"""Choose the units to keep as a recipe says: calibrate, score, select."""
 
 from __future__ import annotations
 
@@ -52,21 +52,22 @@ from .search import ALPHAS, HeldOut, choose_alpha, choose_by_max_drop
 
 logger = logging.getLogger(__name__)
 
-# Moments of more than this are not held at once to choose by the refitted model.
+# If all moments together take more memory than this, candidates are evaluated without refitting.
 MOMENT_LIMIT_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The units that stay, and what they were chosen by.
+    """The plan of a run, and what it was chosen from.
 
     Attributes:
-        statistics: From calibration.
-        scores: By the recipe's criterion.
-        plan: The units that stay.
-        alpha_curve: Per alpha its judgement under `alpha: auto`, see `AlphaChoice`; else empty.
-        budget: What the budget asked for, and what is predicted of the plan.
-        refit: Refits the dense model cut by a plan, where plans were judged by that; it holds the moments of all units.
+        statistics: Statistics of the calibration batches.
+        scores: Scores of the units by the recipe's criterion.
+        plan: The units to keep.
+        alpha_curve: One entry per alpha under `alpha: auto`, see `AlphaChoice`; else empty.
+        budget: The budget, with what is predicted for the plan.
+        refit: Refits a model cut by a plan; None if candidates were evaluated masked. It holds the moments of all
+            units, which may take gigabytes.
     """
 
     statistics: Statistics
@@ -78,10 +79,10 @@ class Choice:
 
 
 def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> Choice:
-    """Calibrate, score, select; with `alpha: auto`, at the alpha that does best on the held-out rows.
+    """Calibrate, score and select; with `alpha: auto`, also choose alpha on the held-out rows.
 
-    With `steps`, a part of the budget goes at a time, each scored on the model that the rounds before leave: cut, and
-    refitted where the recipe compensates. The statistics of a unit are those of the last round that it was there for.
+    With `steps`, the budget is spent in that many rounds. Each round scores the model that the previous rounds left,
+    cut and, if the recipe compensates, refitted. The statistics of a unit are those of the last round it was part of.
     """
     prune = recipe.prune
     if prune.steps == 1:
@@ -100,7 +101,7 @@ def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> 
 
 
 def _after(earlier: Choice, later: Choice) -> Choice:
-    """Return the choice of two rounds as one, for the dense model."""
+    """Merge the choices of two successive rounds into one choice for the dense model."""
     kept = earlier.plan.kept
     values = {
         name: filled_in(earlier.statistics[name], later.statistics[name], kept) for name in earlier.statistics.values
@@ -110,12 +111,12 @@ def _after(earlier: Choice, later: Choice) -> Choice:
         statistics=replace(later.statistics, values=values),
         scores=replace(later.scores, scores=filled_in(earlier.scores.scores, later.scores.scores, kept)),
         plan=replace(later.plan, kept=compose(kept, later.plan.kept), model=earlier.plan.model),
-        refit=None,  # it refits what the rounds before left, and the plan is for the dense model
+        refit=None,  # it refits the model that the earlier rounds left, while the plan is for the dense model
     )
 
 
 def _left_by(plan: PruningPlan, prepared: Prepared, recipe: PruningRecipe) -> Prepared:
-    """Return what was prepared, with the model that a run by a plan ends with in the place of the dense one."""
+    """Return the prepared run with the dense model replaced by the one cut, and compensated, by a plan."""
     slim = prune_units(share_weights(prepared.model), plan, prepared.sites, inplace=True)
     if recipe.prune.compensation is not None:
         how = compensation_of(recipe.prune.compensation)
@@ -126,18 +127,18 @@ def _left_by(plan: PruningPlan, prepared: Prepared, recipe: PruningRecipe) -> Pr
 
 
 def compensation_of(section: CompensationSection) -> Compensation:
-    """Return how a recipe's section asks for consumers to be refitted."""
+    """Return the `Compensation` that a recipe's section describes."""
     return Compensation(method=section.method, ridge=section.ridge, sequential=section.sequential)
 
 
 class _Chooser:
-    """Chooses on one model.
+    """Choice of the units to keep in one model.
 
     Args:
-        prepared: With the model.
-        recipe: How to choose.
-        progress: Told about stages and loops.
-        dense: The model that predictions are compared with, if not the prepared one.
+        prepared: The model and its data.
+        recipe: The criterion, budget and constraints.
+        progress: Shows stages and loops.
+        dense: The model to compare predictions with; by default the prepared one.
     """
 
     def __init__(
@@ -148,19 +149,19 @@ class _Chooser:
         self._constraints = constraints_of(recipe)
 
     def choose(self, *, heads: float | None = None, counts: Sequence[int] | None = None) -> Choice:
-        """Choose; by default as much goes as the recipe's budget says.
+        """Choose the units to keep within the recipe's budget, or remove a given amount instead.
 
         Args:
-            heads: Share of the heads that goes instead.
-            counts: Bundles that go of each module instead.
+            heads: Share of the heads to remove.
+            counts: Number of bundles to remove from each module.
         """
         prepared, prune = self._prepared, self._recipe.prune
-        # What a budget of cost allows is known before anything is scored.
+        # Before scoring, so that a budget of FLOPs or time that cannot be met fails early.
         table = self._cost_table()
         statistics = self._statistics()
         candidates = self._candidates(statistics)
         if prune.budget.max_drop is not None:
-            return self._by_max_drop(statistics, list(candidates.values()))
+            return self._by_max_drop(statistics, candidates)
 
         def select(scores: Scores) -> Selection:
             size: Mapping[str, Any] = {"heads": heads, "counts": counts}
@@ -173,16 +174,15 @@ class _Chooser:
             return select_units(scores, prepared.sites, **size, constraints=self._constraints)
 
         if len(candidates) == 1:
-            (scores,) = candidates.values()
+            (scores,) = candidates
             plan = self._plan(select(scores), scores, statistics)
             return Choice(statistics, scores, plan, (), self._outcome(table, plan.kept))
         self._progress.stage("choose alpha")
         held_out = self._held_out(prepared.metrics)
-        tracked = self._progress.track(list(candidates), "choose alpha")
-        chosen = choose_alpha({alpha: candidates[alpha] for alpha in tracked}, select, held_out)
+        chosen = choose_alpha(self._progress.track(candidates, "choose alpha"), select, held_out)
         plan = self._plan(chosen.selection, chosen.scores, statistics)
         outcome = self._outcome(table, plan.kept)
-        return Choice(statistics, chosen.scores, plan, chosen.curve, outcome, self._refit)
+        return Choice(statistics, chosen.scores, plan, chosen.curve, outcome, held_out.refit)
 
     def _statistics(self) -> Statistics:
         self._progress.stage("score")
@@ -194,8 +194,8 @@ class _Chooser:
             progress=self._progress,
         )
 
-    def _candidates(self, statistics: Statistics) -> dict[float, Scores]:
-        """Return the scores to choose from, by alpha; a single entry, under any number, where there is no choice."""
+    def _candidates(self, statistics: Statistics) -> list[Scores]:
+        """Return the candidate scores: one per alpha under `alpha: auto`, else a single one."""
         prune, seed = self._recipe.prune, self._recipe.calibration.seed
         if prune.criterion == COMPENSATED:
             effects = collect_effects(
@@ -205,13 +205,13 @@ class _Chooser:
                 progress=self._progress,
             )
             scored = self._prepared.scored
-            return {0.0: score_compensated(effects, scored, progress=self._progress)}
+            return [score_compensated(effects, scored, progress=self._progress)]
         if prune.alpha != "auto":
             alphas: tuple[float, ...] = (prune.alpha,)
         else:
             alphas = ALPHAS if uses_alpha(prune.criterion) else (0.0,)
         options: dict[str, Any] = {"criterion": prune.criterion, "normalize": prune.normalize, "seed": seed}
-        return {alpha: score_units(statistics, alpha=alpha, **options) for alpha in alphas}
+        return [score_units(statistics, alpha=alpha, **options) for alpha in alphas]
 
     def _plan(self, selection: Selection, scores: Scores, statistics: Statistics) -> PruningPlan:
         calibration = statistics.calibration
@@ -230,7 +230,7 @@ class _Chooser:
         return PruningPlan.of(selection, provenance)
 
     def _held_out(self, metrics: tuple[str, ...]) -> HeldOut:
-        """Return what judges selections on the held-out rows: refitted, where the recipe compensates."""
+        """Return the judge of selections on the held-out rows; it refits them if the recipe compensates."""
         prepared = self._prepared
         judge = Judge.on(
             self._dense,
@@ -239,19 +239,21 @@ class _Chooser:
             regression=prepared.regression,
             tolerance=self._recipe.evaluation.stability_tolerance,
         )
-        self._refit = self._collect_refit()
-        return HeldOut(judge, prepared.model, prepared.sites, self._refit)
+        return HeldOut(judge, prepared.model, prepared.sites, self._collect_refit())
 
     def _collect_refit(self) -> Refit | None:
-        """Return what refits a cut model, from moments collected once; None where there is no compensation."""
+        """Collect moments once, and return the function that refits a cut model from them.
+
+        None if the recipe does not compensate, or if the moments would take more than `MOMENT_LIMIT_BYTES`.
+        """
         section, prepared = self._recipe.prune.compensation, self._prepared
         if section is None:
             return None
         needed = moment_bytes(prepared.sites)
         if needed > MOMENT_LIMIT_BYTES:
             logger.warning(
-                "what goes is chosen without compensation, and only then compensated: for this model the other would "
-                "take %.0f GB",
+                "candidates are compared without compensation, and only the chosen one is compensated: to refit all of "
+                "them, this model would need %.0f GB of memory",
                 needed / 1e9,
             )
             return None
@@ -265,14 +267,18 @@ class _Chooser:
         return lambda slim, selection: refit(slim, selection, prepared.sites, moments, how)
 
     def _target(self) -> float:
-        """Return what a budget of cost allows, as a share of the dense model's."""
+        """Return the target of a budget of FLOPs or time, as a share of the dense model's."""
         budget = self._recipe.prune.budget
         ratio = budget.flops if budget.latency is None else budget.latency.ratio
         assert ratio is not None
         return ratio
 
     def _cost_table(self) -> CostTable | None:
-        """Return what units cost, for a budget of FLOPs or time that can be met; None for the others."""
+        """Return the cost table for a budget of FLOPs or time; None for other budgets.
+
+        Raises:
+            PlanError: The constraints do not allow a cut that meets the budget.
+        """
         prepared, recipe, budget = self._prepared, self._recipe, self._recipe.prune.budget
         if budget.latency is not None:
             self._progress.stage("time cuts")
@@ -293,14 +299,17 @@ class _Chooser:
         return table
 
     def _budget_shape(self) -> tuple[int, int]:
-        """Return the measured shape of a budget of time; images and prompts have one sequence for every batch."""
+        """Return the measured (batch, sequence) of a budget of time.
+
+        For images and prompts only the batch is compared, because every batch has the same sequence.
+        """
         wanted = self._recipe.prune.budget.latency
         assert wanted is not None
         of_batch = [shape for shape in self._prepared.measured if shape[0] == wanted.batch]
         return next((shape for shape in of_batch if shape[1] == wanted.sequence), of_batch[0])
 
     def _outcome(self, table: CostTable | None, selection: Selection) -> BudgetOutcome:
-        """Return what the budget asked for and what is predicted; what is measured comes later."""
+        """Return the budget with what the cost table predicts; `run` adds what is measured."""
         budget, unit = self._recipe.prune.budget, self._recipe.prune.unit
         if table is None:
             return HeadsOutcome("heads", budget.heads)
@@ -315,13 +324,13 @@ class _Chooser:
         return CostOutcome("latency", self._target(), table.ratio(lost), runtime, batch, sequence, table.measured)
 
     def _by_max_drop(self, statistics: Statistics, candidates: Sequence[Scores]) -> Choice:
-        """Choose the scores and the share of heads by which most can go while the held-out metric holds."""
+        """Choose the scores and the largest share of heads to remove for which the held-out metric holds."""
         self._progress.stage("choose sparsity")
         prepared, max_drop = self._prepared, self._recipe.prune.budget.max_drop
         assert max_drop is not None
         shares = []
         for share in shares_to_try(prepared.scored, self._constraints):
-            with contextlib.suppress(PlanError):  # beyond what the constraints leave
+            with contextlib.suppress(PlanError):  # more than the constraints allow
                 check_budget(prepared.scored, heads=share, constraints=self._constraints)
                 shares.append(share)
         if not shares:
@@ -338,13 +347,13 @@ class _Chooser:
             metric=max_drop.metric,
             by=max_drop.by,
             dense=held_out.dense(),
-            refitted=chosen.value if self._refit else None,
-            masked=None if self._refit else chosen.value,
+            refitted=chosen.value if held_out.refit else None,
+            masked=None if held_out.refit else chosen.value,
             samples=sum(map(size_of, prepared.held_out)),
             judged=chosen.judged,
         )
         plan = self._plan(chosen.selection, chosen.scores, statistics)
-        return Choice(statistics, chosen.scores, plan, (), outcome, self._refit)
+        return Choice(statistics, chosen.scores, plan, (), outcome, held_out.refit)
 
 
 def write_choice(folder: Path, choice: Choice) -> None:
@@ -366,7 +375,7 @@ def write_choice(folder: Path, choice: Choice) -> None:
 
 
 def head_numbers(choice: Choice) -> dict[str, dict[str, list[float]]]:
-    """Return, per module that may lose heads, HIS, entropy and score of every head."""
+    """Return lists of HIS, entropy and score over the heads: module name -> "his", "entropy" or "score" -> list."""
     values = {"his": choice.statistics["his"], "entropy": choice.statistics["entropy"], "score": choice.scores.scores}
     return {
         name: {what: numbers[name].tolist() for what, numbers in values.items() if name in numbers}

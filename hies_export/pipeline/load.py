@@ -15,10 +15,10 @@ from ..tasks import TASKS
 
 
 def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:
-    """Return the model class of a checkpoint, which must be one for the task.
+    """Return the model class of a checkpoint, and check that it fits the task.
 
     Raises:
-        RequestError: It is for something else.
+        RequestError: The class is for another task.
     """
     model_class = find_model_class(path, **hub)
     auto_class = TASKS[task].auto_class
@@ -39,8 +39,8 @@ def load_dense(
         path: Folder or Hub id, dense or slim.
         model_class: From `task_class`.
         dtype: Name of a torch dtype, or "auto" for the checkpoint's own; float32 on CPU and "auto" on GPU by default.
-        device_map: As in `from_pretrained`; None for one device.
-        **hub: Where and how to look on the Hub, as in `from_pretrained`.
+        device_map: As in `from_pretrained`; None for a single device.
+        **hub: Further arguments of `from_pretrained`, such as `revision`.
 
     Raises:
         MissingRuntimeError: A device_map is given, and accelerate is not installed.

@@ -27,7 +27,7 @@ from .prepare import Prepared
 
 @dataclass(frozen=True)
 class FlopsByLayer:
-    """The FLOPs of both models layer by layer, at a (batch, sequence)."""
+    """FLOPs of both models by layer, for one forward pass at `shape`, (batch, sequence)."""
 
     dense: list[LayerFlops]
     slim: list[LayerFlops]
@@ -36,14 +36,14 @@ class FlopsByLayer:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What a cut saved, in the types of the report.
+    """Size, FLOPs and latency of the dense and the slim model, in the types of the report.
 
     Attributes:
         parameters: Number of parameters.
-        bytes: Size of the weights.
-        flops: Floating-point operations of one forward pass, at the first shape that is measured.
-        flops_per_layer: The same, layer by layer.
-        cache_bytes_per_token: Bytes that a token adds to the key/value cache; None without a cache.
+        bytes: Size of the weights in bytes.
+        flops: Floating-point operations of one forward pass at the first measured shape.
+        flops_per_layer: The same by layer.
+        cache_bytes_per_token: Bytes that each token adds to the key/value cache; None without a cache.
         latency: One row per runtime, dtype, phase and shape.
     """
 
@@ -58,7 +58,7 @@ class Measurements:
 def export(
     prepared: Prepared, model: PreTrainedModel, recipe: PruningRecipe, folder: Path, *, dtype: str | None = None
 ) -> OnnxExport:
-    """Export a model, dense or slim, as the recipe asks, or in another dtype."""
+    """Export a dense or slim model with the recipe's settings; `dtype` overrides the recipe's."""
     return export_onnx(
         model,
         folder,
@@ -97,12 +97,15 @@ def _time(
     flops: Mapping[Shape, FlopCount],
     progress: Progress,
 ) -> list[LatencyRow]:
-    """Time both models dtype by dtype; graphs of the dense model and of other dtypes are removed afterwards."""
+    """Time both models in every dtype and on every runtime.
+
+    Graphs of the dense model, and of the slim model in dtypes other than the exported one, are temporary.
+    """
     timing = Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds)
     rows = []
     for dtype in recipe.measure.dtypes or (None,):
         runtimes = [name for name in prepared.runtimes if dtype is None or dtype in RUNTIMES[name].dtypes]
-        # Beside the slim one, so that both are read from the same disk.
+        # In the folder of the slim graph, so that both are read from the same disk.
         with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
             graphs = (Path(temporary) / "onnx", onnx.folder)
             if not all(RUNTIMES[name].reads_models for name in runtimes):

@@ -1,4 +1,4 @@
-"""Load what a recipe names, and check before any computing that the run can be done."""
+"""Load the model and data of a recipe, and check that the run is possible before anything is computed."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from .load import load_dense, task_class
 
 logger = logging.getLogger(__name__)
 
-# How many rows alpha: auto is judged on.
+# Held-out rows on which `alpha: auto` is chosen.
 HELD_OUT_SAMPLES = 256
-# How many rows a quality loss is judged on: one of 0.01 is lost in the noise of fewer.
+# Held-out rows on which `max_drop` is checked: on fewer rows, noise would hide a loss of 0.01.
 MAX_DROP_SAMPLES = 1024
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe's model and data, loaded and found to fit together.
+    """The model and data of a recipe, loaded and checked.
 
     Attributes:
         model: The dense model, in evaluation mode.
-        processor: What turns its rows into tensors.
-        sites: All of its attention modules.
-        scored: Those that may lose heads.
+        processor: The tokenizer or image processor that turns rows into tensors.
+        sites: All attention modules of the model.
+        scored: The modules that may lose heads.
         calibration: Batches to score on.
-        held_out: Batches to choose alpha or sparsity on, which heads are not scored on; empty unless alpha is auto or
-            the budget is a max_drop. Like the evaluation's, shortest samples first: they are gone through many times.
-        compensation: Batches to refit on, without labels; empty when the recipe asks for none.
-        evaluation: Batches to judge on.
-        metrics: Names of the metrics, the report's first.
+        held_out: Batches to choose alpha or sparsity on, disjoint from `calibration`; empty unless alpha is auto or the
+            budget is max_drop. Shortest samples first, because they are predicted many times.
+        compensation: Batches to refit on, without labels; empty if the recipe does not compensate.
+        evaluation: Batches to evaluate on, shortest samples first.
+        metrics: Names of the metrics; the first is the report's quality.
         regression: Whether the model predicts a number.
         runtimes: Names of the runtimes to measure on.
-        measured: Batches to measure with, by (batch, sequence).
+        measured: Batches to count FLOPs and time with, by (batch, sequence).
     """
 
     model: PreTrainedModel
@@ -76,7 +76,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Samples:
-    """What is drawn from the calibration split: those to score on, those after them, and those to refit on."""
+    """The samples drawn from the calibration split, by use."""
 
     scoring: datasets.Dataset
     held_out: datasets.Dataset
@@ -85,13 +85,13 @@ class _Samples:
 
 @dataclass(frozen=True)
 class Draws:
-    """How many samples of the calibration split are used for what.
+    """Numbers of samples to draw from the calibration split.
 
     Attributes:
-        seed: Of the order that samples are drawn in.
-        scoring: To score units on.
-        held_out: To choose alpha or sparsity on.
-        compensation: To refit on.
+        seed: Seed of the order in which samples are drawn.
+        scoring: Number of samples to score units on.
+        held_out: Number of samples, after those, to choose alpha or sparsity on.
+        compensation: Number of samples to refit on, from the start again.
     """
 
     seed: int
@@ -101,7 +101,7 @@ class Draws:
 
     @classmethod
     def of(cls, recipe: PruningRecipe) -> Draws:
-        """Return what a run of the recipe draws."""
+        """Return the draws of a run of the recipe."""
         prune = recipe.prune
         automatic = prune.alpha == "auto" and uses_alpha(prune.criterion)
         return cls(
@@ -113,15 +113,15 @@ class Draws:
 
 
 def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepared | None = None) -> Prepared:
-    """Load model and data; cheap checks come first, so that a wrong request fails at once.
+    """Load model and data. Cheap checks come first, so that an invalid request fails early.
 
     Args:
-        recipe: What to load.
-        draws: What to draw of the calibration split; by default what a run of the recipe draws.
-        loaded: From the same recipe with other draws; model and evaluation batches are taken from there.
+        recipe: The recipe.
+        draws: Samples to draw from the calibration split; by default those of a run of the recipe.
+        loaded: An earlier result for the same recipe with other draws; its model and evaluation batches are reused.
 
     Raises:
-        RequestError: Something the recipe names is missing or does not fit; the message says what.
+        RequestError: A part of the recipe is missing or does not fit; the message names it.
     """
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
     config = load_config(recipe.model, **hub)
@@ -144,13 +144,13 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
     size = recipe.calibration.batch_size
     calibration = reader.batches(samples.scoring, batch_size=size)
     _warn_of_one_class(calibration, regression=regression)
-    sites = find_modules(model, first_samples(calibration[0]))
-    scored = _in_towers(model, sites, recipe.prune.towers)
+    modules = find_modules(model, first_samples(calibration[0]))
+    scored = _in_towers(model, modules, recipe.prune.towers)
     _check_budget(recipe, scored)
     return Prepared(
         model=model,
         processor=reader.processor,
-        sites=sites,
+        sites=modules,
         scored=scored,
         calibration=calibration,
         held_out=_shortest_first(reader, samples.held_out, size),
@@ -164,7 +164,7 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
 
 
 def _check_budget(recipe: PruningRecipe, modules: tuple[PrunableModule, ...]) -> None:
-    """Refuse constraints that are out of range, and a share of the heads that they do not leave."""
+    """Refuse constraints that are out of range, and a share of heads larger than they allow to remove."""
     if recipe.prune.budget.heads is None:
         check_constraints(modules, constraints_of(recipe))
     else:
@@ -172,7 +172,7 @@ def _check_budget(recipe: PruningRecipe, modules: tuple[PrunableModule, ...]) ->
 
 
 def _check_metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
-    """Return the names of the metrics, the report's first, all of which fit the task; check the benchmarks too."""
+    """Return the names of the metrics, the report's first, after checking that metrics and benchmarks fit the task."""
     metrics = recipe.evaluation.metrics or default_metrics(
         regression=regression, task=recipe.task, answers=recipe.data.answer is not None
     )
@@ -185,9 +185,9 @@ def _check_metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...
 
 
 def _check_runtimes(recipe: PruningRecipe) -> tuple[str, ...]:
-    """Return the runtimes to measure on, all of them installed.
+    """Return the names of the runtimes to measure on, after checking that all are installed.
 
-    The parts of a vision-language model are no single graph that could be timed.
+    ONNX runtimes are left out for a vision-language model, which is exported as several graphs.
     """
     runtimes = recipe.measure.runtimes
     timed = recipe.prune.budget.latency
@@ -208,11 +208,11 @@ def _check_runtimes(recipe: PruningRecipe) -> tuple[str, ...]:
 
 
 def _warn_without_compensation(recipe: PruningRecipe) -> None:
-    """Warn when the criterion counts on a compensation that the recipe does not ask for."""
+    """Warn if the criterion assumes compensation and the recipe has none."""
     if recipe.prune.criterion == COMPENSATED and recipe.prune.compensation is None:
         logger.warning(
-            "%s ranks heads by what least squares cannot make up for, but prune.compensation is not set, so nothing "
-            "makes up for them; add compensation: {method: least_squares}",
+            "%s ranks heads by the errors that least squares leaves, but prune.compensation is not set, so "
+            "nothing makes up for them; add compensation: {method: least_squares}",
             COMPENSATED,
         )
 
@@ -230,7 +230,7 @@ def _reader(recipe: PruningRecipe, config: Any) -> Reader:
 
 
 def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
-    """Draw all samples of the calibration split at once."""
+    """Load the samples of the calibration split, and divide them by use."""
     split = recipe.calibration.split
     most = max(draws.scoring + draws.held_out, draws.compensation)
     source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
@@ -258,7 +258,7 @@ def _shortest_first(reader: Reader, samples: datasets.Dataset, batch_size: int) 
 
 
 def _warn_of_one_class(batches: Sequence[Batch], *, regression: bool) -> None:
-    """Warn when all rows to score on are of one class: what tells it from the others then counts for nothing."""
+    """Warn if all calibration rows are of one class: scores then ignore what distinguishes the others."""
     labels = [batch["labels"] for batch in batches if "labels" in batch]
     if regression or not labels or labels[0].dim() > 1:
         return
@@ -273,10 +273,10 @@ def _warn_of_one_class(batches: Sequence[Batch], *, regression: bool) -> None:
 
 
 def _in_towers(
-    model: PreTrainedModel, sites: tuple[PrunableModule, ...], towers: tuple[str, ...]
+    model: PreTrainedModel, modules: tuple[PrunableModule, ...], towers: tuple[str, ...]
 ) -> tuple[PrunableModule, ...]:
-    """Return the attention modules in some towers of a composite model; by default those of the language model."""
-    of = {site.name: tower_of(model, site) for site in sites}
+    """Return the attention modules in the given towers of a composite model; by default in the language model."""
+    of = {module.name: tower_of(model, module) for module in modules}
     known = list(dict.fromkeys(of.values()))
     for tower in towers:
         if tower not in known:
@@ -284,11 +284,11 @@ def _in_towers(
                 f"prune.towers must be among {', '.join(known)}, the towers of this model, got {tower!r}"
             )
     wanted = towers or (("language",) if "language" in known else tuple(known))
-    return tuple(site for site in sites if of[site.name] in wanted)
+    return tuple(module for module in modules if of[module.name] in wanted)
 
 
 def _shapes(recipe: PruningRecipe, model: PreTrainedModel) -> list[tuple[int, int | None]]:
-    """Return the (batch, sequence) pairs to measure; the sequence is None where it follows from the prompts."""
+    """Return the (batch, sequence) pairs to measure; the sequence is None if it follows from the prompts."""
     timed = recipe.prune.budget.latency
     if TASKS[recipe.task].in_parts:
         wanted = recipe.measure.shapes or ((1,), (8,))
@@ -300,11 +300,11 @@ def _shapes(recipe: PruningRecipe, model: PreTrainedModel) -> list[tuple[int, in
 def _measured(
     model: PreTrainedModel, shapes: Sequence[tuple[int, int | None]], calibration: Batch
 ) -> dict[tuple[int, int], Batch]:
-    """Return a batch of each shape: random tokens or pixels, or the longest calibration sample again and again."""
+    """Return a batch for each shape: random tokens or pixels, or copies of the longest calibration sample."""
     measured: dict[tuple[int, int], Batch] = {}
     for size, sequence in shapes:
         if sequence is None:
-            # Random tokens would have no image in them.
+            # Random tokens would contain no image tokens.
             longest = int(calibration["attention_mask"].sum(-1).argmax())
             measured[size, calibration["input_ids"].shape[1]] = {
                 key: value[longest : longest + 1].repeat(size, *[1] * (value.dim() - 1))
@@ -317,7 +317,7 @@ def _measured(
 
 
 def constraints_of(recipe: PruningRecipe) -> Constraints:
-    """Return what a recipe's selections are subject to."""
+    """Return the constraints of a recipe's selections."""
     prune = recipe.prune
     return Constraints(
         allocation=prune.allocation,

@@ -1,4 +1,4 @@
-"""Evaluate what was pruned: predictions by a plan, and the evaluation of a finished run."""
+"""Evaluate pruned models: predict without some units, and compare a slim model with its dense one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..slim.mask import masked_units
 from ..slim.refit import LayerFit
 from ..values import PrunableModule, Selection
 
-# Refits, in place, a model that was cut by a selection.
+# Refits a model that was cut by a selection, in place.
 Refit = Callable[[PreTrainedModel, Selection], list[LayerFit]]
-# Runs benchmarks on a model: name -> value.
+# Runs benchmarks on a model, and returns their values by name.
 Benchmark = Callable[[PreTrainedModel], Mapping[str, float]]
 
 
@@ -31,20 +31,20 @@ def predict_pruned(
     *,
     refit: Refit | None = None,
 ) -> Predictions:
-    """Return what the model predicts without the units that a selection removes.
+    """Return the model's predictions without the units that a selection removes.
 
     Args:
-        model: The dense model; not changed.
-        selection: The units that stay.
-        modules: All of its prunable modules.
-        batches: What to predict.
-        refit: What compensates the cut model. Without it units are masked instead of cut, which gives the same
-            predictions at less cost.
+        model: The dense model; it is not changed.
+        selection: The units to keep.
+        modules: All prunable modules of the model.
+        batches: Batches to predict.
+        refit: Compensates the cut model. Without it, units are masked instead of cut, which gives the same predictions
+            at less cost.
     """
     if refit is None:
         with masked_units(model, selection, modules):
             return predict(model, batches)
-    # What is cut is new, the rest is shared with the dense model.
+    # Only the cut weights are copies; the others are shared with the dense model.
     slim = prune_units(share_weights(model), selection, modules, inplace=True)
     refit(slim, selection)
     return predict(slim, batches)
@@ -55,10 +55,10 @@ class Evaluation:
     """How the slim model of a run compares with the dense one.
 
     Attributes:
-        metrics: Of the evaluation batches, by name.
-        stability: Share, in [0, 1], of predictions that equal the dense model's.
-        uncompensated: Of the cut alone, where the slim model is compensated.
-        benchmarks: Of lm-eval, by name; empty where none were asked for.
+        metrics: Metrics on the evaluation batches, by name.
+        stability: Share of predictions that equal the dense model's, in [0, 1].
+        uncompensated: Quality of the cut model without compensation; None if the run does not compensate.
+        benchmarks: lm-eval benchmarks by name; empty if the recipe names none.
     """
 
     metrics: Mapping[str, Both[float]]
@@ -80,13 +80,13 @@ def evaluate(
     """Evaluate the slim model of a run against the dense one.
 
     Args:
-        judge: Of the evaluation batches.
+        judge: Judge on the evaluation batches.
         model: The dense model.
         slim: The slim model.
-        modules: The prunable modules of the dense model, where `uncompensated` is given.
-        uncompensated: The selection of a compensated model, to evaluate the cut alone too.
-        benchmark: Runs the benchmarks that were asked for.
-        progress: Told about stages and loops.
+        modules: The prunable modules of the dense model; needed with `uncompensated`.
+        uncompensated: The selection of a compensated slim model, to evaluate also without compensation.
+        benchmark: Runs the benchmarks.
+        progress: Shows stages and loops.
     """
 
     def quality_of(model: PreTrainedModel) -> Quality:
@@ -94,7 +94,7 @@ def evaluate(
 
     dense, pruned, masked = judge.of(judge.dense), quality_of(slim), None
     if uncompensated is not None:
-        # The masked model is the cut one without compensation, as `compare_cut` has shown.
+        # Masked and cut models predict the same: `compare_cut` has checked that.
         with masked_units(model, uncompensated, modules):
             masked = quality_of(model)
     benchmarks: Mapping[str, Both[float]] = {}

@@ -1,4 +1,4 @@
-"""A first run that needs no network: train a small ViT on scikit-learn's bundled digits, to be pruned by a recipe."""
+"""Prepare a first run without network: train a small ViT on the digits that scikit-learn bundles."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from ..progress import SILENT, Progress
 
-# In the package, so that an installed one has it; recipes/ links to it.
+# Inside the package, so that it is installed too; recipes/ links to it.
 RECIPE = Path(__file__).with_name("quickstart-vit-digits.yaml")
 
 
 def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progress: Progress = SILENT) -> Path:
-    """Write digits/, model/ and recipe.yaml into a folder: everything the recipe needs.
+    """Write a dataset (digits/), a model trained on it (model/) and a recipe for both (recipe.yaml) into a folder.
 
     Args:
         folder: An existing, empty folder.
         epochs: Passes over the 1437 training images; 40 take about half a minute.
-        seed: Seed of initialisation and shuffling; the same seed trains the same weights on any number of cores.
+        seed: Seed of initialisation and shuffling. The weights do not depend on the number of cores.
         progress: Shows stages and loops.
 
     Returns:
-        Path of the recipe.
+        The path of recipe.yaml.
     """
     progress.stage("train")
     rows = _digits()
     (folder / "digits").mkdir()
     for split, part in rows.items():
         part.to_parquet(folder / "digits" / f"{split}.parquet")
-    # 8 x 8 pixels are kept as they are; [0, 255] becomes [-1, 1].
+    # Images stay at 8 x 8 pixels; values in [0, 255] are scaled to [-1, 1].
     processor = ViTImageProcessorPil(
         do_resize=False, size={"height": 8, "width": 8}, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
@@ -52,10 +52,10 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progres
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread inside the block.
+    """Run torch on one thread inside the block.
 
-    Threads that share tensors this small spend their time waiting for each other, above all beside other processes;
-    and floats no longer depend on how many there are.
+    With tensors this small, several threads mostly wait for each other. And sums over one thread do not depend on the
+    number of cores, so the trained weights do not either.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -66,6 +66,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _digits() -> dict[str, datasets.Dataset]:
+    """Return the 1797 digits as columns `image` and `label`: 1437 under "train", 360 under "validation"."""
     bunch = load_digits()
     images = [Image.fromarray(i) for i in (bunch.images * (255 / 16)).round().astype(np.uint8)]
     features = datasets.Features(
@@ -89,6 +90,7 @@ def _train(
     seed: int,
     progress: Progress,
 ) -> ViTForImageClassification:
+    """Train a ViT of 4 layers with 8 heads each on the rows, and return it in evaluation mode."""
     torch.manual_seed(seed)
     names = rows.features["label"].names
     config = ViTConfig(
@@ -107,8 +109,7 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
     passes: Sequence[int] = range(epochs)
-    tracked = progress.track(passes, "train")
-    for _ in tracked:
+    for _ in progress.track(passes, "train"):
         for batch in torch.randperm(len(labels)).split(64):
             loss = model(pixel_values=pixels[batch], labels=labels[batch]).loss
             loss.backward()

@@ -1,15 +1,8 @@
-"""Run the whole line: recipe -> calibrate -> score -> select -> cut -> save -> export -> measure -> report.
-
-Of a run, `prepare`, `choose`, `measure` and this file unpack the recipe; every stage is a function that can be called
-without one.
-"""
+"""Run a recipe: calibrate -> score -> select -> cut -> save -> export -> measure -> report."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +18,7 @@ from ..evaluate.predict import predict
 from ..measure.environment import environment
 from ..model.tokens import first_samples
 from ..onnx.export import OnnxExport
-from ..progress import SILENT, Progress
+from ..progress import SILENT, Clock, Progress
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
 from ..report.html import render_html
@@ -48,45 +41,45 @@ from .search import quality_loss
 
 
 def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = SILENT) -> Report:
-    """Do the whole line and write `recipe.output`: scores.json, plan.json, slim/, onnx/ and report.json, .md and .html.
+    """Run a recipe and write `recipe.output`: scores.json, plan.json, slim/, onnx/ and report.json, .md and .html.
 
-    The folder appears only when everything is done and checked.
+    The folder appears only when all stages have succeeded.
 
     Args:
-        recipe: What to do.
+        recipe: The recipe.
         overwrite: Replace an existing output folder.
-        progress: Told about stages and loops.
+        progress: Shows stages and loops.
 
     Returns:
         The report that was written.
 
     Raises:
         RequestError: The recipe, the data or the model does not allow the run; raised before anything is computed.
-        StepError: A step failed; nothing is left behind.
+        StepError: A stage failed; no output folder is left behind.
     """
     refuse_existing(recipe.output, overwrite=overwrite)
     require_onnxruntime()
     progress.stage("load")
     prepared = prepare(recipe)
     with new_folder(recipe.output, overwrite=overwrite) as folder:
-        seconds = _Stopwatch()
-        with seconds("score"):
+        clock = Clock()
+        with clock("score"):
             choice = choose(prepared, recipe, progress=progress)
         write_choice(folder, choice)
-        with seconds("cut"):
+        with clock("cut"):
             pruned = prune(prepared, choice.plan, recipe, folder / "slim", refit=choice.refit, progress=progress)
             choice = replace(choice, refit=None)  # its moments may be gigabytes
             budget = confirm_max_drop(prepared, pruned.slim, recipe, choice.budget, progress=progress)
         evaluation = evaluate_run(prepared, pruned.slim, choice.plan, recipe, progress=progress)
-        with seconds("export"):
+        with clock("export"):
             progress.stage("export")
             onnx = export(prepared, pruned.slim, recipe, folder / "onnx")
-        with seconds("measure"):
+        with clock("measure"):
             measured = measure_both(prepared, pruned.slim, onnx, recipe, progress=progress)
         if isinstance(budget, CostOutcome):
             budget = budget.with_measured(measured.flops, measured.latency)
         done = _Done(prepared, choice, pruned, evaluation, onnx, measured, budget)
-        report = _report(recipe, done, seconds.spent)
+        report = _report(recipe, done, clock.seconds)
         _write_report(folder, report, recipe)
     return report
 
@@ -97,9 +90,9 @@ class Pruned:
 
     Attributes:
         slim: The slim model.
-        fits: What compensation did to each layer.
+        fits: Result of the compensation for each layer; empty without compensation.
         cut_max_abs: Largest absolute difference of any output between the cut and the masked model.
-        reload_max_abs: The same between the saved and the reloaded model.
+        reload_max_abs: Largest absolute difference of any output between the slim model and its reloaded checkpoint.
     """
 
     slim: PreTrainedModel
@@ -149,7 +142,7 @@ def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float]) -> Re
 
 
 def _details(recipe: PruningRecipe, done: _Done) -> dict[str, Any]:
-    """Return what the renderings of a report show beyond its summary."""
+    """Return the `details` of a report: what its HTML and Markdown show beyond the summary."""
     prepared, plan, onnx, evaluation = done.prepared, done.choice.plan, done.onnx, asdict(done.evaluation)
     calibration, split = done.choice.statistics.calibration, recipe.evaluation.split
     file = recipe.data.files[split.partition("[")[0]].name if recipe.data.files else None
@@ -184,7 +177,7 @@ def _details(recipe: PruningRecipe, done: _Done) -> dict[str, Any]:
 
 
 def _write_report(folder: Path, report: Report, recipe: PruningRecipe) -> None:
-    """Write the card into slim/, and report.json, .html and .md."""
+    """Write report.json, report.html and report.md, and the model card of slim/."""
     origin = read_card(recipe.model) if Path(recipe.model).exists() else {"base_model": recipe.model}
     (folder / "slim" / "README.md").write_text(render_card(report, origin=origin), encoding="utf-8")
     (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
@@ -202,9 +195,19 @@ def prune(
     refit: Refit | None = None,
     progress: Progress,
 ) -> Pruned:
-    """Cut by a plan, check against the masked model, compensate if the recipe says so, save, check the reload.
+    """Cut the dense model by a plan, compensate it if the recipe says so, and save it.
 
-    With `refit`, of the same dense model, moments are not collected again; `sequential` has to.
+    The cut model is compared with the masked one, and the saved checkpoint with its reload.
+
+    Args:
+        prepared: The dense model and its data.
+        plan: The units to keep.
+        recipe: Says whether and how to compensate.
+        folder: Where to save the checkpoint.
+        overwrite: Replace an existing folder.
+        refit: Refits from moments of the same dense model that were collected earlier. Without it, and for
+            `sequential`, moments are collected here.
+        progress: Shows stages and loops.
     """
     progress.stage("cut")
     model, modules = prepared.model, prepared.sites
@@ -234,7 +237,7 @@ def prune(
 def evaluate_run(
     prepared: Prepared, slim: PreTrainedModel, plan: PruningPlan, recipe: PruningRecipe, *, progress: Progress
 ) -> Evaluation:
-    """Evaluate the slim model as a recipe asks: on the evaluation batches and on benchmarks."""
+    """Evaluate the slim model on the evaluation batches and on the recipe's benchmarks."""
     progress.stage("evaluate")
     asked = recipe.evaluation
     judge = Judge.on(
@@ -264,13 +267,13 @@ def evaluate_run(
 def confirm_max_drop(
     prepared: Prepared, slim: PreTrainedModel, recipe: PruningRecipe, budget: BudgetOutcome, *, progress: Progress
 ) -> BudgetOutcome:
-    """Judge the slim model on the rows that its number of heads was chosen on.
+    """Evaluate the slim model on the held-out rows that its number of heads was chosen on.
 
     Returns:
-        The outcome with the slim model's metric; that of any other budget as it is.
+        The outcome with the slim model's metric; the outcome of any other budget unchanged.
 
     Raises:
-        DropError: It got worse by more than the budget allows: the refit did harm.
+        DropError: The metric is worse than the budget allows: compensation did harm.
     """
     if not isinstance(budget, MaxDropOutcome):
         return budget
@@ -287,21 +290,7 @@ def confirm_max_drop(
 
 
 def _prediction_name(recipe: PruningRecipe) -> str:
-    """Return what one prediction of the task is called."""
+    """Return the report's word for one prediction: "answer", "next token" or "prediction"."""
     if recipe.data.answer is not None:
         return "answer"
     return "next token" if recipe.task == "text-generation" else "prediction"
-
-
-@dataclass
-class _Stopwatch:
-    """`with seconds("cut"): ...` notes the seconds of the block in `seconds.spent["cut"]`."""
-
-    spent: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Note how long the block takes; nothing where it fails."""
-        started = time.perf_counter()
-        yield
-        self.spent[name] = time.perf_counter() - started

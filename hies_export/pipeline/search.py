@@ -1,4 +1,4 @@
-"""Search on held-out rows: the best alpha, and the most that may go while a metric holds."""
+"""Search on held-out rows for the best alpha, or for the largest cut that keeps a metric."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .quality import Refit, predict_pruned
 
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
-# What tells one selection from another.
+# The kept units of every module: equal for equal selections.
 _Key = tuple[tuple[int, ...], ...]
 
 
@@ -25,18 +25,22 @@ def _key(selection: Selection) -> _Key:
 
 
 class HeldOut:
-    """Judges selections by what is left of the model on rows that units were not scored on; equal ones once."""
+    """Judge of selections on held-out rows, on which units were not scored; equal selections are evaluated once.
+
+    Attributes:
+        refit: What compensates the model that a selection cuts; None to mask it instead.
+    """
 
     def __init__(
         self, judge: Judge, model: PreTrainedModel, modules: Sequence[PrunableModule], refit: Refit | None = None
     ):
-        self._judge, self._model, self._modules, self._refit = judge, model, modules, refit
+        self._judge, self._model, self._modules, self.refit = judge, model, modules, refit
         self._judgements: dict[_Key, Judgement] = {}
         self._metrics: dict[_Key, float] = {}
 
     @property
     def metric(self) -> str:
-        """Name of the metric that selections are compared by."""
+        """Name of the metric by which selections are compared."""
         return self._judge.metrics[0]
 
     def dense(self) -> float:
@@ -44,31 +48,31 @@ class HeldOut:
         return self._judge.of(self._judge.dense).metrics[self.metric]
 
     def judgement(self, selection: Selection) -> Judgement:
-        """Return the metric with its standard error, and the stability."""
+        """Return a selection's metric with its standard error, and its stability."""
         key = _key(selection)
         if key not in self._judgements:
             self._judgements[key] = self._judge.judgement(self._predict(selection))
         return self._judgements[key]
 
     def value(self, selection: Selection) -> float:
-        """Return the metric alone."""
+        """Return a selection's metric."""
         key = _key(selection)
         if key not in self._metrics:
             self._metrics[key] = self._judge.of(self._predict(selection)).metrics[self.metric]
         return self._metrics[key]
 
     def _predict(self, selection: Selection) -> Any:
-        return predict_pruned(self._model, selection, self._modules, self._judge.batches, refit=self._refit)
+        return predict_pruned(self._model, selection, self._modules, self._judge.batches, refit=self.refit)
 
 
 @dataclass(frozen=True)
 class AlphaChoice:
-    """The chosen alpha, and what was found of every candidate.
+    """The chosen alpha, and the judgement of every candidate.
 
     Attributes:
         scores: Scores at the chosen alpha.
         selection: Selection at the chosen alpha.
-        curve: Per candidate `alpha` and the fields of its `Judgement`.
+        curve: One mapping per candidate: `alpha` and the fields of its `Judgement`.
     """
 
     scores: Scores
@@ -76,19 +80,18 @@ class AlphaChoice:
     curve: tuple[Mapping[str, Any], ...]
 
 
-def choose_alpha(
-    candidates: Mapping[float, Scores], select: Callable[[Scores], Selection], held_out: HeldOut
-) -> AlphaChoice:
-    """Judge the selection of every alpha on held-out rows and take the best.
+def choose_alpha(candidates: Iterable[Scores], select: Callable[[Scores], Selection], held_out: HeldOut) -> AlphaChoice:
+    """Choose the alpha whose selection does best on held-out rows.
 
-    Quality on a few hundred rows cannot tell neighbours apart. So of the alphas within one standard error of the best
-    quality the most stable is taken: the one-standard-error rule of Breiman et al. 1984, with stability in the place of
-    simplicity. Ties go to the better quality, then to the greater alpha. Without labels stability alone decides.
+    A few hundred rows cannot separate the qualities of neighbouring alphas. So the most stable alpha is chosen among
+    those within one standard error of the best quality. This is the one-standard-error rule of Breiman et al. (1984)
+    with stability in place of simplicity. Ties go to the better quality, then to the larger alpha. Without labels,
+    stability alone decides.
 
     Args:
-        candidates: Scores by alpha.
-        select: The selection of some scores.
-        held_out: Rows that units were not scored on.
+        candidates: Scores at each alpha, which is one of their parameters.
+        select: Returns the selection for given scores.
+        held_out: Judge of selections.
     """
     sign = 1.0 if higher_is_better(held_out.metric) else -1.0
 
@@ -96,9 +99,9 @@ def choose_alpha(
         return 0.0 if judgement.quality is None else sign * judgement.quality
 
     judged = []
-    for alpha, scores in candidates.items():
+    for scores in candidates:
         selection = select(scores)
-        judged.append((alpha, scores, selection, held_out.judgement(selection)))
+        judged.append((scores.parameters["alpha"], scores, selection, held_out.judgement(selection)))
     best = max((judgement for *_, judgement in judged), key=quality)
     good = [c for c in judged if quality(c[3]) >= quality(best) - best.standard_error]
     _, scores, selection, _ = max(good, key=lambda c: (c[3].stability, quality(c[3]), c[0]))
@@ -108,13 +111,13 @@ def choose_alpha(
 
 @dataclass(frozen=True)
 class MaxDropChoice:
-    """The scores and the selection by which most units go.
+    """The selection that removes most units while the metric holds.
 
     Attributes:
-        scores: The candidate that was taken.
-        selection: Its selection.
+        scores: The scores it was selected by.
+        selection: The selection.
         value: Its metric on the held-out rows.
-        judged: Per selection that was tried, in order: alpha, units removed, and the metric.
+        judged: One mapping per selection tried, in order: alpha, number of units removed, and the metric.
     """
 
     scores: Scores
@@ -131,20 +134,20 @@ def choose_by_max_drop(
     sizes: int,
     by: float,
 ) -> MaxDropChoice:
-    """Find, by bisection over evaluations, the largest cut whose metric holds, and the scores that allow it.
+    """Find the largest cut for which the metric holds, and the scores that allow it, by bisection over evaluations.
 
-    A later candidate must allow a larger cut than the best so far; for most of them one evaluation shows that it does
-    not.
+    A later candidate replaces the best so far only if it allows a larger cut. For most candidates one evaluation rules
+    that out.
 
     Args:
         candidates: Scores to choose from, e.g. one per alpha.
-        select: The selection of some scores at size 1..sizes, each removing at least as much as the one before.
-        held_out: Rows that units were not scored on; its metric is the one that must hold.
-        sizes: How many sizes there are.
-        by: How much worse the metric may get, in its own units.
+        select: Returns the selection for given scores at a size in 1..sizes; a larger size removes at least as much.
+        held_out: Judge of selections; its metric must hold.
+        sizes: Number of sizes.
+        by: Largest loss of the metric allowed, in its own unit.
 
     Raises:
-        PlanError: Even the smallest cut costs more.
+        PlanError: Even the smallest cut loses more than `by`.
     """
     metric, dense = held_out.metric, held_out.dense()
     judged: dict[_Key, Mapping[str, Any]] = {}
@@ -177,14 +180,15 @@ def choose_by_max_drop(
 
 
 def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0) -> int:
-    """Return, by bisection, the largest size in 1..count that passes, or `at_least`.
+    """Return the largest size in 1..count that passes, by bisection; `at_least` if no larger one is found.
 
-    It presumes that every size below one that passes does so too; only sizes that were tried are promised.
+    Bisection assumes that every size below a passing one passes too. A size that is returned was tried, unless it is
+    `at_least`.
 
     Args:
-        passes: Whether a size passes.
+        passes: Returns whether a size passes.
         count: The largest size.
-        at_least: A size that is known to pass, for another candidate; 0 for none.
+        at_least: The size to exceed, 0 for none.
     """
     low, high = at_least, count + 1
     if low and low < count and not passes(low + 1):
@@ -199,7 +203,7 @@ def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0)
 
 
 def quality_loss(metric: str, dense: float, other: float) -> float:
-    """Return how much worse a metric got, whichever way is better; negative where it got better."""
+    """Return by how much a metric got worse, in its own unit; negative if it got better."""
     worse = dense - other if higher_is_better(metric) else other - dense
-    # 0.88 - 0.87 is a little more than 0.01.
+    # In floats, 0.88 - 0.87 is slightly more than 0.01.
     return round(worse, 12)

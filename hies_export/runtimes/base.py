@@ -1,4 +1,4 @@
-"""Define what a runtime is: a loaded model that can be run and timed, behind one interface."""
+"""Define the interface of a runtime: a loaded model that can be run and timed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-# What an ONNX graph is exported for.
+# The execution provider that an ONNX graph is exported for.
 Provider = Literal["cpu", "cuda", "tensorrt"]
 
 RUNTIMES: dict[str, type[Runtime]] = {}
 
 
 def register_runtime(name: str) -> Callable[[type[Runtime]], type[Runtime]]:
-    """Make a `Runtime` subclass available to recipes under `name`.
+    """Return a decorator that registers a `Runtime` subclass under `name`, by which recipes select it.
 
-    The class is built as `cls(source, threads=threads)`. Its constructor refuses to run on anything but what the name
-    says:
+    The class is built as `cls(source, threads=threads)`. Its constructor raises if the device in its name is missing:
 
         @register_runtime("openvino-cpu")
         class OpenVinoRuntime(Runtime): ...
@@ -35,16 +34,16 @@ def register_runtime(name: str) -> Callable[[type[Runtime]], type[Runtime]]:
 
 
 class Runtime(ABC):
-    """A loaded model that can be run again and again on the same prepared batch.
+    """A loaded model that can be run any number of times on a prepared batch.
 
     Attributes:
-        name: The name it is registered under.
-        reads_models: Whether it runs a `PreTrainedModel`; otherwise it reads an ONNX file or folder.
-        fused_for: The provider, as in `export_onnx`, whose fused operators suit it; of those that read ONNX.
-        dtypes: What it can run a model in, by their names in torch.
-        loads: How many times a comparison loads the models; more than 1 where copies of one model differ in time.
-        threads: CPU threads one run uses within an operator.
-        cuda_graph: Whether what is timed is the replay of a captured CUDA graph.
+        name: The registered name.
+        reads_models: Whether the source is a `PreTrainedModel`; otherwise it is an ONNX file or folder.
+        fused_for: For ONNX sources, the provider to export for, as in `export_onnx`.
+        dtypes: Names of the torch dtypes it can run a model in.
+        loads: How many times a comparison loads the models; more than 1 if copies of one model differ in time.
+        threads: CPU threads within an operator.
+        cuda_graph: Whether a run replays a captured CUDA graph.
     """
 
     name: ClassVar[str]
@@ -57,31 +56,31 @@ class Runtime(ABC):
 
     @classmethod
     def require(cls) -> None:
-        """Check that this machine has what the runtime needs, before a model is loaded.
+        """Check, before a model is loaded, that this machine has the packages and devices the runtime needs.
 
         Raises:
-            MissingRuntimeError: Something is missing; the message names what to install.
+            MissingRuntimeError: One of them is missing; the message says what to install.
         """
         return
 
     @property
     @abstractmethod
     def provider(self) -> str:
-        """The device or execution provider it runs on, read from the loaded model and not from the request."""
+        """The device or execution provider in use, read from the loaded model, not from the request."""
 
     @property
     @abstractmethod
     def dtype(self) -> str:
-        """The dtype the model computes in, read from the loaded model, by its name in torch."""
+        """Name of the torch dtype that the model computes in, read from the loaded model."""
 
     @property
     def decodes(self) -> bool:
-        """Whether the model can continue from a key/value cache, so that `prepare_step` works."""
+        """Whether the model decodes from a key/value cache, which `prepare_step` needs."""
         return False
 
     @abstractmethod
     def prepare(self, batch: Mapping[str, Any]) -> Any:
-        """Move a batch to the model's device; labels and other keys the model does not take are left out.
+        """Move a batch to the model's device, without labels and other keys that the model does not take.
 
         Args:
             batch: Tensors by input name, of shape (batch, sequence) or (batch, channels, height, width).
@@ -91,48 +90,48 @@ class Runtime(ABC):
         """
 
     def prepare_step(self, batch: Mapping[str, Any]) -> Any:
-        """Run all tokens but the last, and prepare the step that takes the last one, with the others in the cache.
+        """Prepare a decode step: fill the cache with all tokens but the last, and leave the last one to `run`.
 
         Args:
             batch: As for `prepare`, with a sequence of 2 or more.
 
         Returns:
-            The argument of this runtime's `run`; every run takes the same step.
+            The argument of this runtime's `run`; every run repeats the same step.
         """
         raise NotImplementedError
 
     @abstractmethod
     def run(self, feed: Any) -> Any:
-        """Run the model once and return when its outputs are computed."""
+        """Run the model once, and return its outputs after they are computed."""
 
     def time_ns(self, feed: Any) -> int:
-        """Run the model once and return how long that took, in nanoseconds."""
+        """Run the model once, and return its time in nanoseconds."""
         start = perf_counter_ns()
         self.run(feed)
         return perf_counter_ns() - start
 
     @abstractmethod
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
-        """Copy what `run` returned to host arrays by output name; outside the timed call."""
+        """Copy the result of `run` to arrays on the host, by output name; not part of the timed run."""
 
     def peak_memory_bytes(self, feed: Any) -> int | None:
-        """Return the device memory that the model takes at the peak of a run, weights included; None on the CPU.
+        """Return the model's peak device memory during a run in bytes, weights included; None on the CPU.
 
         Args:
-            feed: From `prepare` or `prepare_step`; it has been run before.
+            feed: Result of `prepare` or `prepare_step`, which has been run before.
         """
         return None
 
 
 def last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into the prompt, all tokens but the last, and the step of the last token.
+    """Split a batch into a prompt (all tokens but the last) and a decode step (the last token).
 
     Args:
-        batch: `input_ids` of shape (batch, sequence), and perhaps others of that shape, or images.
+        batch: `input_ids` of shape (batch, sequence), other inputs of that shape, and images.
 
     Returns:
-        The prompt: everything but each row's last token; images belong to it. And the step: the last tokens,
-        (batch, 1), with the attention mask of all tokens, (batch, sequence).
+        The prompt, with the images; and the step: the last tokens, (batch, 1), with the attention mask of all tokens,
+        (batch, sequence).
     """
     ids = batch["input_ids"]
     batch = {"attention_mask": torch.ones_like(ids), **batch}

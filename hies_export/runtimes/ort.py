@@ -1,4 +1,4 @@
-"""Run ONNX graphs in ONNX Runtime on the CPU, as they are or quantised; `ort_gpu` builds on this."""
+"""Run ONNX graphs in ONNX Runtime on the CPU, as exported or quantised; `ort_gpu` subclasses this runtime."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..progress import quiet
 from .base import Runtime, last_token, register_runtime
 
 ONNX_FILE = "model.onnx"
-# The parts of a vision-language model, as onnx-community and transformers.js call them.
+# The parts of a vision-language model, with the names that onnx-community and transformers.js use.
 VISION_FILE, EMBED_FILE, DECODER_FILE = "vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx"
 # Metadata of a decoder's graph: {cache input: [key/value heads, head width]}, as JSON.
 CACHE_SIZES = "hies_export.cache_sizes"
 
 
 def require_onnxruntime(extra: str = "cpu") -> Any:
-    """Import ONNX Runtime.
+    """Import and return ONNX Runtime.
 
     Raises:
-        MissingRuntimeError: It is not installed. One that is installed but broken raises its own error.
+        MissingRuntimeError: It is not installed. A broken installation raises its own error.
     """
     if importlib.util.find_spec("onnxruntime") is None:
         raise MissingRuntimeError(
@@ -42,7 +42,7 @@ def require_onnxruntime(extra: str = "cpu") -> Any:
 
 @dataclass(frozen=True)
 class BoundFeed:
-    """An IO binding, the input values it points to, which must outlive it, and options of the run."""
+    """An IO binding, the input values it points to (they must outlive it), and options of the run."""
 
     binding: Any
     values: tuple[Any, ...]
@@ -51,12 +51,12 @@ class BoundFeed:
 
 @register_runtime("onnxruntime-cpu")
 class OnnxRuntime(Runtime):
-    """An ONNX file in ONNX Runtime on the CPU, its inputs bound once.
+    """An ONNX file in ONNX Runtime on the CPU, with inputs that are bound once.
 
     Attributes:
-        requested: The execution provider it must run on.
-        device: Where its inputs and outputs are, by ONNX Runtime's name.
-        extra: The extra of this package that installs it.
+        requested: The execution provider that it must run on.
+        device: ONNX Runtime's name for the device of inputs and outputs.
+        extra: The extra of this package that installs ONNX Runtime for it.
         inputs: Names of the graph's inputs.
         outputs: Names of the graph's outputs.
     """
@@ -105,11 +105,11 @@ class OnnxRuntime(Runtime):
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        # Two sessions alive in one process take each other's cores when their idle threads spin.
+        # Idle threads that spin would take cores from the other sessions of this process.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         for key, value in config.items():
             options.add_session_config_entry(f"session.{key}", value)
-        # Otherwise a provider that fails is replaced by another, with a line printed.
+        # Otherwise a provider that fails is replaced by another one, with only a printed line.
         return ort.InferenceSession(str(file), options, providers=providers, enable_fallback=0)
 
     @property
@@ -128,10 +128,10 @@ class OnnxRuntime(Runtime):
         return any(name.startswith("past_key_values.") for name in self.inputs)
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """Bind the inputs, and fill in what torch does not ask for: masks, token types, positions, an empty cache.
+        """Bind the inputs; fill in missing masks, token types, positions and an empty cache, as torch does.
 
         Args:
-            batch: Tensors by input name, or values of ONNX Runtime as `values` returns them.
+            batch: By input name, tensors or ONNX Runtime's own values, as `values` returns them.
         """
         import onnxruntime as ort
 
@@ -150,18 +150,18 @@ class OnnxRuntime(Runtime):
         return BoundFeed(binding, tuple(values))
 
     def prepare_step(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """Bind the last token, and the cache that the graph itself makes of the others."""
+        """Run all tokens but the last to fill the cache, and bind the last token with that cache."""
         prompt, step = last_token(batch)
         past = self._past(prompt)
         cache = {name: past[name.replace("past_key_values", "present", 1)] for name in self._cache_sizes}
         return self.prepare({**step, **cache})
 
     def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
-        # Not a subclass's `prepare`, which may capture a CUDA graph: the prompt is run once.
+        # The prompt is run only once, so not through a subclass's `prepare`, which may capture a CUDA graph.
         return self.values(self.run(OnnxRuntime.prepare(self, prompt)))
 
     def run(self, feed: BoundFeed) -> Any:
-        """Run the graph over the bound inputs, and return when the outputs are there, on a GPU too."""
+        """Run the graph on the bound inputs, and return its binding after the outputs are computed, also on a GPU."""
         try:
             self._session.run_with_iobinding(feed.binding, feed.options)
         except RuntimeError as error:
@@ -175,15 +175,15 @@ class OnnxRuntime(Runtime):
         return {name: np.asarray(array, dtype=np.float32) for name, array in zip(self.outputs, arrays, strict=True)}
 
     def values(self, result: Any) -> dict[str, Any]:
-        """Return the outputs by name as ONNX Runtime's own values, not copied; `prepare` takes them as inputs."""
+        """Return the outputs by name as ONNX Runtime's own values, without a copy; `prepare` accepts them as inputs."""
         return dict(zip(self.outputs, result.get_outputs(), strict=True))
 
 
 @register_runtime("onnxruntime-cpu-int8")
 class QuantizedOnnxRuntime(OnnxRuntime):
-    """An ONNX file with weights in int8 and activations quantised as they come, by ONNX Runtime's own quantiser.
+    """An ONNX file quantised dynamically by ONNX Runtime: weights in int8, activations quantised during the run.
 
-    It is meant to be timed: how well the quantised model still predicts is not checked.
+    It is meant for timing only: the quality of the quantised model is not checked.
     """
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
@@ -192,17 +192,17 @@ class QuantizedOnnxRuntime(OnnxRuntime):
         import onnx
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
-        # Under Linux and macOS an open session outlives its file, which ONNX Runtime has read by then.
+        # On Linux and macOS the file may be deleted while the session is open: ONNX Runtime has read it by then.
         with tempfile.TemporaryDirectory(prefix="hies-int8-") as temporary, quiet():
             graph, quantised = onnx.load(str(file)), Path(temporary) / ONNX_FILE
-            # Shapes noted before the graph was fused; the quantiser infers them again, and objects to old ones.
+            # These shapes date from before fusion. The quantiser infers shapes again, and fails on contradictions.
             del graph.graph.value_info[:]
             quantize_dynamic(
                 graph,
                 quantised,
                 weight_type=QuantType.QInt8,
                 use_external_data_format=True,
-                # It cannot tell the type behind a fused operator.
+                # The quantiser cannot infer the type of a fused operator's output.
                 extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
             )
             return super()._open(quantised)
@@ -219,10 +219,10 @@ _NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bflo
 
 
 def _onnx_file(source: str | Path, name: str) -> Path:
-    """Return the ONNX file that a source names.
+    """Return the path of the ONNX file in a folder, or of the given file itself.
 
     Raises:
-        RecipeError: It names none.
+        RecipeError: There is no such file, or the folder has several graphs.
     """
     if not isinstance(source, (str, Path)):
         raise RecipeError([f"runtime {name!r} needs an ONNX file or folder, got {type(source).__name__}"])
@@ -234,10 +234,10 @@ def _onnx_file(source: str | Path, name: str) -> Path:
 
 
 def refuse_parts(folder: str | Path) -> None:
-    """Refuse the folder of a vision-language model, which has three graphs where one can be timed.
+    """Refuse the folder of a vision-language model: it has three graphs, and only a single one can be timed.
 
     Raises:
-        RecipeError: The folder has the decoder of such a model.
+        RecipeError: The folder has such a model's decoder.
     """
     if (Path(folder) / DECODER_FILE).is_file():
         raise RecipeError(
@@ -249,7 +249,10 @@ def refuse_parts(folder: str | Path) -> None:
 
 
 def _cache_sizes(session: Any) -> dict[str, tuple[int, int]]:
-    """Return (key/value heads, head width) of every cache input, from our metadata or else from the graph's shapes."""
+    """Return the sizes of every cache input: name -> (key/value heads, head width).
+
+    They are read from the metadata that `export_onnx` writes, or else from the graph's shapes.
+    """
     written = session.get_modelmeta().custom_metadata_map.get(CACHE_SIZES)
     if written is not None:
         return {name: (heads, width) for name, (heads, width) in json.loads(written).items()}
@@ -262,10 +265,10 @@ def _cache_sizes(session: Any) -> dict[str, tuple[int, int]]:
 
 
 def _input_array(name: str, batch: Mapping[str, Any], cache_sizes: Mapping[str, tuple[int, int]]) -> np.ndarray:
-    """Return one input of the graph as a host array, from the batch or filled in.
+    """Return one input of the graph as an array on the host, from the batch or with its default.
 
     Raises:
-        DataError: The batch does not have it, and it cannot be filled in.
+        DataError: The batch does not have it, and it has no default.
     """
     value = batch.get(name)
     tokens = next((batch[key] for key in ("input_ids", "inputs_embeds") if key in batch), None)

@@ -1,7 +1,7 @@
-"""Run ONNX graphs in ONNX Runtime on an NVIDIA GPU: inputs and outputs stay there, runs are replays of a CUDA graph.
+"""Run ONNX graphs in ONNX Runtime on an NVIDIA GPU, with inputs and outputs on the GPU and runs as CUDA graphs.
 
-Times are taken by the host's clock. ONNX Runtime synchronises at the end of every run, so a run returns when its stream
-is done; and the stream is its own, so CUDA events on torch's would not see it.
+Runs are timed with the host's clock. That is valid because ONNX Runtime synchronises at the end of every run. CUDA
+events of torch would not see its work, which is on a stream of its own.
 
 Sources: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html and
 https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 @register_runtime("onnxruntime-cuda")
 class CudaOnnxRuntime(OnnxRuntime):
-    """An ONNX file in ONNX Runtime on the first GPU, captured to a CUDA graph where the graph allows it.
+    """An ONNX file in ONNX Runtime on the first GPU, captured as a CUDA graph if possible.
 
-    A graph with control flow cannot be captured, nor one with an operator that has no CUDA kernel, unless that operator
-    only computes shapes.
+    A graph cannot be captured if it has control flow, or an operator without CUDA kernel that does more than compute
+    shapes.
     """
 
     requested: ClassVar[str] = "CUDAExecutionProvider"
     device: ClassVar[str] = "cuda"
     extra: ClassVar[str] = "gpu"
-    # A load captures a graph or builds an engine, and whether copies differ on a GPU has not been measured.
+    # Loading is slow (it captures a graph or builds an engine), and copies are not known to differ in time on a GPU.
     loads: ClassVar[int] = 1
     fused_for: ClassVar[Provider] = "cuda"
 
@@ -68,12 +68,12 @@ class CudaOnnxRuntime(OnnxRuntime):
         return self._session_on(file, providers, record_ep_graph_assignment_info="1")
 
     def _providers(self, file: Path, *, cuda_graph: bool) -> list[Any]:
-        # The arena grows by what is asked for, not by powers of two, for memory is measured.
+        # Grow the arena by the requested size, not by powers of two, so that measured memory is the memory needed.
         options = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": str(int(cuda_graph))}
         return [("CUDAExecutionProvider", options)]
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """Bind the inputs, and run once or twice, so that outputs get the fixed addresses that a capture needs."""
+        """Bind the inputs, run once to fix the outputs' addresses, and once more to capture the CUDA graph."""
         before = _free_bytes()
         feed = self._settled(batch)
         if self.cuda_graph:
@@ -87,7 +87,7 @@ class CudaOnnxRuntime(OnnxRuntime):
         return feed
 
     def _settled(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """Bind inputs and outputs to memory that stays, and number the CUDA graph to capture and replay."""
+        """Bind inputs and outputs to fixed memory, and assign the number of the CUDA graph to capture and replay."""
         bound = super().prepare(batch)
         self.run(replace(bound, options=_graph_number(-1)))
         for name, value in self.values(bound.binding).items():
@@ -102,22 +102,22 @@ class CudaOnnxRuntime(OnnxRuntime):
         return past
 
     def peak_memory_bytes(self, feed: BoundFeed) -> int | None:
-        """Return the bytes that the session took and keeps: for the weights, and for its largest run so far."""
+        """Return the device bytes that the session holds: weights, and memory of its largest run so far."""
         return self._memory_bytes if torch.cuda.is_available() else None
 
 
 @register_runtime("onnxruntime-tensorrt")
 class TensorRtOnnxRuntime(CudaOnnxRuntime):
-    """An ONNX file in TensorRT, which takes minutes to build an engine for a new graph and shape, and keeps it.
+    """An ONNX file in TensorRT. An engine for a new graph and shape takes minutes to build, and is cached on disk.
 
-    Export with provider "tensorrt": TensorRT leaves ONNX Runtime's own operators to CUDA.
+    Export with provider "tensorrt": TensorRT does not run ONNX Runtime's own operators, which would fall to CUDA.
     """
 
     requested: ClassVar[str] = "TensorrtExecutionProvider"
     fused_for: ClassVar[Provider] = "tensorrt"
 
     def _providers(self, file: Path, *, cuda_graph: bool) -> list[Any]:
-        # Engines are told apart by the graph and not by the weights, so each file has a folder of its own.
+        # TensorRT identifies cached engines by graph, not by weights, so each file needs a folder of its own.
         folder = user_cache("tensorrt") / _digest(file)
         folder.mkdir(parents=True, exist_ok=True)
         options = {
@@ -126,14 +126,14 @@ class TensorRtOnnxRuntime(CudaOnnxRuntime):
             "trt_timing_cache_enable": "1",
             "trt_timing_cache_path": str(folder.parent),
             "trt_cuda_graph_enable": str(int(cuda_graph)),
-            # It lets TensorRT compute in half precision, which a graph in float32 must not.
+            # Half precision only for a graph in float16: with this option TensorRT would use it for float32 too.
             "trt_fp16_enable": str(int(_is_half(file))),
         }
         return [("TensorrtExecutionProvider", options), *super()._providers(file, cuda_graph=False)]
 
 
 def _graph_number(number: int) -> Any:
-    """Return the options of a run that captures, and then replays, the CUDA graph of this number; -1 for none."""
+    """Return run options that capture (first run) or replay the CUDA graph of this number; -1 runs without one."""
     import onnxruntime as ort
 
     options = ort.RunOptions()
@@ -142,12 +142,12 @@ def _graph_number(number: int) -> Any:
 
 
 def _free_bytes() -> int:
-    """Return the device memory that no process uses."""
+    """Return the free device memory in bytes, counting all processes; 0 without a GPU."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def _digest(file: Path) -> str:
-    """Return a hash of a graph and the weights beside it, 16 hexadecimal digits."""
+    """Return a hash of a graph and of the weights beside it, as 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for part in sorted(file.parent.glob(f"{file.name}*")):
         with part.open("rb") as opened:

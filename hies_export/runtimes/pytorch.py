@@ -1,4 +1,4 @@
-"""Run models in torch, as they are or compiled."""
+"""Run models in torch, eagerly or compiled."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .base import Runtime, last_token, register_runtime
 
 @register_runtime("torch")
 class TorchRuntime(Runtime):
-    """The model as it is, in evaluation mode, without gradients, on its own device.
+    """A model in evaluation mode, without gradients, on its own device.
 
-    A decoder prefills as its ONNX graph does: it returns its cache, and positions follow the attention mask.
-    On a GPU it is timed by CUDA events, which leave out the host's own delays.
+    A decoder runs a prompt like its ONNX graph: it returns its cache, and positions follow the attention mask. On a GPU
+    it is timed with CUDA events, which exclude delays of the host.
     """
 
     reads_models: ClassVar[bool] = True
@@ -54,7 +54,7 @@ class TorchRuntime(Runtime):
 
     @property
     def decodes(self) -> bool:
-        """Whether it generates from a key/value cache."""
+        """Whether the model generates with a key/value cache."""
         model = self._model
         return model.can_generate() and not model.config.is_encoder_decoder and "past_key_values" in self._inputs
 
@@ -71,13 +71,13 @@ class TorchRuntime(Runtime):
         return {**feed, "use_cache": True} if self.decodes else feed
 
     def prepare_step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Run all tokens but the last for the model's own cache, and prepare the last one.
+        """Run all tokens but the last to fill the model's cache, and prepare the last one.
 
         Raises:
             ExportError: The model returns no cache.
         """
         prompt, step = last_token(batch)
-        # By the model that is not compiled: a CUDA graph overwrites what it returned when it is run again.
+        # Not with the compiled model: a CUDA graph overwrites its earlier outputs when it runs again.
         with torch.inference_mode():
             model: Any = self._model
             past = model(**self.prepare(prompt)).get("past_key_values")
@@ -95,7 +95,7 @@ class TorchRuntime(Runtime):
         return output
 
     def time_ns(self, feed: dict[str, Any]) -> int:
-        """Return the nanoseconds of one forward pass, by CUDA events on a GPU."""
+        """Return the time of one forward pass in nanoseconds, measured with CUDA events on a GPU."""
         inputs = _fresh(feed)
         with torch_threads(self.threads), torch.inference_mode():
             if not self._on_cuda:
@@ -112,20 +112,20 @@ class TorchRuntime(Runtime):
                 return round(start.elapsed_time(end) * 1e6)
 
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
-        """Float32 arrays of the outputs that are tensors, a decoder's cache as `present.{layer}.key` and `.value`."""
+        """Return float32 arrays by output name; a decoder's cache is `present.{layer}.key` and `.value`."""
         tensors = {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
         for index, layer in enumerate(getattr(result.get("past_key_values"), "layers", ())):
             tensors |= {f"present.{index}.key": layer.keys, f"present.{index}.value": layer.values}
         return {name: value.detach().float().cpu().numpy() for name, value in tensors.items()}
 
     def peak_memory_bytes(self, feed: dict[str, Any]) -> int | None:
-        """As `peak_memory_bytes` of this module, for one run."""
+        """Return the model's peak memory during one run in bytes; None on the CPU."""
         return peak_memory_bytes(self._model, lambda: self.run(feed))
 
 
 @register_runtime("torch-compile")
 class CompiledTorchRuntime(TorchRuntime):
-    """The model compiled for every shape it is run on; the first run compiles, and belongs to the warm-up.
+    """A model compiled for each shape that it runs on; the first run compiles, and belongs to the warm-up.
 
     On a GPU it is compiled to CUDA graphs (mode "reduce-overhead").
     """
@@ -144,9 +144,10 @@ class CompiledTorchRuntime(TorchRuntime):
 
 
 def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int | None:
-    """Return the bytes of a model's parameters, and of what torch's allocator additionally holds at the peak of `run`.
+    """Return a model's peak device memory during `run` in bytes; None on the CPU.
 
-    Other models on the device do not count. None on the CPU.
+    This is the size of its parameters plus the peak of what torch's allocator holds in addition to the memory allocated
+    before. Other models on the device do not count.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.max_memory_allocated.html
     """
@@ -160,7 +161,7 @@ def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int 
 
 
 def _fresh(feed: dict[str, Any]) -> dict[str, Any]:
-    """Copy the cache in the inputs of a run, which the run lengthens; its tensors are shared, not copied."""
+    """Return the inputs with a copy of the cache object, because a run extends it; its tensors are shared."""
     past = feed.get("past_key_values")
     if past is None:
         return feed
@@ -171,7 +172,7 @@ def _fresh(feed: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Set torch's number of threads, which is process-wide, inside the block."""
+    """Set torch's process-wide number of threads inside the block."""
     before = torch.get_num_threads()
     if before == threads:
         yield

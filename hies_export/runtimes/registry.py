@@ -1,4 +1,4 @@
-"""Know the runtimes, and load a model into one."""
+"""Register all runtimes, and load a model into one by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..errors import RecipeError, did_you_mean
 
-# Importing them registers them.
+# Imported because their decorators register the runtimes.
 from . import ort, ort_gpu, pytorch  # noqa: F401
 from .base import RUNTIMES, Runtime
 
@@ -19,8 +19,8 @@ def check_runtime(name: str) -> None:
     """Refuse, before anything is loaded, a runtime that is not registered or not installed.
 
     Raises:
-        RecipeError: The name is not registered; the message names the nearest one.
-        MissingRuntimeError: It is not installed; the message names what to install.
+        RecipeError: The name is not registered; the message suggests the closest one.
+        MissingRuntimeError: It is not installed; the message says what to install.
     """
     if name not in RUNTIMES:
         hint = did_you_mean(name, RUNTIMES, cutoff=0.3)
@@ -35,14 +35,14 @@ def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: in
         name: A registered runtime, such as `torch` or `onnxruntime-cpu`.
         source: A `PreTrainedModel` for `torch` and `torch-compile`; an ONNX file, or a folder with `model.onnx`, for
             ONNX Runtime.
-        threads: CPU threads within an operator; by default torch's own number, so that runtimes compare.
+        threads: CPU threads within an operator; by default torch's number, so that runtimes are comparable.
 
     Returns:
-        The loaded model, to be used as `.prepare(batch)`, `.run(prepared)` and `.fetch(result)`.
+        The loaded model, with `.prepare(batch)`, `.run(prepared)` and `.fetch(result)`.
 
     Raises:
-        RecipeError: The name is not registered, the source is not what this runtime reads, or threads < 1.
-        MissingRuntimeError: The runtime, or the provider it was asked for, is not installed.
+        RecipeError: The name is not registered, the source is of the wrong kind, or threads < 1.
+        MissingRuntimeError: The runtime or its execution provider is not installed.
 
     Examples:
         >>> runtime = load_runtime("torch", slim)

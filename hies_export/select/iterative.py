@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,12 +56,16 @@ def rounds_of(modules: Sequence[Units], *, heads: float, count: int, constraints
     dense = [bundle_count(module, constraints.unit) for module in modules]
     before: int | list[int] = 0
     for number in range(1, count + 1):
-        # A share that rounds to nothing is skipped, but the last round must succeed or say why not.
-        with contextlib.suppress(PlanError) if number < count else contextlib.nullcontext():
+        try:
             wanted = check_budget(modules, heads=heads * number / count, constraints=constraints)
-            if wanted != before:
-                before = wanted
-                yield Round(wanted, dense, constraints.unit)
+        except PlanError:
+            # A share that rounds to nothing is skipped, but the last round must succeed or say why not.
+            if number == count:
+                raise
+            continue
+        if wanted != before:
+            before = wanted
+            yield Round(wanted, dense, constraints.unit)
 
 
 def compose(first: Selection, second: Selection) -> Selection:

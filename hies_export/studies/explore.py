@@ -1,7 +1,7 @@
-"""Predict heads, FLOPs and quality of plans that a finished run or sweep did not make.
+"""Predict heads, FLOPs and quality of plans that a finished run or sweep did not evaluate.
 
-No model is loaded. Scores and plans are computed from the statistics in the folder; quality is predicted from the plans
-that the run or sweep has measured, along the share of the importance (HIS) that goes with the heads.
+No model is loaded. Scores and plans are computed from the statistics in the folder. Quality is predicted from the plans
+that the run or sweep evaluated, as a function of the share of importance (HIS) that the removed heads hold.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ..select.constraints import Constraints
 from ..select.select import select_units
 from ..values import Calibration, Kept, PruningPlan, Scores, Statistics, Units, library_versions
 
-# Criteria that use the same two statistics. Plans of other criteria lose importance at another price.
+# The criteria whose plans quality is predicted from. At equal HIS lost, plans of other criteria lose other quality.
 FAMILY = ("hies", "his")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Plans that were measured in one way.
+    """Plans that were evaluated in the same way.
 
     Attributes:
-        how: On what, in words.
-        lost: Per plan, the share of the model's HIS that goes with its heads, in [0, 1].
-        quality: Per plan, the metric; empty where there were no labels.
-        stability: Per plan, the share of predictions that stay the same.
+        how: Description, in words, of the models and rows that were evaluated.
+        lost: Share of the model's HIS that each plan removes, in [0, 1].
+        quality: Metric of each plan; empty without labels.
+        stability: Share of each plan's predictions that equal the dense model's, in [0, 1].
     """
 
     how: str
@@ -50,14 +50,14 @@ class Exploration:
     """The statistics, the plan and the measurements of a finished run or sweep.
 
     Attributes:
-        model: Path or Hub id of the dense model; empty where the folder does not say.
-        statistics: Of every head that may go.
-        normalize: How the criterion normalised.
-        plan: The folder's own plan, whose modules, seed and model every other plan shares.
-        flops_per_head: Share of the dense model's FLOPs that a query head costs, on average over those that went.
-        shape: (batch, sequence) of these FLOPs, in words; empty where the folder does not say.
-        metric: Name in `hies_export.metrics`.
-        measured: What quality is predicted from.
+        model: Path or Hub id of the dense model; empty if the folder does not name it.
+        statistics: Statistics of every head that may be removed.
+        normalize: Normalisation of the criterion, as in recipes.
+        plan: The folder's own plan; all other plans have its modules, seed and model.
+        flops_per_head: Share of the dense model's FLOPs that a query head costs, averaged over the removed heads.
+        shape: Shape at which FLOPs were counted, as "batch x sequence"; empty if the folder does not name it.
+        metric: Name of the metric of quality.
+        measured: The evaluated plans that quality is predicted from.
     """
 
     model: str
@@ -76,25 +76,25 @@ class Exploration:
 
     @property
     def unit(self) -> str:
-        """What the folder's plan removes: whole key/value groups, or query heads out of each."""
+        """The unit that the folder's plan removes: "group" (key/value groups) or "query" (heads of each group)."""
         cut = [kept for kept in self.plan.kept.values() if kept.removed]
         return "query" if any(not kept.removed_groups for kept in cut) else "group"
 
     @property
     def allocation(self) -> str:
-        """Whether the folder's plan keeps the same number everywhere."""
+        """The allocation of the folder's plan: "uniform" if all modules keep equally many heads, else "global"."""
         counts = {len(self.plan.kept[name].units) for name in self.statistics["his"]}
         return "uniform" if len(counts) == 1 else "global"
 
     def scores(self, alpha: float) -> Scores:
-        """Return the HIES of every head."""
+        """Return the HIES of every head at an alpha."""
         return score_units(self.statistics, criterion="hies", alpha=alpha, normalize=self.normalize)
 
     def plan_at(self, alpha: float, sparsity: float, allocation: str) -> PruningPlan:
-        """Return the plan of an alpha and a share of heads, as `hies-export run` would make it.
+        """Return the plan that `hies-export run` would make for an alpha and a share of heads to remove.
 
         Raises:
-            PlanError: No plan removes that much.
+            PlanError: The allocation does not allow that share.
         """
         constraints = Constraints(allocation=allocation, unit=self.unit)
         known = {key: getattr(self.statistics.calibration, key) for key in ("samples", "labels", "fingerprint")}
@@ -109,18 +109,18 @@ class Exploration:
         )
 
     def flops_ratio(self, plan: PruningPlan) -> float:
-        """FLOPs of a plan's model relative to the dense one; exact where all heads cost the same."""
+        """Return the FLOPs of a plan's model as a share of the dense model's; exact if all heads cost the same."""
         return 1 - self.flops_per_head * plan.removed
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a quantity should come to.
+    """A predicted metric or stability.
 
     Attributes:
-        value: Where nothing measured lost as much (or as little), that of the nearest plan, as a bound.
-        bound: "" inside what was measured; else "at least" or "at most".
-        error: Mean absolute error when every measured plan is predicted from the others; None for fewer than four.
+        value: The predicted value; outside the measured range, that of the nearest measured plan.
+        bound: "" inside the measured range; outside, "at least" or "at most", because `value` is only a bound.
+        error: Mean absolute error over the measured plans, each predicted from the others; None for fewer than four.
     """
 
     value: float
@@ -129,26 +129,31 @@ class Prediction:
 
 
 def fit(lost: Sequence[float], values: Sequence[float], *, higher_is_better: bool = True) -> Callable[[float], float]:
-    """Fit quality to the share of HIS that a plan loses; constant beyond what was measured.
+    """Fit a metric or stability as a function of the share of HIS that a plan removes.
 
-    The only assumption is that quality does not rise as more importance is lost: isotonic regression, linear between
-    points.     Source: https://scikit-learn.org/stable/modules/isotonic.html
+    The fit is an isotonic regression, linear between points and constant outside the measured range. Its only
+    assumption is that quality does not rise as more importance is removed.
+
+    Source: https://scikit-learn.org/stable/modules/isotonic.html
 
     Args:
-        lost: Per measured plan, in [0, 1].
-        values: Per measured plan, the metric or the stability.
-        higher_is_better: Which way the values go.
+        lost: Share of HIS that each measured plan removes, in [0, 1].
+        values: Metric or stability of each measured plan.
+        higher_is_better: Whether larger values are better.
+
+    Returns:
+        The function from a share of HIS removed to the fitted value.
     """
     model = IsotonicRegression(increasing=not higher_is_better, out_of_bounds="clip").fit(lost, values)
     return lambda at: float(model.predict([at])[0])
 
 
 def predict(lost: Sequence[float], values: Sequence[float], at: float, *, higher_is_better: bool = True) -> Prediction:
-    """Predict by `fit`, with the error of that prediction.
+    """Predict a metric or stability with `fit`, and estimate the error by leaving out one plan at a time.
 
     Args:
         lost, values, higher_is_better: As in `fit`.
-        at: Share of HIS lost to predict at.
+        at: Share of HIS removed at which to predict, in [0, 1].
     """
     value = fit(lost, values, higher_is_better=higher_is_better)(at)
     bound = ""
@@ -163,17 +168,17 @@ def predict(lost: Sequence[float], values: Sequence[float], at: float, *, higher
 
 
 def lost_share(his: Mapping[str, torch.Tensor], plan: PruningPlan) -> float:
-    """Return the share of the model's HIS that goes with the heads a plan removes, in [0, 1]."""
+    """Return the share of the model's HIS that the heads removed by a plan hold, in [0, 1]."""
     total = sum(float(values.sum()) for values in his.values())
     stays = sum(float(values[list(plan.kept[name].units)].sum()) for name, values in his.items())
     return 1 - stays / total if total else 0.0
 
 
 def read_exploration(folder: str | Path) -> Exploration:
-    """Read what a run or a sweep wrote.
+    """Read the folder of a finished run or sweep.
 
     Raises:
-        RequestError: The folder is neither.
+        RequestError: The folder is neither, or its files cannot be read.
     """
     folder = Path(folder)
     try:
@@ -214,12 +219,14 @@ def _of_run(folder: Path) -> Exploration:
         quality = (report.quality["dense"], report.quality["slim"])
         measured.append(Measured("the dense model and this run's slim one", lost, quality, (1.0, report.stability)))
     curve, budget = written["alpha_curve"], report.details["budget"]
+    judged = "cut and compensated" if report.details.get("compensation") else "masked"
     plans = [found.plan_at(p["alpha"], budget["target"], found.allocation) for p in curve if budget["kind"] == "heads"]
-    # Constraints that the folder does not tell of (min_heads, keep_layers, ...) would have made other plans.
+    # The folder does not record all constraints (min_heads, keep_layers, ...). If they changed the run's own plan, the
+    # plans computed here are not those that were evaluated.
     if any(found.kept == plan.kept for found in plans):
         measured.append(
             Measured(
-                "this run's search for alpha: masked, on held-out rows",
+                f"this run's search for alpha: {judged}, on held-out rows",
                 tuple(lost_share(statistics["his"], p) for p in plans),
                 tuple(point["quality"] for point in curve if point["quality"] is not None),
                 tuple(point["stability"] for point in curve),
@@ -233,20 +240,20 @@ def _of_sweep(folder: Path) -> Exploration:
     details = json.loads((folder / "details.json").read_text(encoding="utf-8"))
     his = _tensors(details["his"])
     plans = {(p["criterion"], p["alpha"], p["sparsity"]): _sweep_plan(p, details) for p in details["plans"]}
-    # Plans are written down for the first seed and calibration size, which the rows begin with.
+    # details.json has the plans of the first seed and calibration size only, which come first among the rows.
     own = [row for row in rows if row["criterion"] in FAMILY]
     own = [row for row in own if all(row[key] == own[0][key] for key in ("seed", "calibration_samples"))]
     measured = []
     for compensation in dict.fromkeys(row["compensation"] for row in own):
-        some = [row for row in own if row["compensation"] == compensation]
-        lost = [lost_share(his, plans[row["criterion"], row["alpha"], row["sparsity"]]) for row in some]
+        alike = [row for row in own if row["compensation"] == compensation]
+        lost = [lost_share(his, plans[row["criterion"], row["alpha"], row["sparsity"]]) for row in alike]
         made = "masked" if compensation == "none" else f"cut and compensated ({compensation})"
         measured.append(
             Measured(
                 f"the dense model and the sweep's plans: {made}, on the evaluation rows",
                 (0.0, *lost),
-                (some[0]["quality_dense"], *(row["quality"] for row in some)),
-                (1.0, *(row["stability"] for row in some)),
+                (alike[0]["quality_dense"], *(row["quality"] for row in alike)),
+                (1.0, *(row["stability"] for row in alike)),
             )
         )
     return Exploration(

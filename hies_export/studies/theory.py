@@ -1,6 +1,6 @@
-"""What the theory behind HIES says of a model, beside what is measured; `hies-export inspect RECIPE --theory`.
+"""Compare the theory behind HIES with measurements on a model: `hies-export inspect RECIPE --theory`.
 
-After "Entropy Meets Importance: A Unified Head Importance-Entropy Score for Stable and Efficient Transformer Pruning"
+Source: "Entropy Meets Importance: A Unified Head Importance-Entropy Score for Stable and Efficient Transformer Pruning"
 (Choi et al., https://arxiv.org/abs/2510.13832): Lemma 4.1 and Appendix B.1 (loss), Eq. 5 (entropy), Appendix D.1.
 """
 
@@ -26,21 +26,23 @@ from ..slim.mask import masked_units
 from ..values import PrunableModule, Selection, Statistics
 
 SHARES = (0.1, 0.3, 0.5)
-# Greatest curvature of a loss in its logits: of p (1 - p), of diag(p) - p p^T (Appendix B.1.4), and of a square. With
-# two classes the softmax is a sigmoid of the difference of the logits.
+# Largest curvature of a loss in its logits: the maximum of p (1 - p), the largest eigenvalue of diag(p) - p p^T
+# (Appendix B.1.4), and 2 for a square. With two classes, the softmax is a sigmoid of the difference of the logits.
 CURVATURE = {"binary cross-entropy": 0.25, "softmax cross-entropy": 0.5, "squared error": 2.0}
 
 
 @dataclass(frozen=True)
 class Orthogonality:
-    """Moments of the two terms of HIES over the heads of a model (Appendix D.1, Tables 7 and 8).
+    """Moments over heads of the two terms of HIES (Appendix D.1, Tables 7 and 8).
+
+    u is the HIS of a head divided by the sum over all heads; v is its attention entropy, in [0, 1].
 
     Attributes:
-        mean_u: Mean of u, HIS of each head divided by the sum over heads: one over the number of heads.
-        mean_v: Mean of v, the attention entropy of each head in [0, 1].
-        covariance: Of u and v, over heads (divided by their number).
+        mean_u: Mean of u, which is 1 / number of heads.
+        mean_v: Mean of v.
+        covariance: Covariance of u and v, divided by the number of heads.
         mean_product: Mean of u v, which is covariance + mean_u mean_v.
-        correlation: Of u and v; 0 where either is the same for all heads.
+        correlation: Correlation of u and v; 0 if u or v is the same for all heads.
     """
 
     mean_u: float
@@ -52,13 +54,13 @@ class Orthogonality:
 
 @dataclass(frozen=True)
 class ModuleNorms:
-    """Of one attention module.
+    """The norms of one attention module that the bound is made of.
 
     Attributes:
         output: Spectral norm of the output projection W_O.
-        blocks: (heads,) of its columns that belong to each head.
-        activation: (heads,) E |A_h|^2, over samples of the mean over real tokens of what the head gives, squared.
-        deficit: (heads,) 1 - AE_h, how far attention is from looking everywhere alike (Eq. 5).
+        blocks: Spectral norms of each head's columns of W_O, (heads,).
+        activation: E |A_h|^2, the squared norm of a head's output, mean over real tokens, then over samples, (heads,).
+        deficit: 1 - AE_h, the distance of a head's attention entropy from that of uniform attention (Eq. 5), (heads,).
     """
 
     output: float
@@ -69,15 +71,15 @@ class ModuleNorms:
 
 @dataclass(frozen=True)
 class LossIncrease:
-    """What removing heads does to the loss, in its own unit.
+    """The increase of the loss after removing heads, bounded and measured, in the unit of the loss.
 
     Attributes:
-        criterion: What the heads were chosen by.
-        share: Share of heads removed.
-        first_order: Sum of the removed heads' HIS.
-        quadratic: c / 2 sum |W_O|^2 E |A_h|^2, with c from `CURVATURE`; with `first_order` the bound of Eq. 4.
-        quadratic_blocks: The same with the norms of the heads' own blocks of W_O (Appendix B.1.3).
-        measured: Mean loss of the masked model less that of the dense one, on the calibration samples.
+        criterion: Criterion that the heads were chosen by.
+        share: Share of heads removed, in [0, 1].
+        first_order: Sum of the HIS of the removed heads.
+        quadratic: c / 2 sum |W_O|^2 E |A_h|^2, with c from `CURVATURE`. The bound of Eq. 4 is first_order + quadratic.
+        quadratic_blocks: The same with the norm of each head's block of W_O (Appendix B.1.3).
+        measured: Mean loss of the masked model minus that of the dense model, on the calibration samples.
     """
 
     criterion: str
@@ -90,13 +92,13 @@ class LossIncrease:
 
 @dataclass(frozen=True)
 class Theory:
-    """Everything `theory` finds out.
+    """The result of `theory`.
 
     Attributes:
-        orthogonality: Over all heads.
-        loss: Key of `CURVATURE`.
-        modules: By attention module.
-        increases: By criterion and share.
+        orthogonality: Moments over all heads.
+        loss: Name of the loss, a key of `CURVATURE`.
+        modules: Norms by module name.
+        increases: One per criterion and share.
     """
 
     orthogonality: Orthogonality
@@ -112,20 +114,19 @@ def theory(
     *,
     alpha: float = 0.9,
 ) -> Theory:
-    """Compare the paper's bound with the loss.
+    """Compare the paper's bound on the loss increase with the measured increase.
 
-    The bound takes W_O for the last layer, logits z = y W_O, and so leaves out what stands between an attention module
-    and the logits of a real model. It says how the terms compare; that the measured increase stays below it is not
-    promised.
+    The bound assumes that W_O is the last layer, with logits z = y W_O. A real model has further layers between an
+    attention module and the logits. So the bound shows how the terms compare, but the measured increase may exceed it.
 
     Args:
         model: The dense model.
-        batches: Calibration batches; without labels the model's own predictions are the labels.
+        batches: Calibration batches; without labels, the model's own predictions serve as labels.
         modules: The attention modules that may lose heads.
-        alpha: Of HIES, whose choice of heads is shown beside that of HIS.
+        alpha: Weight of HIS in HIES. Heads are chosen once by HIS and once by HIES.
 
     Raises:
-        DataError: As `collect_statistics`.
+        DataError: As in `collect_statistics`.
     """
     statistics = collect_statistics(model, batches, modules)
     loss = _loss_of(model)
@@ -154,7 +155,7 @@ def theory(
 
 
 def orthogonality(statistics: Statistics) -> Orthogonality:
-    """Return the moments of normalised HIS and attention entropy over the heads; see `Orthogonality`."""
+    """Return the moments over heads of normalised HIS and attention entropy."""
     u, v = (torch.cat(list(values.values())) for values in (statistics["his"], statistics["entropy"]))
     u = u / u.sum().clamp(min=torch.finfo(u.dtype).tiny)
     covariance = ((u - u.mean()) * (v - v.mean())).mean()
@@ -169,7 +170,7 @@ def spectral_norm(matrix: Tensor) -> float:
 
 
 def _blocks(model: PreTrainedModel, module: PrunableModule) -> tuple[Tensor, ...]:
-    """Return the columns of the output projection that each head is multiplied by, (width, unit_width) each."""
+    """Return each head's columns of the output projection, (width, unit_width) each."""
     return weight_of(model.get_submodule(module.consumer)).split(module.unit_width, dim=1)
 
 
@@ -195,6 +196,7 @@ def _activations(
 
 
 def _loss_of(model: PreTrainedModel) -> str:
+    """Return the name of a model's loss, a key of `CURVATURE`."""
     if model.can_generate():
         return "softmax cross-entropy"
     if is_regression(model.config):
@@ -203,7 +205,7 @@ def _loss_of(model: PreTrainedModel) -> str:
 
 
 def _mean_loss(predictions: Predictions, labels: Tensor, loss: str) -> float:
-    """Return the mean over samples of each sample's loss, which of text is the mean over its label tokens."""
+    """Return the mean loss over samples; for generated text, a sample's loss is the mean over its label tokens."""
     if isinstance(predictions, TokenPredictions):
         tokens = predictions.per_sample(torch.ones_like(predictions.nll))
         return (predictions.per_sample(predictions.nll) / tokens).mean().item()
@@ -216,11 +218,12 @@ def _mean_loss(predictions: Predictions, labels: Tensor, loss: str) -> float:
 def _terms(
     selection: Selection, statistics: Statistics, modules: Mapping[str, ModuleNorms], curvature: float
 ) -> tuple[float, float, float]:
+    """Return `first_order`, `quadratic` and `quadratic_blocks` of a `LossIncrease`."""
     first = whole = blocks = 0.0
     for name, norms in modules.items():
-        gone = torch.ones(len(norms.blocks), dtype=torch.float64)
-        gone[list(selection[name].units)] = 0
-        first += (gone @ statistics["his"][name]).item()
-        whole += curvature / 2 * norms.output**2 * (gone @ norms.activation).item()
-        blocks += curvature / 2 * (gone @ (norms.blocks.pow(2) * norms.activation)).item()
+        removed = torch.ones(len(norms.blocks), dtype=torch.float64)
+        removed[list(selection[name].units)] = 0
+        first += (removed @ statistics["his"][name]).item()
+        whole += curvature / 2 * norms.output**2 * (removed @ norms.activation).item()
+        blocks += curvature / 2 * (removed @ (norms.blocks.pow(2) * norms.activation)).item()
     return first, whole, blocks

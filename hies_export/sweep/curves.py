@@ -1,4 +1,4 @@
-"""Draw what a sweep found, as PNG and SVG. Needs matplotlib, the extra `plots`."""
+"""Draw the figures of a sweep as PNG and SVG. Needs matplotlib, the extra `plots`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ COMPENSATIONS = {"none": "no compensation", "bias": "bias", "least_squares": "le
 
 
 def draw_figures(folder: Path) -> list[Path]:
-    """Draw the figures of a sweep's folder into its `figures/`.
+    """Draw the figures of a sweep into `figures/` in its folder.
 
-    Those that the sweep has no data for (one calibration size, one seed, fewer than three given alphas) are left out.
+    A figure without data is left out: `calibration-size` needs two sizes, `seeds` two seeds, `alpha-sensitivity` three
+    given alphas, `head-maps` the criterion his or hies.
 
     Args:
-        folder: What `sweep` wrote: sweep.json and details.json are read.
+        folder: Folder that `sweep` wrote; sweep.json and details.json are read.
 
     Returns:
-        The files that were written.
+        Paths of the files that were written.
 
     Raises:
         MissingRuntimeError: matplotlib is not installed.
@@ -51,8 +52,11 @@ def draw_figures(folder: Path) -> list[Path]:
     return write_figures(drawings, folder / "figures")
 
 
-def curves(rows: Sequence[Row], what: str) -> Any:
-    """Quality or stability against sparsity, a panel per compensation; bands are one standard deviation over seeds."""
+def curves(rows: Sequence[Row], quantity: str) -> Any:
+    """Draw "quality" or "stability" against sparsity.
+
+    There is a panel per compensation and a line per method. Bands are one standard deviation over seeds.
+    """
     shown = _not_too_many(_of_first_size(rows))
     panels = list(dict.fromkeys(r["compensation"] for r in shown))
     figure = new_figure(1.2 + 4.2 * len(panels), 4.4)
@@ -61,19 +65,22 @@ def curves(rows: Sequence[Row], what: str) -> Any:
     for axis, compensation in zip(axes, panels, strict=True):
         for index, name in enumerate(names):
             chosen = [r for r in shown if r["compensation"] == compensation and _name(r) == name]
-            _line(axis, chosen, what, index, name)
-        if what == "quality":
+            _line(axis, chosen, quantity, index, name)
+        if quantity == "quality":
             axis.axhline(rows[0]["quality_dense"] * _scale(rows), color="#555555", linestyle=":", label="dense model")
         axis.set_title(COMPENSATIONS[compensation])
         _sparsity_axis(axis, rows)
-    axes[0].set_ylabel(_axis_name(rows, what))
-    # Under the panels, where it hides no line.
+    axes[0].set_ylabel(_axis_name(rows, quantity))
+    # Below the panels, where the legend covers no line.
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
 def head_maps(details: Mapping[str, Any]) -> Any:
-    """HIS and HIES of every head, a row each; a panel per share of heads removed, with crosses on those that go."""
+    """Draw HIS (first row) and HIES (second row) of every head as maps.
+
+    There is a column per sparsity, with crosses on the removed heads. None if the sweep has neither criterion.
+    """
     plans = {name: _plans_of(details, name) for name in ("his", "hies")}
     kinds = [name for name in plans if plans[name]]
     if not kinds:
@@ -88,9 +95,9 @@ def head_maps(details: Mapping[str, Any]) -> Any:
         for axis, plan in zip(line, plans[kind], strict=False):
             alpha = plan["alpha"] if kind == "hies" else None
             found = _importance(details, alpha)
-            gone = {m: [h for h in range(len(found[m])) if h not in plan["kept"][m]] for m in modules}
+            removed = {m: [h for h in range(len(found[m])) if h not in plan["kept"][m]] for m in modules}
             label = "HIS" if alpha is None else f"HIES, α {alpha:g}"
-            image = head_map(axis, found, gone, title=f"{label}: {plan['sparsity']:.0%} removed")
+            image = head_map(axis, found, removed, title=f"{label}: {plan['sparsity']:.0%} removed")
         line[0].set_ylabel("layer")
     for axis in axes[-1]:
         axis.set_xlabel("head")
@@ -99,7 +106,7 @@ def head_maps(details: Mapping[str, Any]) -> Any:
 
 
 def importance_bars(details: Mapping[str, Any]) -> Any:
-    """HIS and HIES of every head as bars over layer and head."""
+    """Draw HIS and HIES of every head as 3D bars over layer and head."""
     modules = list(details["his"])
     plans = _plans_of(details, "hies")
     kinds = [("HIS", None)] + ([(f"HIES, α {plans[0]['alpha']:g}", plans[0]["alpha"])] if plans else [])
@@ -129,7 +136,10 @@ def importance_bars(details: Mapping[str, Any]) -> Any:
 
 
 def alpha_sensitivity(rows: Sequence[Row]) -> Any:
-    """Quality of the best, the median and the worst given alpha of HIES, by weighted area under the curve."""
+    """Draw quality against sparsity for the best, the median and the worst given alpha of HIES.
+
+    Alphas are ranked by `weighted_area`. None for fewer than three given alphas.
+    """
     from ..evaluate.metrics import higher_is_better
     from .sweep import weighted_area
 
@@ -155,7 +165,7 @@ def alpha_sensitivity(rows: Sequence[Row]) -> Any:
 
 
 def calibration_sizes(rows: Sequence[Row]) -> Any:
-    """Stability against the number of calibration samples, at the sparsity in the middle."""
+    """Draw stability against the number of calibration samples at the median sparsity; None for a single size."""
     shared = [r for r in rows if r["criterion"] not in OWN_SAMPLES]
     sizes = sorted({r["calibration_samples"] for r in shared})
     if len(sizes) < 2:
@@ -178,7 +188,7 @@ def calibration_sizes(rows: Sequence[Row]) -> Any:
 
 
 def seeds(rows: Sequence[Row]) -> Any:
-    """Stability of every seed, with mean and standard deviation, at the sparsity in the middle."""
+    """Draw the stability of every seed at the median sparsity, with mean and standard deviation; None for one seed."""
     if len({r["seed"] for r in rows}) < 2:
         return None
     from .tables import grouped
@@ -200,13 +210,23 @@ def seeds(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _line(axis: Any, rows: Sequence[Row], what: str, index: int, name: str, *, share: bool = True) -> None:
+def _line(axis: Any, rows: Sequence[Row], quantity: str, index: int, name: str, *, share: bool = True) -> None:
+    """Draw one method: means over seeds, with a band of one standard deviation.
+
+    Args:
+        axis: The axes of matplotlib.
+        rows: Rows of the method; their `sparsity` is the horizontal position.
+        quantity: "quality" or "stability".
+        index: Number of the line, which decides colour and marker.
+        name: Its label in the legend.
+        share: Whether the horizontal position is a share, to be shown in percent.
+    """
     if not rows:
         return
-    scale = (100.0 if what == "stability" else _scale(rows), 100.0 if share else 1.0)
+    scale = (100.0 if quantity == "stability" else _scale(rows), 100.0 if share else 1.0)
     by_sparsity: dict[float, list[float]] = {}
     for row in rows:
-        by_sparsity.setdefault(row["sparsity"], []).append(row[what] * scale[0])
+        by_sparsity.setdefault(row["sparsity"], []).append(row[quantity] * scale[0])
     points = sorted(by_sparsity)
     means = [statistics.fmean(by_sparsity[s]) for s in points]
     spread = [statistics.stdev(v) if len(v := by_sparsity[s]) > 1 else 0.0 for s in points]
@@ -215,36 +235,38 @@ def _line(axis: Any, rows: Sequence[Row], what: str, index: int, name: str, *, s
     dashed = {"linestyle": "--", "markerfacecolor": "white"} if again else {}
     axis.plot(x, means, color=colour, marker=MARKERS[place], label=name, **dashed)
     lower, upper = ([m + sign * d for m, d in zip(means, spread, strict=True)] for sign in (-1, 1))
-    if what == "stability":
+    if quantity == "stability":
         lower, upper = [max(v, 0.0) for v in lower], [min(v, 100.0) for v in upper]
     axis.fill_between(x, lower, upper, color=colour, alpha=0.15, linewidth=0)
 
 
 def _name(row: Row) -> str:
-    """A row's method, whatever the compensation and the number of samples."""
+    """Return the label of a row's method without compensation and number of samples."""
     from .tables import method_label
 
     return method_label({**row, "compensation": "none"}, [row])
 
 
 def _of_first_size(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the first calibration size, and of what has a size of its own."""
+    """Return the rows of the first calibration size, and those of criteria with their own number of samples."""
     size = next((r["calibration_samples"] for r in rows if r["criterion"] not in OWN_SAMPLES), None)
     return [r for r in rows if r["calibration_samples"] == size or r["criterion"] in OWN_SAMPLES]
 
 
 def _not_too_many(rows: Sequence[Row]) -> list[Row]:
-    """All rows, or without the given alphas where there are more methods than colours."""
+    """Return all rows; without those of given alphas if there are more methods than colours."""
     chosen = [r for r in rows if r["alpha_by"] != "given"]
     return chosen if chosen and len({_name(r) for r in rows}) > len(COLOURS) else list(rows)
 
 
-def _means(rows: Sequence[Row], what: str) -> tuple[list[float], list[float]]:
+def _means(rows: Sequence[Row], quantity: str) -> tuple[list[float], list[float]]:
+    """Return the sparsities, ascending, and the mean of a quantity over the rows of each."""
     sparsities = sorted({r["sparsity"] for r in rows})
-    return sparsities, [statistics.fmean(r[what] for r in rows if r["sparsity"] == s) for s in sparsities]
+    return sparsities, [statistics.fmean(r[quantity] for r in rows if r["sparsity"] == s) for s in sparsities]
 
 
 def _middle(rows: Sequence[Row]) -> float:
+    """Return the median sparsity; of an even number the larger of the middle two."""
     sparsities = sorted({float(r["sparsity"]) for r in rows})
     return sparsities[len(sparsities) // 2]
 
@@ -255,8 +277,8 @@ def _scale(rows: Sequence[Row]) -> float:
     return percent(rows[0]["metric"])
 
 
-def _axis_name(rows: Sequence[Row], what: str) -> str:
-    if what == "stability":
+def _axis_name(rows: Sequence[Row], quantity: str) -> str:
+    if quantity == "stability":
         return "stability: predictions kept, %"
     return rows[0]["metric"].replace("_", " ").capitalize() + (" x 100" if _scale(rows) > 1 else "")
 
@@ -268,7 +290,7 @@ def _sparsity_axis(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _plans_of(details: Mapping[str, Any], criterion: str) -> list[Mapping[str, Any]]:
-    """The plans of a criterion, one per sparsity, the first alpha of each."""
+    """Return the plans of a criterion, one per sparsity in ascending order; of several alphas the first."""
     found: dict[float, Mapping[str, Any]] = {}
     for plan in details["plans"]:
         if plan["criterion"] == criterion:
@@ -277,7 +299,7 @@ def _plans_of(details: Mapping[str, Any], criterion: str) -> list[Mapping[str, A
 
 
 def _importance(details: Mapping[str, Any], alpha: float | None) -> Mapping[str, list[float]]:
-    """Per module, HIS^ of every head, or with an alpha its HIES, min-max normalised over the model."""
+    """Return HIS or, with an alpha, HIES of every head by module, from statistics scaled to [0, 1] over the model."""
 
     def spread(values: Mapping[str, list[float]]) -> dict[str, list[float]]:
         everything = [v for line in values.values() for v in line]

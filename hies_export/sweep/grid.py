@@ -1,4 +1,4 @@
-"""What a sweep tries: a grid of criteria, alphas, sparsities, seeds, calibration sizes and compensations."""
+"""The grid of a sweep: criteria, alphas, sparsities, seeds, calibration sizes and compensations."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from ..errors import RecipeError, did_you_mean
 from ..score.criteria import uses_alpha
 from ..slim.refit import METHODS
 
-# `auto` is the alpha that does best at the sparsity, `auto-area` one alpha for all sparsities.
+# `auto` chooses an alpha for each sparsity, `auto-area` one alpha for all sparsities.
 AUTOMATIC = ("auto", "auto-area")
 
 
 @dataclass(frozen=True)
 class SweepGrid:
-    """What a sweep tries.
+    """The values whose combinations a sweep evaluates.
 
     Attributes:
-        criteria: Names in `hies_export.score.sweep_names()`.
-        alphas: For criteria that have one: numbers in [0, 1), "auto" (chosen for every sparsity on held-out rows) or
+        criteria: Names from `hies_export.baselines.names.sweep_names()`.
+        alphas: For criteria that use alpha: numbers in [0, 1), "auto" (chosen for every sparsity on held-out rows) or
             "auto-area" (one for all, by the weighted area under the quality-sparsity curve).
         sparsities: Shares of heads to remove.
-        seeds: Each draws other calibration rows.
-        calibration_sizes: How many of them heads are scored on.
-        compensations: "none", "bias" or "least_squares"; criteria that do not remove heads have none.
+        seeds: Seeds of the draw of calibration rows.
+        calibration_sizes: Numbers of calibration rows to score on.
+        compensations: "none", "bias" or "least_squares"; always "none" for criteria that do not remove heads.
 
     Raises:
-        RecipeError: A value is impossible; all problems at once.
+        RecipeError: A value is out of range or unknown; the message lists all problems.
     """
 
     criteria: tuple[str, ...] = ("hies", "his", "ad", "l2", "random")
@@ -61,7 +61,7 @@ class SweepGrid:
             raise RecipeError(problems)
 
     def cells(self) -> list[Cell]:
-        """All combinations that differ, in the order of the results."""
+        """Return all distinct combinations, in the order of the rows."""
         found = []
         for seed in self.seeds:
             for samples in self.calibration_sizes:
@@ -80,7 +80,7 @@ class SweepGrid:
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to try; `samples` is 0 where the criterion has its own, see `OWN_SAMPLES`."""
+    """One combination of a grid; `samples` is 0 for criteria with a number of samples of their own, `OWN_SAMPLES`."""
 
     criterion: str
     alpha: float | str | None
@@ -90,6 +90,6 @@ class Cell:
     compensation: str
 
     def key(self, grid: SweepGrid) -> str:
-        """Its name in the journal; one alpha for all sparsities depends on what these are."""
+        """Return the cell's name in the journal; under "auto-area" it includes all sparsities, which decide alpha."""
         over = [grid.sparsities] if self.alpha == "auto-area" else []
         return "|".join(str(value) for value in (*asdict(self).values(), *over))

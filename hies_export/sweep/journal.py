@@ -1,4 +1,4 @@
-"""What a sweep has finished, one JSON line each: it survives `kill -9`, and the sweep goes on from there."""
+"""Write each finished cell of a sweep as a line of JSON, so that the sweep can continue after `kill -9`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ FORMAT = 1
 
 
 class Journal:
-    """The journal of a folder, open for the length of a `with` block.
+    """The journal of a sweep's folder, open inside a `with` block.
 
-    Its first line says, as a digest per field, what was asked: the journal of another recipe is refused.
+    Its first line has a digest of every field that decides the results. They must match: the journal of another recipe
+    is refused.
 
     Attributes:
-        rows: Finished cells by name.
-        alphas: Finished alpha curves by name.
+        rows: Entries of the finished cells, by `Cell.key`.
+        alphas: Finished alpha curves, by `Cell.key`.
 
     Args:
-        folder: Made if it does not exist.
-        asked: What decides the results, by field; JSON.
-        overwrite: Begin anew, whatever the folder's journal says.
+        folder: Folder of the journal; created if it does not exist.
+        asked: The fields that decide the results, with values that JSON can hold.
+        overwrite: Discard an existing journal.
 
     Raises:
         OutputExistsError: The folder holds something, but no journal.
-        RequestError: The journal is of another recipe; the message names the fields that differ.
+        RequestError: The journal belongs to another recipe, or is not readable; the message says which.
     """
 
     def __init__(self, folder: Path, *, asked: Mapping[str, Any], overwrite: bool = False):
@@ -46,13 +47,13 @@ class Journal:
                 f"a sweep needs a folder that is new or holds its {NAME}, but {folder} holds something else; choose "
                 "another or pass --overwrite"
             )
-        whole = self._read(digests) if found else 0
+        complete = self._read(digests) if found else 0
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("r+b" if whole else "wb")
-        # A line that was cut off by a kill goes.
-        self._file.truncate(whole)
-        self._file.seek(whole)
-        if not whole:
+        self._file = self._path.open("r+b" if complete else "wb")
+        # Remove a last line that was only written in part when the process was killed.
+        self._file.truncate(complete)
+        self._file.seek(complete)
+        if not complete:
             self._write({"kind": "sweep", "format": FORMAT, "asked": digests})
 
     def __enter__(self) -> Journal:
@@ -64,11 +65,11 @@ class Journal:
         self._file.close()
 
     def add(self, key: str, row: Mapping[str, Any]) -> None:
-        """Remember a finished cell."""
+        """Write the entry of a finished cell to disk."""
         self._write({"kind": "row", "key": key, "value": row})
 
     def add_alpha(self, key: str, curve: Mapping[str, Any]) -> None:
-        """Remember an alpha curve."""
+        """Write an alpha curve to disk."""
         self._write({"kind": "alpha", "key": key, "value": curve})
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -85,10 +86,10 @@ class Journal:
             self.alphas[line["key"]] = line["value"]
 
     def _read(self, digests: Mapping[str, str]) -> int:
-        """Read the finished lines, and return how many bytes they take."""
+        """Read the complete lines, and return their size in bytes."""
         content = self._path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        lines = content[:whole].splitlines()
+        complete = content.rfind(b"\n") + 1
+        lines = content[:complete].splitlines()
         if not lines:
             return 0
         try:
@@ -107,7 +108,7 @@ class Journal:
                 f"the journal in {self._path.parent} must be of the same recipe to go on with it, but it has another "
                 f"{', '.join(differ)}; choose another folder or pass --overwrite to begin anew"
             )
-        return whole
+        return complete
 
 
 def _digest(value: Any) -> str:

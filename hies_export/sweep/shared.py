@@ -1,10 +1,8 @@
-"""Keep what the cells of a sweep share: the model, and of one seed at a time its statistics, moments and effects."""
+"""Hold what the cells of a sweep have in common: the model, and the statistics, moments and effects of one seed."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +19,7 @@ from ..evaluate.predict import Predictions, predict
 from ..measure.counts import count_flops
 from ..model.copies import share_weights
 from ..pipeline.prepare import HELD_OUT_SAMPLES, Draws, Prepared, prepare
+from ..progress import Clock
 from ..recipe import CompensationSection, PruningRecipe
 from ..score.compensated import score_compensated
 from ..score.criteria import needs_of, uses_alpha
@@ -29,40 +28,21 @@ from ..tasks import TASKS
 from ..values import Scores, Selection, Statistics
 from .grid import AUTOMATIC, SweepGrid
 
-# What `hies-compensated` is scored on: covariances of hundreds of inputs want more samples than a score does.
+# Samples that `hies-compensated` scores on: covariances of hundreds of inputs need more samples than other scores.
 EFFECT_SAMPLES = 256
 
 
-class Clock:
-    """Notes how long what takes; what is timed inside another block counts there, and not twice.
-
-    Attributes:
-        seconds: By name.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `seconds[name]`."""
-        started, within = time.perf_counter(), sum(self.seconds.values())
-        try:
-            yield
-        finally:
-            inner = sum(self.seconds.values()) - within
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - inner
-
-
 class Shared:
-    """What cells share.
+    """Model, data and calibration results that the cells of a sweep share.
+
+    Results of a seed are kept until another seed is asked for.
 
     Attributes:
         base: Model and data of the first seed and calibration size.
     """
 
     def __init__(self, recipe: PruningRecipe, grid: SweepGrid, clock: Clock):
-        # Nothing is timed, so no runtime has to be installed; FLOPs are counted at the first shape.
+        # A sweep times nothing, so the recipe's runtimes need not be installed. FLOPs are counted at the first shape.
         measure = recipe.measure.model_copy(update={"runtimes": ("torch",)})
         self._recipe, self._grid, self._clock = recipe.model_copy(update={"measure": measure}), grid, clock
         self._of_model: dict[Any, Any] = {}
@@ -72,7 +52,7 @@ class Shared:
             self.base = prepare(self._recipe, draws=self._draws(grid.seeds[0], grid.calibration_sizes[0]))
 
     def calibrated(self, seed: int, samples: int) -> tuple[Prepared, Statistics]:
-        """Return data and statistics of so many samples of a seed."""
+        """Return the data of a seed and calibration size, and the statistics of the calibration batches."""
 
         def collect() -> tuple[Prepared, Statistics]:
             with self._clock("load"):
@@ -86,11 +66,11 @@ class Shared:
         return self._once(seed, f"calibrated on {samples}", collect)
 
     def unlabelled(self, seed: int) -> list[dict[str, Tensor]]:
-        """Return the batches to refit on."""
+        """Return the batches to refit on, without labels."""
         return self.calibrated(seed, self._grid.calibration_sizes[0])[0].compensation
 
     def moments(self, seed: int) -> dict[str, SplitMoments]:
-        """Return the moments that refits follow from."""
+        """Return the moments to refit from, by module name."""
 
         def collect() -> dict[str, SplitMoments]:
             batches = by_length(self.unlabelled(seed), config=self.base.model.config)
@@ -100,7 +80,7 @@ class Shared:
         return self._once(seed, "moments", collect)
 
     def effects(self, seed: int) -> Effects:
-        """Return the effects that `hies-compensated` scores by."""
+        """Return the effects that `hies-compensated` scores are computed from."""
 
         def collect() -> Effects:
             batches: list[dict[str, Tensor]] = []
@@ -125,7 +105,7 @@ class Shared:
         return self._once(seed, "compensated scores", score)
 
     def bases(self, seed: int) -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
-        """Return principal components, the batches they are of, and the dense model's predictions of these."""
+        """Return principal components, the batches they were collected on, and the dense model's predictions there."""
 
         def collect() -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
             batches = by_length(self.unlabelled(seed), config=self.base.model.config)
@@ -136,12 +116,12 @@ class Shared:
         return self._once(seed, "bases", collect)
 
     def held_out_judge(self, seed: int, samples: int) -> Judge:
-        """Return what judges on the rows that follow the calibration samples."""
+        """Return the judge on the held-out rows, which follow the calibration samples."""
         batches = self.calibrated(seed, samples)[0].held_out
         return self._once(seed, f"judge of held-out {samples}", lambda: self.judge(batches))
 
     def judge(self, batches: list[dict[str, Tensor]]) -> Judge:
-        """Return what judges predictions of some batches."""
+        """Return a judge of predictions on the given batches."""
         return Judge.on(
             self.base.model,
             batches,
@@ -151,7 +131,7 @@ class Shared:
         )
 
     def flops_ratio(self, selection: Selection) -> float:
-        """Return the FLOPs of the slim model as a share of the dense one's; nothing is cut for it."""
+        """Return the FLOPs of the slim model as a share of the dense model's, counted without copying weights."""
         batch, model = next(iter(self.base.measured.values())), self.base.model
         counts = tuple((len(kept.units), len(kept.kept_groups)) for kept in selection.values())
         found = self._of_model
@@ -159,14 +139,14 @@ class Shared:
             if "dense" not in found:
                 found["dense"] = count_flops(model, batch)
             if counts not in found:
-                # A model that looks for its images among the tokens cannot be run on shapes alone.
+                # A vision-language model looks up the image tokens, so it needs real values.
                 device = None if TASKS[self._recipe.task].in_parts else "meta"
                 slim = prune_units(share_weights(model, device=device), selection, self.base.sites, inplace=True)
                 found[counts] = count_flops(slim, batch)
         return float(found[counts] / found["dense"])
 
     def _draws(self, seed: int, samples: int) -> Draws:
-        """Return what some cell of this seed and size needs of the calibration split."""
+        """Return the samples that the cells of this seed and calibration size need from the calibration split."""
         grid, section = self._grid, self._recipe.prune.compensation or CompensationSection()
         automatic = any(alpha in AUTOMATIC for alpha in grid.alphas) and any(map(uses_alpha, grid.criteria))
         unlabelled = not set(OWN_SAMPLES).isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
@@ -177,10 +157,10 @@ class Shared:
             compensation=section.samples if unlabelled else 0,
         )
 
-    def _once(self, seed: int, what: str, make: Callable[[], Any]) -> Any:
-        """Make something once for a seed; what belongs to another seed is forgotten."""
+    def _once(self, seed: int, name: str, make: Callable[[], Any]) -> Any:
+        """Return the result of `make`, called once for a seed and name; results of another seed are dropped."""
         if seed != self._seed:
             self._seed, self._of_seed = seed, {}
-        if what not in self._of_seed:
-            self._of_seed[what] = make()
-        return self._of_seed[what]
+        if name not in self._of_seed:
+            self._of_seed[name] = make()
+        return self._of_seed[name]

@@ -1,8 +1,7 @@
-"""Judge many ways to prune one model: criteria x alphas x sparsities x seeds x calibration sizes x compensations.
+"""Evaluate every cell of a grid: criteria x alphas x sparsities x seeds x calibration sizes x compensations.
 
-Statistics are collected once for every seed and calibration size, moments and effects once for every seed, and
-selections that are equal are evaluated once. What is finished stands in a journal: a sweep that was killed goes on
-where it was.
+Statistics are collected once for each seed and calibration size, moments and effects once for each seed. Equal
+selections are evaluated once. Finished cells are written to a journal, from which an interrupted sweep continues.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from .journal import Journal
 from .shared import Clock, Shared
 from .tables import write_results
 
-# Fields of the recipe that give way to the grid, by section.
+# Fields of the recipe that the grid replaces, by section.
 _GIVEN_BY_THE_GRID = {"calibration": ("samples", "seed"), "prune": ("criterion", "alpha", "budget")}
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The rows of a sweep, and what they took.
+    """The rows of a sweep, and the work that this call did for them.
 
     Attributes:
         rows: One per cell, as in sweep.json.
-        seconds: By kind of work, in this process.
-        evaluations: How many masked or cut models were judged on the evaluation rows, in this process.
+        seconds: Seconds spent in this call, by kind of work.
+        evaluations: Number of pruned models that this call evaluated on the evaluation rows.
     """
 
     rows: list[dict[str, Any]]
@@ -67,23 +66,27 @@ def sweep(
     overwrite: bool = False,
     progress: Progress = SILENT,
 ) -> SweepResult:
-    """Try every cell of a grid and write sweep.json, details.json, sweep.csv, tables.md and tables.tex.
+    """Evaluate every cell of a grid and write sweep.json, details.json, sweep.csv, tables.md and tables.tex.
 
-    Without compensation a selection is judged masked, nothing is cut; with it, the model is cut and refitted from
-    moments of the dense model. Stopped half-way, it goes on where it was when it is called again; with another grid,
-    finished rows that are in it are taken from the journal.
+    Without compensation, a selection is evaluated masked. With compensation, the model is cut and refitted from moments
+    of the dense model. If the folder has a journal of the same recipe, its finished rows are reused, also for another
+    grid.
 
     Args:
-        recipe: Model, data, evaluation and constraints; its criterion, alpha, budget, compensation method, calibration
-            seed and size give way to the grid's.
-        grid: What to try.
-        folder: Where to write; new, or with the journal of a sweep of the same recipe.
-        overwrite: Begin anew where there is a journal.
-        progress: Told about stages and loops.
+        recipe: Model, data, evaluation and constraints. The grid replaces its criterion, alpha, budget, compensation
+            method, calibration seed and calibration size.
+        grid: The cells to evaluate.
+        folder: Where to write: a new folder, or one with the journal of a sweep of the same recipe.
+        overwrite: Discard an existing journal.
+        progress: Shows stages and loops.
+
+    Returns:
+        The rows of all cells.
 
     Raises:
-        RequestError: The recipe, the grid, the data or the model does not allow it, or the folder holds something else.
-        StepError: A step failed; what was finished stays in the journal.
+        RequestError: The recipe, the grid, the data or the model does not allow the sweep, or the folder holds
+            something else.
+        StepError: A step failed; finished cells stay in the journal.
     """
     if recipe.prune.steps > 1:
         raise RecipeError(
@@ -97,9 +100,10 @@ def sweep(
 
 
 def weighted_area(sparsities: Sequence[float], values: Sequence[float]) -> float:
-    """Return the mean of a curve over sparsity, weighted by the sparsity: deep cuts count most.
+    """Return the mean of a curve over sparsity, weighted by sparsity, so that deep cuts count most.
 
-    The integral of s * value(s) over that of s, by trapezoids; of a single point its value.
+    The mean is the integral of s * value(s) divided by the integral of s, both by the trapezoidal rule. For a single
+    point, it is that point's value.
     """
     points = sorted(zip(sparsities, values, strict=True))
     if len(points) == 1:
@@ -110,9 +114,10 @@ def weighted_area(sparsities: Sequence[float], values: Sequence[float]) -> float
 
 
 def _asked(recipe: PruningRecipe) -> dict[str, Any]:
-    """Return what decides every row beside its cell, by field of the recipe; a grid may be widened later.
+    """Return the fields of the recipe that decide a row's result besides its cell, and the library versions.
 
-    Fields at their defaults are left out, so that the journal of a version that lacked one is still good.
+    The grid is not among them, so it may change from one call to the next. Fields at their defaults are left out, so
+    that a journal from before a field was added stays valid.
     """
     fields = recipe.model_dump(mode="json", exclude={"output", "export", "measure"}, exclude_defaults=True)
     for section, left_out in _GIVEN_BY_THE_GRID.items():
@@ -121,7 +126,7 @@ def _asked(recipe: PruningRecipe) -> dict[str, Any]:
 
 
 class _Runner:
-    """Does the cells that the journal has not."""
+    """Evaluation of the cells that are not yet in the journal."""
 
     def __init__(self, recipe: PruningRecipe, grid: SweepGrid, journal: Journal, progress: Progress):
         self._recipe, self._grid, self._journal, self._progress = recipe, grid, journal, progress
@@ -138,16 +143,16 @@ class _Runner:
         with self._clock("evaluate"):
             self._judge_all = self._shared.judge(self._base.evaluation)
             self._dense = self._judge_all.of(self._judge_all.dense)
-        # Selections that are equal give equal results: those that the journal knows are not judged again.
+        # Results by selection: equal selections give equal results, so those in the journal are not evaluated again.
         self._judged = {row["judged"]: row["result"] for row in journal.rows.values()}
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by kind of work."""
+        """Seconds spent, by kind of work."""
         return self._clock.seconds
 
     def run(self) -> list[dict[str, Any]]:
-        """Do the cells that are missing, and return the rows of all."""
+        """Evaluate the missing cells, and return the rows of all cells."""
         cells = self._grid.cells()
         waiting = [cell for cell in cells if cell.key(self._grid) not in self._journal.rows]
         if len(waiting) < len(cells):
@@ -160,11 +165,14 @@ class _Runner:
                 known = "" if left is None else f", about {left / 60:.0f} min left"
                 name = f"seed {cell.seed}, compensation {cell.compensation}"
                 self._progress.stage(f"{name}: {number} of {len(waiting)} rows done{known}")
-            self._journal.add(cell.key(self._grid), self._do(cell))
+            self._journal.add(cell.key(self._grid), self._evaluate(cell))
         return [self._row(cell) for cell in cells]
 
     def details(self) -> dict[str, Any]:
-        """Return statistics and selections of the first seed and size, and every alpha curve."""
+        """Return the content of details.json.
+
+        It has the statistics and selections of the first seed and calibration size, and all alpha curves.
+        """
         seed, size = self._grid.seeds[0], self._grid.calibration_sizes[0]
         _, statistics = self._shared.calibrated(seed, size)
         plans = {}
@@ -186,26 +194,28 @@ class _Runner:
             "alpha_curves": list(self._journal.alphas.values()),
         }
 
-    def _do(self, cell: Cell) -> dict[str, Any]:
-        """Judge a cell, and return its entry in the journal."""
+    def _evaluate(self, cell: Cell) -> dict[str, Any]:
+        """Evaluate a cell, and return its entry for the journal."""
         alpha = self._alpha(cell) if isinstance(cell.alpha, str) else cell.alpha
         if cell.criterion in JUDGED_ONLY:
-            judged, result = self._do_baseline(cell)
+            judged, result = self._evaluate_baseline(cell)
         else:
             selection = self._select(self._scores(cell, alpha), cell)
             units = ";".join(f"{kept.units}" for kept in selection.values())
-            # Moments differ from seed to seed.
+            # The seed matters only to compensation: moments differ between seeds.
             judged = f"{cell.compensation}|{'' if cell.compensation == 'none' else cell.seed}|{units}"
-            result = self._judged.get(judged) or self._judge_selection(selection, cell)
+            result = self._judged.get(judged) or self._evaluate_selection(selection, cell)
         self._judged[judged] = result
         return {"judged": judged, "alpha": alpha, "samples": self._samples(cell), "result": result}
 
     def _samples(self, cell: Cell) -> int:
+        """Return the number of calibration samples behind a cell, for its row."""
         if cell.criterion == COMPENSATED:
             return self._shared.effects(cell.seed).samples
         return cell.samples or sum(map(size_of, self._shared.unlabelled(cell.seed)))
 
     def _row(self, cell: Cell) -> dict[str, Any]:
+        """Return the row of a finished cell, as in sweep.json."""
         entry = self._journal.rows[cell.key(self._grid)]
         return {
             "criterion": cell.criterion,
@@ -218,8 +228,8 @@ class _Runner:
             **entry["result"],
         }
 
-    def _judge_selection(self, selection: Selection, cell: Cell) -> dict[str, Any]:
-        """Judge the model without the units that a selection removes."""
+    def _evaluate_selection(self, selection: Selection, cell: Cell) -> dict[str, Any]:
+        """Return the result of the model without the units that a selection removes."""
         refitted = self._refit(cell)
         base = self._base
         with self._clock("evaluate"):
@@ -228,8 +238,12 @@ class _Runner:
         ratio = self._shared.flops_ratio(selection)
         return self._result(predictions) | {"flops_ratio": ratio, "heads_removed": removed}
 
-    def _do_baseline(self, cell: Cell) -> tuple[str, dict[str, Any]]:
-        """Judge the model without some channels, or with its inputs sliced; return it with the name of the result."""
+    def _evaluate_baseline(self, cell: Cell) -> tuple[str, dict[str, Any]]:
+        """Evaluate a baseline that does not remove heads: without channels, or with sliced inputs.
+
+        Returns:
+            A name that is equal for equal models, and the result.
+        """
         model, modules = self._base.model, self._base.scored
         stay: dict[str, Tensor] = {}
         judged = f"{cell.criterion}|{cell.seed}|{cell.sparsity}"
@@ -254,6 +268,7 @@ class _Runner:
         return judged, self._result(predictions) | {"flops_ratio": None, "heads_removed": None}
 
     def _result(self, predictions: Predictions) -> dict[str, Any]:
+        """Return the metric and the stability of predictions, as fields of a row."""
         self.evaluations += 1
         quality, name = self._judge_all.of(predictions), self._base.metrics[0]
         return {
@@ -287,28 +302,29 @@ class _Runner:
         return score_units(statistics, criterion=cell.criterion, normalize=normalize, seed=cell.seed, **given)
 
     def _alpha(self, cell: Cell) -> float:
+        """Return the alpha that "auto" or "auto-area" chooses for a cell, from held-out rows."""
         if cell.alpha == "auto":
             return float(self._curve(cell, cell.sparsity)["chosen"])
-        # One for all: the greatest weighted area under what the held-out rows say; ties go to the greater alpha.
+        # "auto-area": the alpha with the largest weighted area under the held-out curve; ties go to the larger alpha.
         curves = [self._curve(cell, sparsity)["curve"] for sparsity in self._grid.sparsities]
         labelled = curves[0][0]["quality"] is not None
         sign = 1 if not labelled or higher_is_better(self._base.metrics[0]) else -1
-        what = "quality" if labelled else "stability"
+        quantity = "quality" if labelled else "stability"
         areas = [
-            (sign * weighted_area(self._grid.sparsities, [curve[i][what] for curve in curves]), alpha)
+            (sign * weighted_area(self._grid.sparsities, [curve[i][quantity] for curve in curves]), alpha)
             for i, alpha in enumerate(ALPHAS)
         ]
         return max(areas)[1]
 
     def _curve(self, cell: Cell, sparsity: float) -> dict[str, Any]:
-        """Return the judgement of every alpha on the held-out rows, at a sparsity; and the chosen one."""
+        """Return all alphas' judgements on the held-out rows at a sparsity ("curve"), and the best alpha ("chosen")."""
         at = replace(cell, alpha=None, sparsity=sparsity)
         key = at.key(self._grid)
         if key not in self._journal.alphas:
             judge = self._shared.held_out_judge(cell.seed, cell.samples)
             held_out = HeldOut(judge, self._base.model, self._base.sites, self._refit(cell))
             with self._clock("choose alpha"):
-                candidates = {alpha: self._scores(at, alpha) for alpha in ALPHAS}
+                candidates = [self._scores(at, alpha) for alpha in ALPHAS]
                 choice = choose_alpha(candidates, lambda scores: self._select(scores, at), held_out)
             found = {name: value for name, value in asdict(at).items() if name != "alpha"}
             found |= {"chosen": choice.scores.parameters["alpha"], "curve": list(choice.curve)}

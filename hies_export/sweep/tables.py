@@ -1,4 +1,4 @@
-"""The rows of a sweep as files: JSON, CSV, and tables of criteria by sparsity in Markdown and LaTeX."""
+"""Write the rows of a sweep as JSON and CSV, and as tables of criteria by sparsity in Markdown and LaTeX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """A method at a sparsity: mean and standard deviation over seeds (None with a single one)."""
+    """Mean and standard deviation over seeds of a method at a sparsity; the deviation of a single seed is None."""
 
     mean: float
     deviation: float | None
@@ -31,26 +31,26 @@ class Entry:
 
 @dataclass(frozen=True)
 class SweepTable:
-    """Methods by sparsity.
+    """A table of one quantity: a row per method, a column per sparsity.
 
     Attributes:
-        title: What is in it.
-        sparsities: The columns.
-        entries: Per method, per sparsity; None where the sweep has no such row.
-        higher_is_better: Whether more is better.
-        gains: Per method that blends HIS with entropy, its relative gain over HIS at every sparsity, in percent.
-        differences: Per criterion that approximates the method it is named after, in what.
+        title: Title of the table.
+        sparsities: The columns, shares of heads removed.
+        entries: Method -> one entry per sparsity; None where the sweep has no such row.
+        higher_is_better: Whether larger values are better.
+        over_his: HIES method -> its relative improvement over HIS at each sparsity, in percent; None where unknown.
+        differences: Criterion -> how it differs from the published method of that name.
     """
 
     title: str
     sparsities: tuple[float, ...]
     entries: Mapping[str, Sequence[Entry | None]]
     higher_is_better: bool
-    gains: Mapping[str, Sequence[float | None]]
+    over_his: Mapping[str, Sequence[float | None]]
     differences: Mapping[str, str]
 
     def rank(self, method: str, column: int) -> int | None:
-        """0 for the best mean of a column, 1 for the second best value; equal means share a rank. None for others."""
+        """Return 0 if a method has the best mean of a column, 1 for the second best, else None; ties share a rank."""
         entry = self.entries[method][column]
         means = {round(e[column].mean, 10) for e in self.entries.values() if e[column] is not None}  # type: ignore[union-attr]
         order = sorted(means, reverse=self.higher_is_better)
@@ -59,7 +59,7 @@ class SweepTable:
 
 
 def write_results(folder: Path, rows: Sequence[Row], *, details: Mapping[str, Any]) -> None:
-    """Write sweep.json, details.json, sweep.csv, tables.md and tables.tex; each appears whole."""
+    """Write sweep.json, details.json, sweep.csv, tables.md and tables.tex, each atomically."""
     tables = sweep_tables(rows)
     files = {
         "sweep.json": dump_json(list(rows)),
@@ -75,7 +75,7 @@ def write_results(folder: Path, rows: Sequence[Row], *, details: Mapping[str, An
 
 
 def method_label(row: Row, rows: Sequence[Row]) -> str:
-    """What a table or a legend calls a row: as much as tells it from the others."""
+    """Return the label of a row's method: its criterion, and what distinguishes it from the other rows."""
     parts = []
     if row["alpha_by"] == "given":
         parts.append(f"α {row['alpha']:g}")
@@ -89,21 +89,26 @@ def method_label(row: Row, rows: Sequence[Row]) -> str:
     return label + names[row["compensation"]]
 
 
-def grouped(rows: Sequence[Row], what: str) -> dict[str, dict[float, list[float]]]:
-    """Method -> sparsity -> the values of all seeds, in the order of the rows."""
+def grouped(rows: Sequence[Row], quantity: str) -> dict[str, dict[float, list[float]]]:
+    """Return the values of all seeds, method -> sparsity -> values, in the order of the rows.
+
+    Args:
+        rows: Rows of a sweep.
+        quantity: "quality" or "stability".
+    """
     found: dict[str, dict[float, list[float]]] = {}
     for row in rows:
-        found.setdefault(method_label(row, rows), {}).setdefault(row["sparsity"], []).append(row[what])
+        found.setdefault(method_label(row, rows), {}).setdefault(row["sparsity"], []).append(row[quantity])
     return found
 
 
 def percent(metric: str) -> float:
-    """What a metric is multiplied by in tables and figures: shares and correlations are given in percent."""
+    """Return the factor of a metric in tables and figures: 100, or 1 for perplexity, which is no share."""
     return 1.0 if metric == "perplexity" else 100.0
 
 
 def sweep_tables(rows: Sequence[Row]) -> list[SweepTable]:
-    """The table of quality and the table of stability, as the paper's Tables 1 and 2: criteria by sparsity."""
+    """Return the table of quality and the table of stability, laid out as Tables 1 and 2 of the HIES paper."""
     metric = rows[0]["metric"]
     scale = percent(metric)
     unit = ", x 100" if scale > 1 else ""
@@ -114,37 +119,39 @@ def sweep_tables(rows: Sequence[Row]) -> list[SweepTable]:
     ]
 
 
-def _table(rows: Sequence[Row], what: str, title: str, scale: float, higher_is_better: bool) -> SweepTable:
+def _table(rows: Sequence[Row], quantity: str, title: str, scale: float, higher_is_better: bool) -> SweepTable:
+    """Return the table of a quantity, its values multiplied by `scale`."""
     sparsities = tuple(sorted({row["sparsity"] for row in rows}))
     entries: dict[str, list[Entry | None]] = {}
-    for method, by_sparsity in grouped(rows, what).items():
+    for method, by_sparsity in grouped(rows, quantity).items():
         entries[method] = []
         for sparsity in sparsities:
             values = [value * scale for value in by_sparsity.get(sparsity, [])]
             deviation = statistics.stdev(values) if len(values) > 1 else None
             entries[method].append(Entry(statistics.fmean(values), deviation) if values else None)
-    gains: dict[str, list[float | None]] = {}
+    over_his: dict[str, list[float | None]] = {}
     for row in rows:
         method = method_label(row, rows)
-        if row["criterion"] == "hies" and method not in gains:
+        if row["criterion"] == "hies" and method not in over_his:
             base = method_label({**row, "criterion": "his", "alpha": None, "alpha_by": None}, rows)
             if base in entries:
                 pairs = zip(entries[method], entries[base], strict=True)
-                gains[method] = [_gain(ours, theirs, higher_is_better) for ours, theirs in pairs]
+                over_his[method] = [_improvement(hies, his, higher_is_better) for hies, his in pairs]
     names = dict.fromkeys(row["criterion"] for row in rows)
     differences = {name: DIFFERENCES[name] for name in names if name in DIFFERENCES}
-    return SweepTable(title, sparsities, entries, higher_is_better, gains, differences)
+    return SweepTable(title, sparsities, entries, higher_is_better, over_his, differences)
 
 
-def _gain(ours: Entry | None, theirs: Entry | None, higher_is_better: bool) -> float | None:
-    if ours is None or theirs is None or theirs.mean == 0:
+def _improvement(hies: Entry | None, his: Entry | None, higher_is_better: bool) -> float | None:
+    """Return by how much HIES is better than HIS, in percent of HIS; None if either is missing or HIS is 0."""
+    if hies is None or his is None or his.mean == 0:
         return None
-    gain = 100 * (ours.mean - theirs.mean) / abs(theirs.mean)
-    return gain if higher_is_better else -gain
+    change = 100 * (hies.mean - his.mean) / abs(his.mean)
+    return change if higher_is_better else -change
 
 
 def render_csv(rows: Sequence[Row]) -> str:
-    """Every row of the sweep, with a header."""
+    """Return all rows as CSV with a header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -153,7 +160,7 @@ def render_csv(rows: Sequence[Row]) -> str:
 
 
 def render_markdown(tables: Sequence[SweepTable]) -> str:
-    """The tables as Markdown: best bold, second underlined."""
+    """Return the tables as Markdown; in every column the best value is bold, the second best underlined."""
     marks: dict[int | None, Callable[[str], str]] = {
         0: lambda text: f"**{text}**",
         1: lambda text: f"<u>{text}</u>",
@@ -174,7 +181,7 @@ def render_markdown(tables: Sequence[SweepTable]) -> str:
 
 
 def render_latex(tables: Sequence[SweepTable]) -> str:
-    """The tables as LaTeX, for the packages booktabs and amsmath."""
+    """Return the tables as LaTeX, which needs the packages booktabs and amsmath."""
     marks: dict[int | None, Callable[[str], str]] = {
         0: lambda text: rf"\textbf{{{text}}}",
         1: lambda text: rf"\underline{{{text}}}",
@@ -202,7 +209,7 @@ def render_latex(tables: Sequence[SweepTable]) -> str:
 
 
 def terminal_table(table: SweepTable) -> Table:
-    """A table for the terminal; the best of every column is bold, the second underlined."""
+    """Return a table for the terminal; in every column the best value is bold, the second best underlined."""
     marks: dict[int | None, Callable[[str], str]] = {
         0: lambda text: f"[bold]{text}[/bold]",
         1: lambda text: f"[underline]{text}[/underline]",
@@ -217,6 +224,7 @@ def terminal_table(table: SweepTable) -> Table:
 def _cells(
     table: SweepTable, marks: Mapping[int | None, Callable[[str], str]], plus_minus: str, missing: str
 ) -> list[tuple[str, list[str]]]:
+    """Return the lines of a table, each a label and one text per sparsity, with `marks` applied by rank."""
     found = []
     for method, entries in table.entries.items():
         cells = []
@@ -227,12 +235,13 @@ def _cells(
             text = marks[table.rank(method, column)](f"{entry.mean:.2f}")
             cells.append(text if entry.deviation is None else f"{text} {plus_minus} {entry.deviation:.2f}")
         found.append((method, cells))
-    for method, gains in table.gains.items():
-        found.append((f"gain of {method}", [missing if g is None else f"{g:+.1f}%" for g in gains]))
+    for method, changes in table.over_his.items():
+        found.append((f"gain of {method}", [missing if c is None else f"{c:+.1f}%" for c in changes]))
     return found
 
 
 def _escape(text: str) -> str:
+    """Escape text for LaTeX."""
     for plain, escaped in (("%", r"\%"), ("_", r"\_"), ("&", r"\&"), ("α", r"$\alpha$")):
         text = text.replace(plain, escaped)
     return text

@@ -26,8 +26,8 @@ class Given(HeldOut):
         return self._by_heads[self.asked[-1]]
 
 
-def scores_for(heads: int) -> Scores:
-    return Scores("hies", {"heads": heads}, {})
+def scores_for(heads: int, alpha: float) -> Scores:
+    return Scores("hies", {"heads": heads, "alpha": alpha}, {})
 
 
 def selection_of(scores: Scores) -> Selection:
@@ -38,11 +38,11 @@ def chosen(judgements: dict[float, Judgement], *, metric: str = "accuracy") -> f
     """Every alpha has a selection of its own: one head more than the one before."""
     heads = {alpha: i + 1 for i, alpha in enumerate(judgements)}
     held_out = Given({heads[alpha]: judgement for alpha, judgement in judgements.items()}, metric)
-    choice = choose_alpha({alpha: scores_for(n) for alpha, n in heads.items()}, selection_of, held_out)
+    choice = choose_alpha([scores_for(n, alpha) for alpha, n in heads.items()], selection_of, held_out)
     assert [point["alpha"] for point in choice.curve] == list(judgements)
     assert [point["stability"] for point in choice.curve] == [j.stability for j in judgements.values()]
     assert len(choice.selection["layer"].units) == choice.scores.parameters["heads"]
-    return next(alpha for alpha, n in heads.items() if n == choice.scores.parameters["heads"])
+    return choice.scores.parameters["alpha"]
 
 
 def test_quality_decides_beyond_one_standard_error() -> None:
@@ -89,7 +89,7 @@ def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) ->
         return predicted[-1]
 
     monkeypatch.setattr("hies_export.pipeline.search.predict_pruned", predict)
-    candidates = {alpha / 12: scores_for(2 if alpha < 6 else 3) for alpha in range(12)}
+    candidates = [scores_for(2 if i < 6 else 3, i / 12) for i in range(12)]
     choice = choose_alpha(candidates, selection_of, HeldOut(Judge(), None, ()))  # type: ignore[arg-type]
     assert predicted == [2, 3]
     assert len(choice.curve) == 12
