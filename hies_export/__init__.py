@@ -70,7 +70,8 @@ if TYPE_CHECKING:
     from .slim.mask import masked_units
     from .slim.refit import Compensation, compensate
     from .stream.apply import apply_plan
-    from .values import Kept, Provenance, PrunableModule, PruningPlan, Scores, Selection, Statistics
+    from .units import Kept, PrunableModule, Selection
+    from .values import Provenance, PruningPlan, Scores, Statistics
 
 __version__ = "0.1.0"
 
@@ -88,7 +89,7 @@ _HOMES = {
     "HeadScores": "legacy",
     "HeadStatistics": "legacy",
     "HiesError": "errors",
-    "Kept": "values",
+    "Kept": "units",
     "KeptHeads": "legacy",
     "MissingRuntimeError": "errors",
     "NonFiniteError": "errors",
@@ -97,7 +98,7 @@ _HOMES = {
     "ParityError": "errors",
     "PlanError": "errors",
     "Provenance": "values",
-    "PrunableModule": "values",
+    "PrunableModule": "units",
     "PruningPlan": "values",
     "PruningRecipe": "recipe",
     "PushError": "errors",
@@ -106,7 +107,7 @@ _HOMES = {
     "Report": "report.report",
     "RequestError": "errors",
     "Scores": "values",
-    "Selection": "values",
+    "Selection": "units",
     "Statistics": "values",
     "StepError": "errors",
     "UnsupportedModelError": "errors",

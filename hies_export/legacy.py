@@ -36,17 +36,8 @@ from .select.select import select_units
 from .slim.check import compare_cut
 from .slim.cut import prune_units
 from .slim.refit import Compensation, LayerFit, compensate
-from .values import (
-    Calibration,
-    Count,
-    Kept,
-    PrunableModule,
-    PruningPlan,
-    Slice,
-    Statistics,
-    library_versions,
-    spans_of,
-)
+from .units import Count, Kept, PrunableModule, Slice, spans_of
+from .values import Calibration, PruningPlan, Statistics, library_versions
 from .values import Scores as HeadScores
 
 __all__ = [

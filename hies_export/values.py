@@ -1,265 +1,28 @@
 """Define the small frozen values that flow from one stage to the next.
 
-PrunableModule   where the units (attention heads) of a module are         prunable -> all
 Statistics       averages per unit over the calibration samples            calibrate -> score
 Scores           one number per unit; higher means keep                    score -> select
-Selection        the units that stay, by module                            select -> slim
 PruningPlan      a selection with its provenance, saved as JSON            select -> slim, report, stream
+
+`units.py` has the others: what can be pruned, and what a selection keeps of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import __version__
 from .errors import PlanError
+from .units import Kept, Selection
 
 PLAN_FORMAT = 2
-
-
-@dataclass(frozen=True)
-class Span:
-    """Evenly spaced blocks of indices, one for each of several consecutive units.
-
-    Unit `first + i` owns the `width` indices that begin at `start + i * step`.
-
-    Attributes:
-        first: Number of the first unit.
-        units: Number of units.
-        start: First index of the first unit.
-        step: Distance between the first indices of neighbouring units; the width where units lie side by side.
-        width: Number of indices per unit.
-    """
-
-    first: int
-    units: int
-    start: int
-    step: int
-    width: int
-
-
-@dataclass(frozen=True)
-class Slice:
-    """The indices along one axis of a tensor that belong to the units, or to the groups, of a module.
-
-    Indices that all units share are in no slice, so no cut removes them. A fused attention layer has one slice for its
-    query rows and one for its key and value rows.
-
-    Attributes:
-        tensor: Dotted name of a linear layer, or of a parameter outside of linear layers.
-        axis: The indexed axis, of a weight (out_features, in_features) or of the parameter.
-        spans: The indices of every unit or group.
-        per_group: Whether the owners are groups (key/value heads) rather than units (query heads).
-        parameter: Whether `tensor` is a parameter outside of linear layers, such as an attention sink.
-    """
-
-    tensor: str
-    axis: int
-    spans: tuple[Span, ...]
-    per_group: bool = False
-    parameter: bool = False
-
-    def indices(self, owners: Iterable[int]) -> Tensor:
-        """Return the indices that the given units (or groups, where `per_group`) own: (indices,) int64, unordered."""
-        wanted = torch.tensor(sorted(owners), dtype=torch.int64)
-        found = [torch.empty(0, dtype=torch.int64)]
-        for span in self.spans:
-            here = wanted[(wanted >= span.first) & (wanted < span.first + span.units)] - span.first
-            found.append((span.start + here[:, None] * span.step + torch.arange(span.width)).flatten())
-        return torch.cat(found)
-
-
-def spans_of(owned: Sequence[Iterable[int]]) -> tuple[Span, ...]:
-    """Return spans that hold exactly the indices of every unit.
-
-    Consecutive units whose indices are evenly spaced share a span.
-
-    Args:
-        owned: For every unit, the indices it owns, in any order.
-    """
-    found: list[Span] = []
-    open_spans: list[Span] = []  # spans of the previous unit, which this unit may extend
-    for unit, indices in enumerate(owned):
-        continued = []
-        for place, (start, width) in enumerate(_runs(sorted(indices))):
-            span = open_spans[place] if place < len(open_spans) else None
-            if span is not None and span.width == width and span.units == 1:
-                span = Span(span.first, 2, span.start, start - span.start, width)
-            elif span is not None and span.width == width and start == span.start + span.units * span.step:
-                span = Span(span.first, span.units + 1, span.start, span.step, width)
-            else:
-                span = None
-            continued.append(span or Span(unit, 1, start, width, width))
-        ended = [s for s in open_spans if not any((s.first, s.start) == (c.first, c.start) for c in continued)]
-        found += ended
-        open_spans = continued
-    return tuple(sorted(found + open_spans, key=lambda span: (span.first, span.start)))
-
-
-def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, width) of every run of consecutive numbers, ascending."""
-    runs: list[tuple[int, int]] = []
-    for index in indices:
-        if runs and index == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((index, 1))
-    return runs
-
-
-@dataclass(frozen=True)
-class Count:
-    """The meaning of an integer attribute of a module: a number of units or groups, times a factor.
-
-    Attributes:
-        of: "units", "groups" or "group_size" (units per group).
-        times: The factor, such as the width of a head.
-    """
-
-    of: str
-    times: int = 1
-
-    def value(self, *, units: int, groups: int) -> int:
-        """Return the attribute's value for the given numbers of units and groups."""
-        return self.times * {"units": units, "groups": groups, "group_size": units // groups}[self.of]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Units:
-    """The number of units and groups in a module: all that a selection needs to know of it.
-
-    In attention a unit is a query head, and a group is a key/value head with its query heads.
-
-    Attributes:
-        name: Dotted name of the module.
-        units: Number of units.
-        groups: Number of equal groups of consecutive units; by default every unit is a group of its own.
-    """
-
-    name: str
-    units: int
-    groups: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", self.groups or self.units)
-
-    @property
-    def group_size(self) -> int:
-        """Number of units per group."""
-        return self.units // self.groups
-
-    def kept(self, units: Iterable[int]) -> Kept:
-        """Return the selection that keeps the given units of this module."""
-        return Kept(tuple(sorted(units)), self.units, self.groups)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrunableModule(Units):
-    """A module whose units can be removed, such as an attention module and its heads.
-
-    Unit u owns the input columns [u * unit_width, (u + 1) * unit_width) of one linear layer, the consumer. It also owns
-    rows of the producers, the linear layers that compute these inputs.
-
-    Attributes:
-        name, units, groups: See `Units`.
-        kind: Kind of the units: "attention" for attention heads.
-        unit_width: Number of the consumer's input columns that one unit owns.
-        consumer: Dotted name of the linear layer that reads the units in order, such as `o_proj`.
-        slices: What the units and groups own of the producers, and of parameters outside of linear layers.
-        attributes: Attribute of the module that depends on its number of units -> what it counts. An attribute that
-            the module reads from its config is called "config.NAME".
-        key_width: Width of a unit's query and key vectors; None for units that have none.
-    """
-
-    kind: str
-    unit_width: int
-    consumer: str
-    slices: tuple[Slice, ...] = ()
-    attributes: Mapping[str, Count] = field(default_factory=dict)
-    key_width: int | None = None
-
-    @property
-    def producers(self) -> tuple[str, ...]:
-        """Dotted names of the linear layers in front of the consumer in which units own rows."""
-        return tuple(dict.fromkeys(s.tensor for s in self.slices if not s.parameter))
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Dotted names of the parameters outside of linear layers in which units own rows."""
-        return tuple(dict.fromkeys(s.tensor for s in self.slices if s.parameter))
-
-    def columns(self, units: Iterable[int]) -> Tensor:
-        """Return the consumer's input columns that the given units own: (columns,) int64, in the order of the units."""
-        owners = torch.tensor(list(units), dtype=torch.int64)
-        return (owners[:, None] * self.unit_width + torch.arange(self.unit_width)).flatten()
-
-    def staying(self, tensor: str, kept: Kept, size: int) -> Tensor:
-        """Return which of the `size` rows of a producer or parameter stay: (rows,) int64, ascending."""
-        stay = torch.ones(size, dtype=torch.bool)
-        for part in self.slices:
-            if part.tensor == tensor:
-                stay[part.indices(kept.removed_groups if part.per_group else kept.removed)] = False
-        return stay.nonzero().flatten()
-
-    # Names from the first design, which knew attention heads only.
-    heads = property(lambda self: self.units, doc="`units`.")
-    key_value_heads = property(lambda self: self.groups, doc="`groups`.")
-    query_dim = property(lambda self: self.key_width, doc="`key_width`.")
-    value_dim = property(lambda self: self.unit_width, doc="`unit_width`.")
-    output = property(lambda self: self.consumer, doc="`consumer`.")
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The units of one module that stay.
-
-    Attributes:
-        units: Original indices of the units that stay, ascending.
-        total: Number of units before the cut.
-        groups: Number of groups before the cut; a group stays as long as one of its units does.
-    """
-
-    units: tuple[int, ...]
-    total: int
-    groups: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", self.groups or self.total)
-
-    @cached_property
-    def kept_groups(self) -> tuple[int, ...]:
-        """Original indices of the groups that keep a unit, ascending."""
-        size = max(1, self.total // self.groups)
-        return tuple(sorted({unit // size for unit in self.units}))
-
-    @cached_property
-    def removed(self) -> tuple[int, ...]:
-        """Original indices of the removed units, ascending."""
-        return tuple(sorted(set(range(self.total)) - set(self.units)))
-
-    @cached_property
-    def removed_groups(self) -> tuple[int, ...]:
-        """Original indices of the removed groups, ascending."""
-        return tuple(sorted(set(range(self.groups)) - set(self.kept_groups)))
-
-    # Names from the first design.
-    query = property(lambda self: self.units, doc="`units`.")
-    key_value = property(lambda self: self.kept_groups, doc="`kept_groups`.")
-    heads = property(lambda self: self.total, doc="`total`.")
-    key_value_heads = property(lambda self: self.groups, doc="`groups`.")
-
-
-Selection = Mapping[str, Kept]
-"""Dotted name of a module -> its units that stay; modules in the model's order."""
 
 
 @dataclass(frozen=True)

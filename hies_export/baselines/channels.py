@@ -18,7 +18,7 @@ from ..calibrate.weights import channel_rows, has_channels
 from ..errors import UnsupportedModelError
 from ..model.linear import features_of, weight_of
 from ..select.constraints import Constraints, check_budget
-from ..values import PrunableModule
+from ..units import PrunableModule
 
 
 def check_channels(modules: Sequence[PrunableModule]) -> None:

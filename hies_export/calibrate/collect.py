@@ -18,7 +18,8 @@ from ..model.attention import use_attention
 from ..model.modes import checkpointing, frozen, without_cache
 from ..model.watch import intercept
 from ..progress import SILENT, Progress
-from ..values import Calibration, PrunableModule, Statistics
+from ..units import PrunableModule
+from ..values import Calibration, Statistics
 from . import inputs, weights
 from .entropy import Entropies
 from .gates import Gates

@@ -15,7 +15,7 @@ from ..model.modes import frozen, without_cache
 from ..model.tokens import real_tokens
 from ..model.watch import watch
 from ..progress import SILENT, Progress
-from ..values import PrunableModule
+from ..units import PrunableModule
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..model.attention import AttentionCall
 from ..model.kernels import VisibleKeys, attend, attend_with_entropy
-from ..values import PrunableModule
+from ..units import PrunableModule
 
 
 class Entropies:

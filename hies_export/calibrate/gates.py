@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NonFiniteError, UnsupportedModelError
-from ..values import PrunableModule
+from ..units import PrunableModule
 
 
 class Gates:

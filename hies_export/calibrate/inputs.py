@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..model.linear import weight_of
 from ..model.tokens import real_tokens
-from ..values import PrunableModule
+from ..units import PrunableModule
 
 # Damping of the inverse of the moments, relative to the mean of their diagonal.
 RIDGE = 1e-2

@@ -16,7 +16,7 @@ from ..model.modes import evaluating
 from ..model.tokens import real_tokens
 from ..model.watch import watch
 from ..progress import SILENT, Progress
-from ..values import PrunableModule, Selection
+from ..units import PrunableModule, Selection
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
 HELD_OUT_EVERY = 5

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.linear import weight_of
-from ..values import PrunableModule, Slice
+from ..units import PrunableModule, Slice
 
 STATISTICS = ("taylor", "channel_taylor")
 

@@ -18,7 +18,8 @@ from ..model.tokens import synthetic_batch
 from ..prunable.attention import find_attention
 from ..slim.config import is_slim
 from ..slim.cut import prune_units
-from ..values import PrunableModule, PruningPlan, library_versions
+from ..units import PrunableModule
+from ..values import PruningPlan, library_versions
 from .classes import find_model_class, hub_options
 
 

@@ -12,7 +12,7 @@ from ..model.copies import share_weights
 from ..select.budget import CostTable
 from ..select.bundles import bundle_count
 from ..slim.cut import prune_units
-from ..values import Kept, PrunableModule, Units
+from ..units import Kept, PrunableModule, Units
 
 
 def flops_table(

@@ -24,7 +24,7 @@ from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES
 from ..select.budget import CostTable
 from ..select.bundles import bundle_count
-from ..values import PrunableModule
+from ..units import PrunableModule
 from .flops import cut_bundles, flops_table
 
 # Share of its bundles that every module keeps in each timed cut; 0 means a single bundle.

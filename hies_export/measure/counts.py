@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..model.copies import share_weights
 from ..model.tokens import forward_inputs
-from ..values import PrunableModule
+from ..units import PrunableModule
 from .record import Record
 
 T = TypeVar("T", int, float)

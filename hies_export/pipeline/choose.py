@@ -35,15 +35,8 @@ from ..select.select import select_units
 from ..slim.check import weight_norms
 from ..slim.cut import prune_units
 from ..slim.refit import Compensation, compensate, refit
-from ..values import (
-    Provenance,
-    PruningPlan,
-    Scores,
-    Selection,
-    Statistics,
-    dump_json,
-    library_versions,
-)
+from ..units import Selection
+from ..values import Provenance, PruningPlan, Scores, Statistics, dump_json, library_versions
 from .budgets import BudgetOutcome, CostOutcome, HeadsOutcome, MaxDropOutcome
 from .measure import export
 from .prepare import Prepared, constraints_of

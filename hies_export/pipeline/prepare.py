@@ -17,7 +17,7 @@ from ..data.processors import load_processor
 from ..data.reader import Batch, Columns, Reader
 from ..data.registry import reader_for
 from ..data.targets import is_regression
-from ..errors import RequestError
+from ..errors import RecipeError, RequestError
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import check_metrics, default_metrics
 from ..model.tokens import first_samples, synthetic_batch
@@ -25,10 +25,10 @@ from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
 from ..recipe import PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_runtime
-from ..score.criteria import COMPENSATED, uses_alpha
+from ..score.criteria import COMPENSATED, CRITERIA, uses_alpha
 from ..select.constraints import Constraints, check_budget, check_constraints
 from ..tasks import TASKS
-from ..values import PrunableModule
+from ..units import PrunableModule
 from .bench import check_dtypes, model_shapes
 from .load import load_dense, task_class
 
@@ -146,6 +146,7 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
     _warn_of_one_class(calibration, regression=regression)
     modules = find_modules(model, first_samples(calibration[0]))
     scored = _in_towers(model, modules, recipe.prune.towers)
+    _check_kinds(recipe, scored)
     _check_budget(recipe, scored)
     return Prepared(
         model=model,
@@ -161,6 +162,18 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
         runtimes=runtimes,
         measured=_measured(model, shapes, calibration[0]),
     )
+
+
+def _check_kinds(recipe: PruningRecipe, modules: tuple[PrunableModule, ...]) -> None:
+    """Refuse a criterion that cannot score some kind of module."""
+    criterion = CRITERIA.get(recipe.prune.criterion)
+    beyond = sorted({module.kind for module in modules} - set(criterion.kinds)) if criterion else []
+    if criterion and beyond:
+        raise RecipeError(
+            [
+                f"{criterion.name} scores {' and '.join(criterion.kinds)}, got {' and '.join(beyond)}; choose another criterion"
+            ]
+        )
 
 
 def _check_budget(recipe: PruningRecipe, modules: tuple[PrunableModule, ...]) -> None:

@@ -15,7 +15,7 @@ from ..progress import Progress
 from ..slim.cut import prune_units
 from ..slim.mask import masked_units
 from ..slim.refit import LayerFit
-from ..values import PrunableModule, Selection
+from ..units import PrunableModule, Selection
 
 # Refits a model that was cut by a selection, in place.
 Refit = Callable[[PreTrainedModel, Selection], list[LayerFit]]

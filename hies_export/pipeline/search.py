@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from ..errors import PlanError
 from ..evaluate.judge import Judge, Judgement
 from ..evaluate.metrics import higher_is_better
-from ..values import PrunableModule, Scores, Selection
+from ..units import PrunableModule, Selection
+from ..values import Scores
 from .quality import Refit, predict_pruned
 
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..model.attention import use_attention
-from ..values import PrunableModule, Slice, spans_of
+from ..units import PrunableModule, Slice, spans_of
 from .observe import SUPPORTED, FoundAttention, Observer
 from .probe import Probe
 from .rehearse import rehearsed

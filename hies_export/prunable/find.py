@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..values import PrunableModule
+from ..units import PrunableModule
 from .attention import find_attention
 
 Finder = Callable[[PreTrainedModel, Mapping[str, Tensor]], tuple[PrunableModule, ...]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import UnsupportedModelError
 from ..model.attention import AttentionCall, use_attention
 from ..model.kernels import VisibleKeys, attend
-from ..values import Count, Kept, PrunableModule
+from ..units import Count, Kept, PrunableModule
 from .follow import set_attributes
 from .observe import SUPPORTED, FoundAttention
 from .probe import Probe

@@ -24,7 +24,8 @@ from torch import Tensor
 from ..calibrate.effects import Effects, LayerEffects
 from ..errors import RecipeError
 from ..progress import SILENT, Progress
-from ..values import PrunableModule, Scores
+from ..units import PrunableModule
+from ..values import Scores
 from .criteria import COMPENSATED
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import PlanError
-from ..values import Scores, Units
+from ..units import Units
+from ..values import Scores
 from .bundles import bundle_count, lost_scores
 from .constraints import NONE, Constraints, removable_counts
 from .knapsack import least_loss

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import NonFiniteError
-from ..values import Units
+from ..units import Units
 
 
 def bundle_count(module: Units, unit: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import PlanError, RecipeError
-from ..values import Units
+from ..units import Units
 from .bundles import bundle_count
 
 ALLOCATIONS = ("global", "uniform")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PlanError
-from ..values import Kept, Selection, Units
+from ..units import Kept, Selection, Units
 from .bundles import bundle_count
 from .constraints import Constraints, check_budget
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import PlanError, RecipeError
-from ..values import Scores, Selection, Units
+from ..units import Selection, Units
+from ..values import Scores
 from .bundles import lost_scores, ranked_bundles
 from .constraints import NONE, Constraints, check_budget, most_removable, removable_counts
 from .knapsack import least_loss

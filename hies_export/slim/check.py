@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from ..errors import CutMismatchError, PlanError
 from ..model.linear import weight_of
 from ..model.modes import evaluating
-from ..values import PrunableModule, PruningPlan, Selection
+from ..units import PrunableModule, Selection
+from ..values import PruningPlan
 from .mask import masked_units
 
 TOLERANCE = 1e-4

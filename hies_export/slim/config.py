@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..model import modeling_hies
 from ..model.auto import auto_classes, has_auto_base
-from ..values import PrunableModule, Selection
+from ..units import PrunableModule, Selection
 
 
 def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:

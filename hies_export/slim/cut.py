@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from ..model.linear import features_of, select_features, set_parameter
 from ..prunable.follow import feature_cuts, row_cuts, set_attributes
-from ..values import PrunableModule, PruningPlan, Selection, selection_of
+from ..units import PrunableModule, Selection
+from ..values import PruningPlan, selection_of
 from .check import check_selection, check_weights, weight_norms
 from .config import Shapes, become_slim, write_uniform_config
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.watch import intercept
-from ..values import PrunableModule, PruningPlan, Selection, selection_of
+from ..units import PrunableModule, Selection
+from ..values import PruningPlan, selection_of
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from ..calibrate.moments import SplitMoments, check_samples, collect_moments
 from ..errors import RecipeError, RequestError
 from ..model.linear import weight_of
 from ..progress import SILENT, Progress
-from ..values import PrunableModule, PruningPlan, Selection, selection_of
+from ..units import PrunableModule, Selection
+from ..values import PruningPlan, selection_of
 
 METHODS = ("bias", "least_squares")
 # Candidates for lambda, relative to the mean of the diagonal of C_KK; the error on held-out tokens decides.

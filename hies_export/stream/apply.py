@@ -26,7 +26,8 @@ from ..prunable.find import find_modules
 from ..prunable.follow import feature_cuts, row_cuts
 from ..slim.check import check_selection, check_weights
 from ..slim.cut import prune_units
-from ..values import PrunableModule, PruningPlan
+from ..units import PrunableModule
+from ..values import PruningPlan
 from .renaming import Step
 from .rewrite import Rewrite
 from .shards import StoredTensor, read_blocks

@@ -22,7 +22,8 @@ from ..report.report import Report
 from ..score.criteria import score_units
 from ..select.constraints import Constraints
 from ..select.select import select_units
-from ..values import Calibration, Kept, PruningPlan, Scores, Statistics, Units, library_versions
+from ..units import Kept, Units
+from ..values import Calibration, PruningPlan, Scores, Statistics, library_versions
 
 # The criteria whose plans quality is predicted from. At equal HIS lost, plans of other criteria lose other quality.
 FAMILY = ("hies", "his")

@@ -23,7 +23,8 @@ from ..model.watch import watch
 from ..score.criteria import score_units
 from ..select.select import select_units
 from ..slim.mask import masked_units
-from ..values import PrunableModule, Selection, Statistics
+from ..units import PrunableModule, Selection
+from ..values import Statistics
 
 SHARES = (0.1, 0.3, 0.5)
 # Largest curvature of a loss in its logits: the maximum of p (1 - p), the largest eigenvalue of diag(p) - p p^T

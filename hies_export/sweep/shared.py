@@ -25,7 +25,8 @@ from ..score.compensated import score_compensated
 from ..score.criteria import needs_of, uses_alpha
 from ..slim.cut import prune_units
 from ..tasks import TASKS
-from ..values import Scores, Selection, Statistics
+from ..units import Selection
+from ..values import Scores, Statistics
 from .grid import AUTOMATIC, SweepGrid
 
 # Samples that `hies-compensated` scores on: covariances of hundreds of inputs need more samples than other scores.

@@ -33,7 +33,8 @@ from ..score.criteria import COMPENSATED, score_units
 from ..select.constraints import check_budget
 from ..select.select import select_units
 from ..slim.refit import Compensation, LayerFit, refit
-from ..values import Scores, Selection, library_versions
+from ..units import Selection
+from ..values import Scores, library_versions
 from .grid import Cell, SweepGrid
 from .journal import Journal
 from .shared import Clock, Shared

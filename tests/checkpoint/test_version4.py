@@ -27,7 +27,8 @@ from hies_export.legacy import masked_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output
 from hies_export.slim.cut import prune_units
-from hies_export.values import Kept, PrunableModule, PruningPlan
+from hies_export.units import Kept, PrunableModule
+from hies_export.values import PruningPlan
 
 PRUNED = {0: [1, 4], 2: [0, 2, 3, 5]}  # of 6 heads in each of 3 layers, 8 wide
 # Names of layers as transformers 4 writes them: heads are rows of the former, and columns of the latter.

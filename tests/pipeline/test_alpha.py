@@ -7,7 +7,8 @@ import torch
 
 from hies_export.evaluate.judge import Judgement, standard_error
 from hies_export.pipeline.search import HeldOut, choose_alpha
-from hies_export.values import Kept, Scores, Selection
+from hies_export.units import Kept, Selection
+from hies_export.values import Scores
 
 
 class Given(HeldOut):

@@ -15,7 +15,8 @@ from hies_export.legacy import KeptHeads, check_cut, select_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import check_selection, weight_norms
 from hies_export.slim.cut import prune_units
-from hies_export.values import Kept, PrunableModule, Scores, Slice
+from hies_export.units import Kept, PrunableModule, Slice
+from hies_export.values import Scores
 
 
 def block(start: int, width: int, count: int, stride: int | None = None) -> tuple[tuple[int, ...], ...]:

@@ -21,7 +21,8 @@ from hies_export.legacy import check_cut, select_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output, max_abs
 from hies_export.slim.cut import prune_units
-from hies_export.values import Kept, PruningPlan, Scores
+from hies_export.units import Kept
+from hies_export.values import PruningPlan, Scores
 
 
 @pytest.mark.parametrize("make", [bert, vit], ids=["bert", "vit"])

@@ -36,7 +36,8 @@ from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
 from hies_export.stream import shards
 from hies_export.stream.apply import MAX_SHARD_SIZE, apply_plan
-from hies_export.values import Kept, PruningPlan
+from hies_export.units import Kept
+from hies_export.values import PruningPlan
 
 
 def llava_batch() -> dict[str, Tensor]:
