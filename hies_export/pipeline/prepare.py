@@ -169,11 +169,8 @@ def _check_kinds(recipe: PruningRecipe, modules: tuple[PrunableModule, ...]) -> 
     criterion = CRITERIA.get(recipe.prune.criterion)
     beyond = sorted({module.kind for module in modules} - set(criterion.kinds)) if criterion else []
     if criterion and beyond:
-        raise RecipeError(
-            [
-                f"{criterion.name} scores {' and '.join(criterion.kinds)}, got {' and '.join(beyond)}; choose another criterion"
-            ]
-        )
+        kinds = " and ".join(criterion.kinds)
+        raise RecipeError([f"{criterion.name} scores {kinds}, got {' and '.join(beyond)}; choose another criterion"])
 
 
 def _check_budget(recipe: PruningRecipe, modules: tuple[PrunableModule, ...]) -> None:
