@@ -23,7 +23,7 @@ from .text import environment_text, latency_text
 class BenchRow(LatencyRow):
     """A row of latency, with the name of the model in a table of several."""
 
-    model: str = ""
+    model: str
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BenchTable:
 
     title: str
     names: tuple[str, str]
-    rows: Sequence[BenchRow]
+    rows: Sequence[LatencyRow]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,12 @@ class Bench:
         else:
             title, missing = f"A {values['a']}, B {values['b']}", ()
             parts = [{"title": "Latency", "names": ("A", "B"), "rows": values["latency"]}]
-        tables = [BenchTable(p["title"], tuple(p["names"]), [BenchRow(**row) for row in p["rows"]]) for p in parts]
+        tables = [BenchTable(p["title"], tuple(p["names"]), [_row(row) for row in p["rows"]]) for p in parts]
         return cls(title, tables, missing, values["environment"])
+
+
+def _row(values: Mapping[str, Any]) -> LatencyRow:
+    return BenchRow(**values) if "model" in values else LatencyRow(**values)
 
 
 def read_report(path: str | Path) -> Report | Bench:

@@ -63,7 +63,7 @@ def test_minilm_loses_30_percent_of_its_heads(
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())["kept"]
     for name, kept in plan.items():
         projection = model.get_submodule(name.removesuffix("self") + "output.dense")
-        for head in set(range(12)) - set(kept["query"]):
+        for head in set(range(12)) - set(kept["units"]):
             projection.weight.data[:, head * 32 : (head + 1) * 32] = 0
     with torch.no_grad():
         expected = model(**batch).logits

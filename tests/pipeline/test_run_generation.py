@@ -268,7 +268,7 @@ def test_towers_are_chosen(tmp_path: Path) -> None:
         )
         plan = json.loads((tmp_path / towers[0] / "plan.json").read_text())
         assert len(plan["kept"]) == 5
-        cut = {n for n, kept in plan["kept"].items() if len(kept["query"]) < kept["heads"]}
+        cut = {n for n, kept in plan["kept"].items() if len(kept["units"]) < kept["total"]}
         assert {part for n in cut for part in n.split(".") if part in ("language_model", "vision_tower")} == names
 
 
