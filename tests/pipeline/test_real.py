@@ -29,7 +29,7 @@ def real_recipe(shared: Path, task: str, folder: Path) -> Path:
         },
         "evaluation": {"samples": 600, "metrics": ["accuracy", "f1"] if task == "sst2" else ["pearson", "spearman"]},
         "prune": {"criterion": "hies", "alpha": 0.9, "budget": {"heads": 0.3}},
-        "measure": {"shapes": [[1, 16]], "repeats": 2},
+        "measure": {"runtimes": ["torch"], "shapes": [[1, 16]], "repeats": 2},
         "output": "out",
     }
     path = folder / "recipe.yaml"

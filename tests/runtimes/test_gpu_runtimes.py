@@ -43,7 +43,10 @@ def sessions(monkeypatch):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     found = {}
-    for name, model, batch in (("bert", bert(), text_batch(labels=False)), ("llama", causal_lm(), None)):
+    for name, model, batch in (
+        ("bert", bert(num_hidden_layers=1), text_batch(labels=False)),
+        ("llama", causal_lm(num_hidden_layers=1), None),
+    ):
         ids = torch.randint(5, 30, (2, 9))
         sample = batch or {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         folder = tmp_path_factory.mktemp(name) / "onnx"

@@ -14,7 +14,7 @@ from transformers import (
 from support.families import SMALL, decoder
 from support.models import shake
 
-TEXT = SMALL | {"num_key_value_heads": 3, "bos_token_id": 1, "eos_token_id": None}
+TEXT = SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 3, "bos_token_id": 1, "eos_token_id": None}
 VISION = {
     "hidden_size": 16,
     "num_hidden_layers": 2,

@@ -58,7 +58,11 @@ def recipe_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_rows_are_what_a_single_run_of_each_finds(recipe_file: Path, tmp_path: Path) -> None:
+def test_rows_are_what_a_single_run_of_each_finds(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("hies_export.sweep.sweep", "hies_export.pipeline.choose"):
+        monkeypatch.setattr(f"{module}.ALPHAS", (0.0, 0.3, 0.5, 0.9))  # fewer to judge
     recipe = PruningRecipe.from_yaml(recipe_file)
     grid = SweepGrid(
         criteria=("hies", "random", "hies-compensated"),
