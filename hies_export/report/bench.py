@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 from rich.console import Console
 
@@ -70,7 +71,7 @@ class Bench:
 
 
 def _row(values: Mapping[str, Any]) -> LatencyRow:
-    return BenchRow(**values) if "model" in values else LatencyRow(**values)
+    return TypeAdapter(BenchRow if "model" in values else LatencyRow).validate_python(values)
 
 
 def read_report(path: str | Path) -> Report | Bench:
