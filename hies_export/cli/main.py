@@ -124,7 +124,7 @@ def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
 
 
 def build_optimum_export_parser() -> argparse.ArgumentParser:
-    """Return the parser of `optimum-cli export hies MODEL DIR`: `export` with its folder where Optimum has it."""
+    """Return the parser of `optimum-cli export hies MODEL DIR`, which takes the folder as Optimum's own commands do."""
     parser = argparse.ArgumentParser(prog="optimum-cli export hies", description=export.__doc__)
     export.add_arguments(parser, output="output")
     _finish(parser, export)

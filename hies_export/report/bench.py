@@ -27,6 +27,10 @@ class BenchRow(LatencyRow):
     model: str
 
 
+# A row with a model is a BenchRow: pydantic keeps the member of a union that takes most of the given fields.
+_ROWS = TypeAdapter(list[BenchRow | LatencyRow])
+
+
 @dataclass(frozen=True)
 class BenchTable:
     """Comparisons of one kind.
@@ -66,12 +70,8 @@ class Bench:
         else:
             title, missing = f"A {values['a']}, B {values['b']}", ()
             parts = [{"title": "Latency", "names": ("A", "B"), "rows": values["latency"]}]
-        tables = [BenchTable(p["title"], tuple(p["names"]), [_row(row) for row in p["rows"]]) for p in parts]
+        tables = [BenchTable(p["title"], tuple(p["names"]), _ROWS.validate_python(p["rows"])) for p in parts]
         return cls(title, tables, missing, values["environment"])
-
-
-def _row(values: Mapping[str, Any]) -> LatencyRow:
-    return TypeAdapter(BenchRow if "model" in values else LatencyRow).validate_python(values)
 
 
 def read_report(path: str | Path) -> Report | Bench:
