@@ -14,6 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .kinds import ATTENTION
+
 
 @dataclass(frozen=True)
 class Span:
@@ -126,17 +128,20 @@ class Count:
 class Units:
     """The number of units and groups in a module: all that a selection needs to know of it.
 
-    In attention a unit is a query head, and a group is a key/value head with its query heads.
+    In attention a unit is a query head, and a group is a key/value head with its query heads. In a feed-forward block a
+    unit is a neuron, and every neuron is a group of its own.
 
     Attributes:
         name: Dotted name of the module.
         units: Number of units.
         groups: Number of equal groups of consecutive units; by default every unit is a group of its own.
+        kind: Kind of the units, `ATTENTION` for heads or `MLP` for neurons.
     """
 
     name: str
     units: int
     groups: int = 0
+    kind: str = ATTENTION
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", self.groups or self.units)
@@ -148,7 +153,7 @@ class Units:
 
     def kept(self, units: Iterable[int]) -> Kept:
         """Return the selection that keeps the given units of this module."""
-        return Kept(tuple(sorted(units)), self.units, self.groups)
+        return Kept(tuple(sorted(units)), self.units, self.groups, self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +164,7 @@ class PrunableModule(Units):
     rows of the producers, the linear layers that compute these inputs.
 
     Attributes:
-        name, units, groups: See `Units`.
-        kind: Kind of the units: "attention" for attention heads.
+        name, units, groups, kind: See `Units`.
         unit_width: Number of the consumer's input columns that one unit owns.
         consumer: Dotted name of the linear layer that reads the units in order, such as `o_proj`.
         slices: What the units and groups own of the producers, and of parameters outside of linear layers.
@@ -169,7 +173,6 @@ class PrunableModule(Units):
         key_width: Width of a unit's query and key vectors; None for units that have none.
     """
 
-    kind: str
     unit_width: int
     consumer: str
     slices: tuple[Slice, ...] = ()
@@ -215,11 +218,13 @@ class Kept:
         units: Original indices of the units that stay, ascending.
         total: Number of units before the cut.
         groups: Number of groups before the cut; a group stays as long as one of its units does.
+        kind: Kind of the units, as in `Units`.
     """
 
     units: tuple[int, ...]
     total: int
     groups: int = 0
+    kind: str = ATTENTION
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", self.groups or self.total)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import __version__
 from .errors import PlanError
+from .kinds import ATTENTION, MLP
 from .units import Kept, Selection
 
 PLAN_FORMAT = 2
@@ -72,18 +73,41 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Removal:
+    """One step of a chain of removals.
+
+    Attributes:
+        module: Dotted name of the module that loses units.
+        units: Original indices of the units it loses in this step.
+        effect: Effect on the prediction or the loss of this and all earlier removals of the chain. It is in the same
+            unit for all chains, so that heads and neurons can be compared.
+    """
+
+    module: str
+    units: tuple[int, ...]
+    effect: float
+
+
+Chain = tuple[Removal, ...]
+"""Removals that can only be taken in this order; the effects of different chains add up."""
+
+
+@dataclass(frozen=True)
 class Scores:
     """One score per unit; higher means keep.
 
     Attributes:
-        criterion: Name in `hies_export.score.CRITERIA`, or "hies-compensated".
+        criterion: Name in `hies_export.score.CRITERIA`, or "compensated".
         parameters: Options of the criterion, such as alpha.
         scores: Module -> (units,) float64.
+        chains: Orders in which units are removed, with what each removal costs in quality; see `Removal`. Budgets that
+            cover several kinds of units compare chains. Empty if scores alone decide.
     """
 
     criterion: str
     parameters: Mapping[str, Any]
     scores: Mapping[str, Tensor]
+    chains: tuple[Chain, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,15 +160,29 @@ class PruningPlan:
         """Return the plan of a selection and its provenance."""
         return cls(kept, **{part.name: getattr(provenance, part.name) for part in fields(Provenance)})
 
+    def of_kind(self, kind: str) -> Selection:
+        """Return the part of the selection that is of one kind of units, "attention" or "mlp"."""
+        return {name: kept for name, kept in self.kept.items() if kept.kind == kind}
+
     @property
     def heads(self) -> int:
-        """Number of units (query heads) before the cut."""
-        return sum(kept.total for kept in self.kept.values())
+        """Number of query heads before the cut."""
+        return sum(kept.total for kept in self.of_kind(ATTENTION).values())
 
     @property
     def removed(self) -> int:
-        """Number of units (query heads) that the plan removes."""
-        return sum(kept.total - len(kept.units) for kept in self.kept.values())
+        """Number of query heads that the plan removes."""
+        return sum(kept.total - len(kept.units) for kept in self.of_kind(ATTENTION).values())
+
+    @property
+    def neurons(self) -> int:
+        """Number of feed-forward neurons before the cut; 0 if the plan leaves feed-forward blocks alone."""
+        return sum(kept.total for kept in self.of_kind(MLP).values())
+
+    @property
+    def removed_neurons(self) -> int:
+        """Number of feed-forward neurons that the plan removes."""
+        return sum(kept.total - len(kept.units) for kept in self.of_kind(MLP).values())
 
     def to_json(self) -> str:
         """Return the plan as JSON text, always the same bytes for the same plan."""
@@ -187,7 +225,7 @@ def selection_of(plan: PruningPlan | Selection) -> Selection:
 
 
 def _kept_of_format_2(name: str, kept: Mapping[str, Any]) -> Kept:
-    return Kept(tuple(kept["units"]), kept["total"], kept["groups"])
+    return Kept(tuple(kept["units"]), kept["total"], kept["groups"], kept.get("kind", ATTENTION))
 
 
 def _kept_of_format_1(name: str, kept: Mapping[str, Any]) -> Kept:

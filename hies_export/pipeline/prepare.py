@@ -144,7 +144,7 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
     size = recipe.calibration.batch_size
     calibration = reader.batches(samples.scoring, batch_size=size)
     _warn_of_one_class(calibration, regression=regression)
-    modules = find_modules(model, first_samples(calibration[0]))
+    modules = find_modules(model, first_samples(calibration[0]), kinds=recipe.prune.modules)
     scored = _in_towers(model, modules, recipe.prune.towers)
     _check_kinds(recipe, scored)
     _check_budget(recipe, scored)
@@ -334,5 +334,6 @@ def constraints_of(recipe: PruningRecipe) -> Constraints:
         unit=prune.unit,
         min_heads=prune.min_heads,
         keep_layers=prune.keep_layers,
-        multiple_of=prune.multiple_of,
+        multiple_of=prune.multiple_of.heads,
+        neurons_multiple_of=prune.multiple_of.neurons,
     )

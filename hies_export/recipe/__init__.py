@@ -20,6 +20,7 @@ from .sections import (
     ExportSection,
     LatencyBudget,
     MeasureSection,
+    MultipleOf,
     PruneSection,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "ExportSection",
     "LatencyBudget",
     "MeasureSection",
+    "MultipleOf",
     "PruneSection",
     "PruningRecipe",
 ]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from ..errors import did_you_mean
+from ..kinds import ATTENTION, KINDS
 
 
 def _share_of_dense(value: float, info: ValidationInfo) -> float:
@@ -172,14 +173,16 @@ class BudgetSection(Section):
     """How much is removed: exactly one of these.
 
     Attributes:
-        heads: Share of heads to remove, in (0, 1).
+        heads: Share of heads to remove, in (0, 1), where only heads are removed. The others cover all kinds of units.
         flops: Largest share of the dense model's FLOPs that may be left, at the first measured shape.
+        parameters: Largest share of the dense model's parameters that may be left.
         latency: Largest share of the dense model's time that may be left.
         max_drop: Largest loss of a metric.
     """
 
     heads: float | None = None
     flops: ShareOfDense | None = None
+    parameters: ShareOfDense | None = None
     latency: LatencyBudget | None = None
     max_drop: DropBudget | None = None
 
@@ -197,6 +200,23 @@ class BudgetSection(Section):
         if len(given) != 1:
             raise ValueError(f"exactly one of {', '.join(names)} must be given, got {' and '.join(given) or 'none'}")
         return self
+
+    @property
+    def kind(self) -> str:
+        """Name of the field that is given."""
+        return next(name for name in type(self).model_fields if getattr(self, name) is not None)
+
+
+class MultipleOf(Section):
+    """What the number of units that a layer keeps is divisible by, if it loses any.
+
+    Attributes:
+        heads: For heads: key/value heads, or query heads under `unit: query`.
+        neurons: For feed-forward neurons.
+    """
+
+    heads: int = Field(1, ge=1)
+    neurons: int = Field(1, ge=1)
 
 
 class CompensationSection(Section):
@@ -221,6 +241,7 @@ class PruneSection(Section):
     """How heads are scored, selected and compensated; see `score_heads`, `select_heads` and `compensate_heads`.
 
     Attributes:
+        modules: What loses units: "attention" (heads), "mlp" (feed-forward neurons), or both under one budget.
         criterion: What heads are ranked by. `hies-compensated` presumes `compensation`, uses neither alpha nor labels,
             and wants `calibration.samples: 256`; see `score_compensated`.
         alpha: The weight of importance against entropy, in [0, 1), or "auto" to choose it on held-out rows.
@@ -231,11 +252,12 @@ class PruneSection(Section):
         towers: The parts of a composite model that lose heads; by default the language model where there is one.
         min_heads: Heads that every layer keeps.
         keep_layers: Layers that keep all of their heads.
-        multiple_of: What the number of heads left in a layer is divisible by.
+        multiple_of: What the number of units left in a layer is divisible by: a number, for heads, or see `MultipleOf`.
         steps: Parts in which the heads are removed; those that are left are scored anew in between.
         compensation: See `CompensationSection`; None for no compensation.
     """
 
+    modules: tuple[Literal["attention", "mlp"], ...] = (ATTENTION,)
     criterion: str = "hies"
     alpha: float | Literal["auto"] = 0.9
     normalize: Literal["model", "layer"] = "model"
@@ -245,9 +267,21 @@ class PruneSection(Section):
     towers: tuple[str, ...] = ()
     min_heads: int = Field(1, ge=1)
     keep_layers: tuple[int, ...] = ()
-    multiple_of: int = Field(1, ge=1)
+    multiple_of: MultipleOf = MultipleOf()
     steps: int = Field(1, ge=1)
     compensation: CompensationSection | None = None
+
+    @field_validator("modules")
+    @classmethod
+    def _are_kinds(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or len(set(value)) < len(value):
+            raise ValueError(f"modules must be attention, mlp or both, each once, got {list(value)}")
+        return tuple(kind for kind in KINDS if kind in value)
+
+    @field_validator("multiple_of", mode="before")
+    @classmethod
+    def _of_heads(cls, value: Any) -> Any:
+        return {"heads": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("criterion")
     @classmethod
@@ -277,18 +311,29 @@ class PruneSection(Section):
         return value
 
     @model_validator(mode="after")
+    def _budget_covers_modules(self) -> PruneSection:
+        if self.budget.heads is not None and self.modules != (ATTENTION,):
+            raise ValueError(
+                f"budget.heads is for modules: [attention], got modules: [{', '.join(self.modules)}]; "
+                "set budget.flops, parameters, latency or max_drop, which cover neurons too"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_take_steps(self) -> PruneSection:
-        budget = next(name for name in type(self.budget).model_fields if getattr(self.budget, name) is not None)
+        budget = self.budget.kind
+        of_heads = budget == "heads"
         given = {
-            f"a budget of {budget}": budget != "heads",
-            f"multiple_of {self.multiple_of}": self.multiple_of > 1,
+            f"a budget of {budget}": budget not in ("heads", "flops", "parameters"),
+            f"multiple_of {self.multiple_of.heads}": of_heads and self.multiple_of.heads > 1,
             # With one query head left in each group, the next step would remove whole groups.
             "unit query": self.unit == "query",
         }
         if self.steps > 1 and any(given.values()):
             reasons = " and ".join(name for name, is_given in given.items() if is_given)
             raise ValueError(
-                f"steps: {self.steps} needs a budget of heads in units of groups, got {reasons}; set steps: 1"
+                f"steps: {self.steps} needs a budget of heads, flops or parameters in units of groups, got {reasons}; "
+                "set steps: 1"
             )
         return self
 

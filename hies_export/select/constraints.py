@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import PlanError, RecipeError
+from ..kinds import ATTENTION
 from ..units import Units
 from .bundles import bundle_count
 
@@ -20,11 +21,13 @@ class Constraints:
     Attributes:
         allocation: "global" (the worst units of all modules go) or "uniform" (every module loses the same share).
         unit: "group" or "query"; see `bundles`.
-        min_heads: Least number of units (query heads) that every module keeps.
-        keep_layers: Positions of modules that lose nothing, among those that may lose units. Negative ones count from
-            the end.
-        multiple_of: For tensor-parallel serving: a module that loses units keeps a multiple of this number of groups
-            (key/value heads), or of units (query heads) under `unit: query`.
+        min_heads: Least number of query heads that every attention module keeps. A feed-forward block keeps at least
+            one neuron.
+        keep_layers: Positions of modules that lose nothing, among those of the same kind that may lose units. Negative
+            ones count from the end.
+        multiple_of: For tensor-parallel serving: an attention module that loses units keeps a multiple of this number
+            of groups (key/value heads), or of query heads under `unit: query`.
+        neurons_multiple_of: A feed-forward block that loses neurons keeps a multiple of this number.
     """
 
     allocation: str = "global"
@@ -32,6 +35,25 @@ class Constraints:
     min_heads: int = 1
     keep_layers: Sequence[int] = ()
     multiple_of: int = 1
+    neurons_multiple_of: int = 1
+
+    def least(self, module: Units) -> int:
+        """Return the least number of units that a module keeps."""
+        return self.min_heads if module.kind == ATTENTION else 1
+
+    def multiple(self, module: Units) -> int:
+        """Return what divides the number of units that a module keeps, if it loses any."""
+        if module.kind != ATTENTION:
+            return self.neurons_multiple_of
+        return self.multiple_of * (module.group_size if self.unit == "group" else 1)
+
+    def protected(self, modules: Sequence[Units]) -> set[int]:
+        """Return the positions in `modules` of those that `keep_layers` lets lose nothing."""
+        found: set[int] = set()
+        for kind in {module.kind for module in modules}:
+            places = [i for i, module in enumerate(modules) if module.kind == kind]
+            found.update(places[layer] for layer in self.keep_layers if -len(places) <= layer < len(places))
+        return found
 
 
 NONE = Constraints()
@@ -59,7 +81,7 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
     unit, whole = constraints.unit, constraints.allocation == "global"
     bundles = [bundle_count(module, unit) for module in modules]
     most = most_removable(modules, constraints)
-    protected = sorted({i % len(modules) for i in constraints.keep_layers})
+    protected = sorted(constraints.protected(modules))
     counts = [0 if i in protected else round(heads * count) for i, count in enumerate(bundles)]
     wanted, possible, of = (
         (round(heads * sum(bundles)), sum(most), sum(bundles))
@@ -112,13 +134,32 @@ def check_constraints(modules: Sequence[Units], constraints: Constraints, *, pro
         problems.append(f"unit must be group or query, got {constraints.unit!r}")
     if constraints.min_heads < 1:
         problems.append(f"min_heads must be at least 1, got {constraints.min_heads}")
-    if constraints.multiple_of < 1:
-        problems.append(f"multiple_of must be at least 1, got {constraints.multiple_of}")
+    for name in ("multiple_of", "neurons_multiple_of"):
+        if getattr(constraints, name) < 1:
+            problems.append(f"{name.replace('neurons_', '')} must be at least 1, got {getattr(constraints, name)}")
+    most = max(sum(module.kind == kind for module in modules) for kind in {module.kind for module in modules})
     for layer in constraints.keep_layers:
-        if not -len(modules) <= layer < len(modules):
-            problems.append(f"keep_layers must name layers 0 to {len(modules) - 1}, got {layer}")
+        if not -most <= layer < most:
+            problems.append(f"keep_layers must name layers 0 to {most - 1}, got {layer}")
+    if not problems:
+        problems += _undivided(modules, constraints)
     if problems:
         raise RecipeError(problems)
+
+
+def _undivided(modules: Sequence[Units], constraints: Constraints) -> list[str]:
+    """Return a problem for each kind of module whose number of units `multiple_of` does not divide."""
+    found = {}
+    for module in modules:
+        if module.units % constraints.multiple(module):
+            heads = "query heads" if constraints.unit == "query" else "key/value heads"
+            what = "neurons" if module.kind != ATTENTION else heads if module.group_size > 1 else "heads"
+            multiple = constraints.neurons_multiple_of if module.kind != ATTENTION else constraints.multiple_of
+            total = module.groups if what == "key/value heads" else module.units
+            found[module.kind] = (
+                f"multiple_of must divide the number of {what}, which is {total} in {module.name}, got {multiple}"
+            )
+    return list(found.values())
 
 
 def removable_counts(modules: Sequence[Units], constraints: Constraints) -> list[list[int]]:
@@ -126,17 +167,16 @@ def removable_counts(modules: Sequence[Units], constraints: Constraints) -> list
     found = []
     for module, most in zip(modules, most_removable(modules, constraints), strict=True):
         count = bundle_count(module, constraints.unit)
-        # Under unit: query, every bundle has a unit of each group.
-        heads = module.groups if constraints.unit == "query" and module.group_size > 1 else 1
-        found.append([0, *(k for k in range(1, most + 1) if (count - k) * heads % constraints.multiple_of == 0)])
+        size, multiple = module.units // count, constraints.multiple(module)
+        found.append([0, *(k for k in range(1, most + 1) if (count - k) * size % multiple == 0)])
     return found
 
 
 def most_removable(modules: Sequence[Units], constraints: Constraints) -> list[int]:
     """Return the most bundles that each module may lose, without regard to `multiple_of`."""
-    protected = {i % len(modules) for i in constraints.keep_layers}
+    protected = constraints.protected(modules)
     bundles = [bundle_count(module, constraints.unit) for module in modules]
     return [
-        0 if i in protected else max(0, count - -(-constraints.min_heads // (module.units // count)))
+        0 if i in protected else max(0, count - -(-constraints.least(module) // (module.units // count)))
         for i, (module, count) in enumerate(zip(modules, bundles, strict=True))
     ]
