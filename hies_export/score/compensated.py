@@ -21,16 +21,17 @@ counts there. Units are removed step by step, each time those that raise e least
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..calibrate.effects import LayerEffects
+from ..calibrate.effects import Effects, LayerEffects
 from ..calibrate.moments import Moments
 from ..errors import RecipeError
 from ..kinds import ATTENTION
+from ..progress import SILENT, Progress
 from ..units import PrunableModule
 from ..values import Chain, Removal, Scores
 from .criteria import COMPENSATED
@@ -61,43 +62,60 @@ class RemovalOptions:
             raise RecipeError([f"ridge must be above 0, got {self.ridge}"])
 
 
+DEFAULT = RemovalOptions()
+
+
 def score_compensated(
-    layers: Iterable[tuple[PrunableModule, LayerEffects]],
+    effects: Effects,
+    modules: Sequence[PrunableModule],
     *,
-    samples: int,
     moments: Mapping[str, Moments] | None = None,
-    options: RemovalOptions = RemovalOptions(),
+    options: RemovalOptions = DEFAULT,
+    progress: Progress = SILENT,
 ) -> Scores:
     """Score every unit by its rank in a greedy removal of all units of its kind.
 
     Args:
-        layers: Modules and the inputs and gradients of their consumers; see `collect_effects` and `EffectStream`. One
-            at a time is in use, and they are read once.
-        samples: Number of samples that the effects were collected on.
-        moments: Module -> moments of its consumer's inputs on more tokens than the effects have. With few tokens, an
-            order believes that neurons are free. By default those of the effects.
+        effects: From `collect_effects`.
+        modules: The modules that `effects` were collected of.
+        moments: Module -> moments of its consumer's inputs, on more tokens than the effects have. With few tokens, an
+            order takes neurons to be free that are not. By default those of the effects.
         options: See `RemovalOptions`.
+        progress: Shows the loop over the modules.
 
     Returns:
-        Chains, one per module, and scores in [0, 1), (units,) float64 per module.
-
-    Raises:
-        RecipeError: The ridge is not positive.
+        See `scores_of_chains`.
 
     Examples:
-        >>> effects = collect_effects(model, batches, modules)
-        >>> layers = [(module, effects.layers[module.name]) for module in modules]
-        >>> score_compensated(layers, samples=effects.samples).criterion
+        >>> score_compensated(collect_effects(model, batches, modules), modules).criterion
         'compensated'
     """
-    found: list[PrunableModule] = []
-    chains: list[Chain] = []
-    for module, layer in layers:
-        of_module = None if moments is None else moments[module.name]
-        found.append(module)
-        chains.append(removal_chain(layer, module, samples, moments=of_module, options=options))
+    chains = [
+        removal_chain(
+            effects.layers[module.name],
+            module,
+            effects.samples,
+            moments=None if moments is None else moments[module.name],
+            options=options,
+        )
+        for module in progress.track(modules, "greedy removal")
+    ]
+    return scores_of_chains(modules, chains, options)
+
+
+def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], options: RemovalOptions) -> Scores:
+    """Return the scores that removal chains stand for.
+
+    Args:
+        modules: The modules.
+        chains: From `removal_chain`, in the same order.
+        options: What the chains were made with.
+
+    Returns:
+        The chains, and as score of a unit its rank among the units of its kind, in [0, 1): (units,) float64 per module.
+    """
     parameters = {"ridge": options.ridge, "per_sample": options.per_sample}
-    return Scores(COMPENSATED, parameters, _ranks(found, chains), chains=tuple(chains))
+    return Scores(COMPENSATED, parameters, _ranks(modules, chains), chains=tuple(chains))
 
 
 def removal_chain(
@@ -106,7 +124,7 @@ def removal_chain(
     samples: int,
     *,
     moments: Moments | None = None,
-    options: RemovalOptions = RemovalOptions(),
+    options: RemovalOptions = DEFAULT,
 ) -> Chain:
     """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
 
@@ -115,7 +133,9 @@ def removal_chain(
     Args:
         layer: Inputs and gradients of the module's consumer.
         module: The module.
-        samples, moments, options: As in `score_compensated`.
+        samples: Number of samples that the effects were collected on.
+        moments: Moments of the consumer's inputs on more tokens, see `score_compensated`.
+        options: See `RemovalOptions`.
     """
     state = _Greedy(layer, module, samples, moments, options)
     step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
@@ -222,7 +242,7 @@ def _ranks(modules: Sequence[PrunableModule], chains: Sequence[Chain]) -> dict[s
     for kind in dict.fromkeys(module.kind for module in modules):
         of_kind = [chain for module, chain in zip(modules, chains, strict=True) if module.kind == kind]
         order = [*merged([chain[:-1] for chain in of_kind])]
-        order += sorted((chain[-1] for chain in of_kind), key=lambda removal: removal.effect)  # the whole module's
+        order += sorted((chain[-1] for chain in of_kind), key=lambda removal: removal.effect)
         total = sum(len(removal.units) for removal in order)
         rank = 0
         for removal in order:

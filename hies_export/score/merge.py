@@ -25,8 +25,8 @@ class Edge(NamedTuple):
 def hull(saved: Sequence[float], effects: Sequence[float]) -> list[Edge]:
     """Return the lower convex hull of a chain's points, from (0, 0) on; slopes ascend.
 
-    A point that saves no more than an earlier one is never the end of an edge. Where an estimated effect falls, it counts
-    as level.
+    A point that saves no more than an earlier one is never the end of an edge. Where an estimated effect falls, it
+    counts as level.
 
     Args:
         saved: What the first 1, 2, ... removals of a chain save together.
