@@ -104,13 +104,7 @@ def check_reachable(
     Raises:
         PlanError: No selection meets the budget; the message says the lowest cost within reach.
     """
-    if constraints.allocation == "uniform":
-        best = min((_ratio(table, modules, counts) for counts in uniform_counts(modules, constraints)), default=1.0)
-    else:
-        options = removable_counts(modules, constraints)
-        best = 1.0 - sum(
-            max(table.saved[module.name][k] for k in option) for module, option in zip(modules, options, strict=True)
-        )
+    best = lowest_ratio(modules, table, constraints)
     if best > ratio:
         given = {name: getattr(constraints, name) for name in ("unit", "min_heads", "keep_layers", "multiple_of")}
         given["multiple_of neurons"] = constraints.neurons_multiple_of
@@ -121,6 +115,16 @@ def check_reachable(
             f"{f' ({limits})' if limits else ''} gives {best:.3f}, the best there is; raise the target"
             + (" or loosen the constraints" if limits else "")
         )
+
+
+def lowest_ratio(modules: Sequence[Units], table: CostTable, constraints: Constraints) -> float:
+    """Return the lowest cost that the constraints allow, as a share of the dense model's."""
+    if constraints.allocation == "uniform":
+        return min((_ratio(table, modules, counts) for counts in uniform_counts(modules, constraints)), default=1.0)
+    options = removable_counts(modules, constraints)
+    return 1.0 - sum(
+        max(table.saved[module.name][k] for k in option) for module, option in zip(modules, options, strict=True)
+    )
 
 
 def shares_to_try(modules: Sequence[Units], constraints: Constraints) -> list[float]:
