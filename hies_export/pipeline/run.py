@@ -79,7 +79,9 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = 
         with clock("measure"):
             measured = measure_both(prepared, pruned.slim, onnx, recipe, progress=progress)
         if isinstance(budget, CostOutcome):
-            budget = budget.with_measured(measured.flops, measured.latency)
+            budget = budget.with_measured(
+                flops=measured.flops, parameters=measured.parameters, latency=measured.latency
+            )
         done = _Done(prepared, choice, pruned, evaluation, onnx, measured, budget)
         report = _report(recipe, done, clock.seconds)
         _write_report(folder, report, recipe)
