@@ -98,8 +98,10 @@ def _gradients(predicted: Tensor, seen: Watched, calls: Sequence[tuple[str, int]
     """
     inputs = [seen.inputs[name][call] for name, call in calls]
     # Samples are independent, so the gradient of the sum holds each sample's own. An unused layer, such as the last one
-    # of LLaVA's image tower, has no gradient.
-    found = torch.autograd.grad(predicted.sum(), inputs, allow_unused=True)
+    # of LLaVA's image tower, has no gradient; if all are unused, neither has the prediction.
+    found: Sequence[Tensor | None] = [None] * len(inputs)
+    if predicted.requires_grad:
+        found = torch.autograd.grad(predicted.sum(), inputs, allow_unused=True)
     gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
     if not all(torch.isfinite(values).all() for values in (predicted, *gradients)):
         raise NonFiniteError(

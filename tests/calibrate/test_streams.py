@@ -1,0 +1,310 @@
+"""Moments and effects, whole and in groups, against loops over samples and tokens with autograd and numpy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from support.generative import padded, with_images
+from support.models import bert, causal_lm, image_batch, llama, llava, text_batch, vit
+from support.neurons import half, neurons, one_by_one
+from torch import Tensor
+from transformers import OPTConfig, OPTForSequenceClassification, PreTrainedModel
+
+from hies_export.calibrate import moments as moments_file
+from hies_export.calibrate.effects import EffectStream, collect_effects
+from hies_export.calibrate.moments import Moments, MomentStream, bytes_of, collect_moments
+from hies_export.errors import DataError, NonFiniteError, RequestError
+from hies_export.prunable.attention import find_attention
+from hies_export.units import PrunableModule
+
+Batches = list[dict[str, Tensor]]
+SUMS = ("x", "y", "xx", "yx", "yy")
+
+
+def opt() -> PreTrainedModel:
+    """Return a model whose feed-forward blocks flatten the tokens of all samples."""
+    options = {"word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "num_labels": 3}
+    config = OPTConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, ffn_dim=48, num_attention_heads=4, **options
+    )
+    return OPTForSequenceClassification(config).eval()
+
+
+def both_kinds(model: PreTrainedModel, batch: dict[str, Tensor]) -> list[PrunableModule]:
+    return [module for pair in zip(find_attention(model, batch), neurons(model), strict=True) for module in pair]
+
+
+@dataclass
+class Tokens:
+    """The real tokens of a consumer, one sample after the other, in numpy.
+
+    Attributes:
+        x, y, g: (tokens, features) inputs, outputs, and gradient of the prediction with respect to the inputs.
+        sample: (tokens,)
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    g: np.ndarray
+    sample: np.ndarray
+
+
+def naive(model: PreTrainedModel, module: PrunableModule, batches: Batches) -> Tokens:
+    """Read a consumer sample by sample, without padding, and differentiate the prediction written out by hand."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def hook(layer: torch.nn.Module, x: tuple[Tensor, ...], y: Tensor) -> None:
+        seen.append((x[0], y))
+
+    handle = model.get_submodule(module.consumer).register_forward_hook(hook)
+    parts = []
+    for number, one in enumerate(one_by_one(batches)):
+        logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits[0]
+        if logits.dim() == 2:
+            ids = one["input_ids"][0]
+            places = [t for t in range(1, len(ids)) if ids[t] != getattr(model.config, "image_token_id", None)]
+            prediction = sum(logits[t - 1].log_softmax(-1)[ids[t]] for t in places)
+        elif len(logits) == 1:
+            prediction = logits[0]
+        else:
+            ordered = logits.sort(descending=True).values
+            prediction = ordered[0] - ordered[1]
+        x, y = seen.pop()
+        (g,) = torch.autograd.grad(prediction, x, allow_unused=True)
+        g = torch.zeros_like(x) if g is None else g
+        x, y, g = (t.detach().double().flatten(0, -2).numpy() for t in (x, y, g))
+        parts.append((x, y, g, np.full(len(x), number)))
+    handle.remove()
+    return Tokens(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+
+def naive_moments(tokens: Tokens, mix: float, *, held_out: bool) -> dict[str, np.ndarray]:
+    """Add up the weighted tokens of one part of the samples, one by one."""
+    q = (tokens.g**2).sum(1)
+    weights = mix + (1 - mix) * q / q.mean() if q.any() else np.ones(len(q))
+    total: dict[str, np.ndarray] = dict.fromkeys((*SUMS, "tokens", "counted"), np.zeros(()))
+    for x, y, w, sample in zip(tokens.x, tokens.y, weights, tokens.sample, strict=True):
+        if (sample % 5 == 4) == held_out:
+            outer = {"xx": np.outer(x, x), "yx": np.outer(y, x), "yy": y @ y, "tokens": 1.0}
+            for name, value in ({"x": x, "y": y} | outer).items():
+                total[name] = total[name] + w * value
+            total["counted"] = total["counted"] + 1
+    return total
+
+
+def assert_is(found: Moments, expected: dict[str, np.ndarray], *, rtol: float = 1e-4) -> None:
+    for name in SUMS:
+        value = getattr(found, name).numpy()
+        np.testing.assert_allclose(value, expected[name], rtol=rtol, atol=rtol * np.abs(expected[name]).max())
+    assert found.tokens == pytest.approx(float(expected["tokens"]), rel=1e-4)
+    assert found.counted == expected["counted"]
+
+
+def text_batches() -> Batches:
+    batches = [text_batch(4, 12, labels=False), text_batch(3, 9, labels=False), text_batch(5, 14, labels=False)]
+    # Decoders find the last token by the padding's number.
+    return [batch | {"input_ids": batch["input_ids"] * batch["attention_mask"]} for batch in batches]
+
+
+def image_batches() -> Batches:
+    return [image_batch(7, labels=False), image_batch(5, labels=False)]
+
+
+def generative_batches(side: str) -> Batches:
+    batches = [padded([9, 4, 6, 8], side), padded([3, 7, 5], side)]
+    return [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
+
+
+CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batches]]] = {
+    "bert with padding": (bert, text_batches),
+    "regression": (lambda: bert(num_labels=1), text_batches),
+    "vit": (vit, image_batches),
+    "gated, no bias": (lambda: llama(intermediate_size=48), text_batches),
+    "language model": (lambda: causal_lm(intermediate_size=48), lambda: generative_batches("left")),
+    "llava": (
+        lambda: llava(intermediate_size=48),
+        lambda: [with_images(b | {"labels": b["input_ids"]}) for b in generative_batches("right")],
+    ),
+    "flattened tokens": (opt, text_batches),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_moments_are_those_of_a_loop_over_weighted_tokens(
+    case: str, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if wide:
+        monkeypatch.setattr(moments_file, "WIDE", 16)
+        monkeypatch.setattr(moments_file, "BLOCK", 20)
+    make, make_batches = CASES[case]
+    model = make()
+    batches = [{k: v for k, v in batch.items() if k != "labels"} for batch in make_batches()]
+    modules = both_kinds(model, batches[0])
+    stream = MomentStream(model, modules, batches, weighted=True)
+    seen = []
+    for module, found in stream:
+        seen.append(module)
+        tokens = naive(model, module, batches)
+        assert found.counted == len(tokens.x)
+        columns = torch.randperm(tokens.x.shape[1])[:11]
+        for mix in (1.0, 0.3):
+            whole, part = found.mixed(mix), found.mixed(mix, columns)
+            for held_out, of_whole, of_part in (
+                (False, whole.fitting, part.fitting),
+                (True, whole.held_out, part.held_out),
+            ):
+                expected = naive_moments(tokens, mix, held_out=held_out)
+                assert_is(of_whole, expected)
+                kept = {"x": expected["x"][columns], "xx": expected["xx"][np.ix_(columns, columns)]}
+                assert_is(of_part, expected | kept | {"yx": expected["yx"][:, columns]})
+            assert whole.fitting.tokens + whole.held_out.tokens == pytest.approx(found.counted)
+    assert seen == modules
+    assert stream.passes == 1
+
+
+def test_moments_are_linear_in_the_mix() -> None:
+    model, batches = bert(), text_batches()
+    for _, found in MomentStream(model, neurons(model), batches, weighted=True):
+        one, middle, low = (found.mixed(mix).fitting for mix in (1.0, 0.6, 0.2))
+        for name in SUMS:
+            expected = (getattr(one, name) + getattr(low, name)) / 2
+            torch.testing.assert_close(getattr(middle, name), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_what_follows_from_the_inputs_equals_what_is_added_up() -> None:
+    model, batches = bert(), text_batches()
+    modules = neurons(model)
+    selection = half(modules)
+    added = collect_moments(model, modules, batches, selection=selection)  # targets of some inputs must be added up
+    for module, found in MomentStream(model, modules, batches):
+        derived = found.mixed(columns=module.columns(selection[module.name].units))
+        for one, other in (
+            (derived.fitting, added[module.name].fitting),
+            (derived.held_out, added[module.name].held_out),
+        ):
+            assert (one.tokens, one.counted) == (other.tokens, other.counted)
+            for name in SUMS:
+                torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("selected", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_groups_of_modules_give_the_same_moments_in_more_passes(selected: bool, weighted: bool) -> None:
+    model, batches = bert(), text_batches()
+    modules = both_kinds(model, batches[0])
+    how = {"weighted": weighted, "selection": half(modules) if selected else None}
+    whole = MomentStream(model, modules, batches, **how)
+    assert whole.groups == (tuple(modules),)
+    kept = list(whole)
+    assert [a[1] is b[1] for a, b in zip(kept, whole, strict=True)] == [True] * 6
+    assert whole.passes == 1
+    sizes = [bytes_of(model, module, **how) for module in modules]
+    for limit, count in ((1, 6), (sum(sizes[:2]), 3), (sum(sizes) - 1, 2), (sum(sizes), 1)):
+        stream = MomentStream(model, modules, batches, limit_bytes=limit, **how)
+        assert len(stream.groups) == count
+        assert all(len(group) == 1 or sum(bytes_of(model, m, **how) for m in group) <= limit for group in stream.groups)
+        for _ in range(2):
+            for (module, one), (other_module, other) in zip(stream, kept, strict=True):
+                assert module is other_module
+                mix = 0.4 if weighted else 1.0
+                for a, b in zip(vars(one.mixed(mix)).values(), vars(other.mixed(mix)).values(), strict=True):
+                    assert (a.tokens, a.counted) == (b.tokens, b.counted)
+                    assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in SUMS)
+        assert stream.passes == (1 if count == 1 else 2 * count)
+    some = MomentStream(model, modules, batches, limit_bytes=1, **how)
+    assert [module for module, _ in some.of([modules[1].name, modules[4].name])] == [modules[1], modules[4]]
+    assert some.passes == 2
+
+
+def test_the_bytes_are_those_of_the_sums() -> None:
+    model, batches = bert(), text_batches()
+    modules = both_kinds(model, batches[0])
+    for how in ({}, {"weighted": True}, {"selection": half(modules)}):
+        for module, found in MomentStream(model, modules, batches, **how):
+            parts = [*found.uniform, *(found.weighted or ())]
+            matrices = [m for part in parts for m in (part.xx, part.yx) if m is not None]
+            assert bytes_of(model, module, **how) == sum(m.nbytes for m in matrices)
+
+
+def test_a_limit_below_the_largest_module_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, batches = bert(), text_batches()
+    with caplog.at_level(logging.WARNING):
+        stream = MomentStream(model, neurons(model), batches, limit_bytes=1000)
+        assert len(list(stream)) == 3
+        EffectStream(model, batches, neurons(model), limit_bytes=1000)
+    assert [record.message.split(" take ")[0] for record in caplog.records] == [
+        "the moments of bert.encoder.layer.0",
+        "the effects of bert.encoder.layer.0",
+    ]
+    assert "more than the limit of 0.0 GB: going on with one module at a time" in caplog.text
+
+
+def test_a_consumer_that_the_prediction_does_not_read_gets_equal_weights() -> None:
+    model = llava()  # features are those of the last but one layer of the tower
+    batches = [with_images(padded([5, 7, 6, 4, 5], "right"))]
+    unread = next(m for m in find_attention(model, batches[0]) if "vision_tower.encoder.layers.2" in m.name)
+    ((_, found),) = MomentStream(model, [unread], batches, weighted=True)
+    assert torch.equal(found.mixed(0.3).fitting.xx, found.mixed().fitting.xx)
+
+
+@pytest.mark.parametrize("case", ["bert with padding", "vit", "llava", "flattened tokens"])
+def test_groups_of_modules_give_the_same_effects_in_more_passes(case: str) -> None:
+    make, make_batches = CASES[case]
+    model = make()
+    batches = [{k: v for k, v in batch.items() if k != "labels"} for batch in make_batches()]
+    modules = both_kinds(model, batches[0])
+    whole = collect_effects(model, batches, modules)
+    sizes = [sum(t.nbytes for t in (e.inputs, e.gradients, e.sample)) for e in whole.layers.values()]
+    tokens = naive(model, modules[-1], batches)
+    last = whole.layers[modules[-1].name]
+    np.testing.assert_allclose(last.gradients.numpy(), tokens.g, atol=1e-4 * np.abs(tokens.g).max())
+    assert last.sample.tolist() == tokens.sample.tolist()
+    for limit, groups in ((1, len(modules)), (sum(sizes) - 1, 2), (sum(sizes), 1)):
+        stream = EffectStream(model, batches, modules, limit_bytes=limit)
+        assert (stream.samples, len(stream.groups)) == (whole.samples, groups)
+        for _ in range(2):
+            for (module, found), expected in zip(stream, modules, strict=True):
+                assert module is expected
+                for name in ("inputs", "gradients", "sample"):
+                    assert torch.equal(getattr(found, name), getattr(whole.layers[module.name], name))
+        assert stream.passes == (1 if groups == 1 else 2 * groups)
+
+
+def test_the_model_is_left_as_it_was_by_a_weighted_pass() -> None:
+    model, batches = bert().train(), text_batches()
+    first = next(model.parameters()).requires_grad_(False)
+    modules = neurons(model)
+
+    def check() -> None:
+        assert model.training
+        assert all(p.grad is None and p.requires_grad == (p is not first) for p in model.parameters())
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+    with torch.no_grad():  # nobody has to know that a gradient is needed
+        list(MomentStream(model, modules, batches, weighted=True))
+    check()
+    model.classifier.weight.data[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match="batch 0 gave NaN or infinity"):
+        list(MomentStream(model, modules, batches, weighted=True))
+    check()
+
+
+def test_bad_requests() -> None:
+    model, batches = bert(), text_batches()
+    modules = neurons(model)
+    ((_, found), *_) = MomentStream(model, modules, batches)
+    with pytest.raises(RequestError, match="collect them with weighted=True"):
+        found.mixed(0.5)
+    for mix in (0, -1, 1.5):
+        with pytest.raises(RequestError, match=rf"token weights must be in \(0, 1\], got {mix}"):
+            found.mixed(mix)
+    with pytest.raises(DataError, match="at least 5 samples, one of them to hold out, got 4"):
+        MomentStream(model, modules, [text_batch(4)])
+    with pytest.raises(DataError, match="at least one sample, got none"):
+        EffectStream(model, [], modules)

@@ -1,0 +1,170 @@
+"""Refits from streamed moments and with weighted tokens, against scikit-learn and the prediction itself."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from support.cuts import random_cut
+from support.models import bert, image_batch, llama, text_batch, vit
+from support.neurons import cut_neurons, half, neurons, one_by_one
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hies_export.calibrate import moments as moments_file
+from hies_export.calibrate.moments import Moments, MomentStream, collect_moments
+from hies_export.errors import RecipeError, RequestError
+from hies_export.slim.refit import Compensation, FewTokensWarning, compensate, refit
+from hies_export.units import PrunableModule
+
+sklearn = pytest.importorskip("sklearn.linear_model")
+
+
+def batches_of(model: PreTrainedModel) -> list[dict[str, Tensor]]:
+    if model.main_input_name == "pixel_values":
+        return [image_batch(20, labels=False), image_batch(31, labels=False)]
+    batches = [text_batch(8, length, labels=False) for length in (30, 24, 40, 18, 35, 22, 31, 40)]
+    return [batch | {"input_ids": batch["input_ids"] * batch["attention_mask"]} for batch in batches]
+
+
+def tokens_of(
+    model: PreTrainedModel, module: PrunableModule, batches: list[dict[str, Tensor]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs, outputs and squared gradients of the margin, at all tokens, sample by sample."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def hook(layer: torch.nn.Module, x: tuple[Tensor, ...], y: Tensor) -> None:
+        seen.append((x[0], y))
+
+    handle = model.get_submodule(module.consumer).register_forward_hook(hook)
+    parts = []
+    for one in one_by_one(batches):
+        ordered = model(**one).logits[0].sort(descending=True).values
+        x, y = seen.pop()
+        (g,) = torch.autograd.grad(ordered[0] - ordered[1], x)
+        parts.append([t[0].detach().double().numpy() for t in (x, y, g.square().sum(-1))])
+    handle.remove()
+    x, y, q = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return x, y, q
+
+
+@pytest.mark.parametrize("mix", [1.0, 0.3])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("make", [bert, vit, lambda: llama(intermediate_size=48)], ids=["bert", "vit", "no bias"])
+def test_it_is_the_ridge_regression_of_scikit_learn(
+    make: Callable[[], PreTrainedModel], mix: float, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if wide:
+        monkeypatch.setattr(moments_file, "WIDE", 16)
+    dense = make()
+    batches, modules = batches_of(dense), neurons(dense)
+    selection = half(modules)
+    one, other = (cut_neurons(dense, selection, modules) for _ in range(2))
+    how = Compensation(ridge=0.05, token_weights=mix)
+    fits = compensate(dense, one, selection, modules, batches, how)
+    refit(other, selection, modules, MomentStream(dense, modules, batches, weighted=True), how)
+    for module, fit in zip(modules, fits, strict=True):
+        assert (fit.name, fit.method) == (module.name, "least_squares")
+        x, y, q = tokens_of(dense, module, batches)
+        assert fit.tokens == len(x)
+        kept = list(selection[module.name].units)
+        layer = dense.get_submodule(module.consumer)
+        weight = layer.weight.detach().double().numpy()[:, kept]
+        weights = mix + (1 - mix) * q / q.mean()
+        centred = layer.bias is not None
+        mean = np.average(x[:, kept], axis=0, weights=weights) if centred else 0
+        scale = np.average((x[:, kept] - mean) ** 2, axis=0, weights=weights).mean()
+        # Shrinking towards the weight is shrinking the change to zero.
+        ridge = sklearn.Ridge(alpha=0.05 * scale * weights.sum(), fit_intercept=centred)
+        ridge.fit(x[:, kept], y - x[:, kept] @ weight.T, sample_weight=weights)
+        for slim in (one, other):
+            found = slim.get_submodule(module.consumer)
+            np.testing.assert_allclose(found.weight.detach().numpy(), weight + ridge.coef_, atol=2e-5)
+            assert (found.bias is None) == (not centred)
+            if centred:
+                np.testing.assert_allclose(found.bias.detach().numpy(), ridge.intercept_, atol=2e-5)
+
+
+def test_where_one_token_is_read_its_weight_brings_the_prediction_back() -> None:
+    dense = vit(num_hidden_layers=1)  # only the class token's output is read
+    modules = neurons(dense)
+    selection = {module.name: module.kept(range(24)) for module in modules}
+    batches = [image_batch(64, labels=False) for _ in range(6)]
+    fresh = image_batch(64, labels=False)
+    differences = {}
+    with torch.no_grad():
+        wanted = dense(**fresh).logits
+        for mix in (1.0, 0.1):
+            slim = cut_neurons(dense, selection, modules)
+            compensate(dense, slim, selection, modules, batches, Compensation(token_weights=mix))
+            differences[mix] = (slim(**fresh).logits - wanted).square().mean().item()
+        cut = (cut_neurons(dense, selection, modules)(**fresh).logits - wanted).square().mean().item()
+    assert differences[1.0] < cut
+    assert differences[0.1] < 0.7 * differences[1.0]
+
+
+def test_a_small_limit_changes_nothing() -> None:
+    dense = bert()
+    batches = batches_of(dense)
+    slim, plan, sites = random_cut(dense, batches[0])
+    other, third = copy.deepcopy(slim), copy.deepcopy(slim)
+    fits = compensate(dense, slim, plan, sites, batches)
+    assert compensate(dense, other, plan, sites, batches, limit_bytes=1) == fits
+    stream = MomentStream(dense, sites, batches, limit_bytes=1)
+    assert [fit.ridge for fit in refit(third, plan, sites, stream)] == [fit.ridge for fit in fits]
+    assert stream.passes == len(fits) < len(sites)  # no pass for a layer that lost nothing
+    for name, parameter in slim.named_parameters():
+        assert torch.equal(other.get_parameter(name), parameter)
+        torch.testing.assert_close(third.get_parameter(name), parameter, rtol=1e-5, atol=1e-6)
+
+
+def test_wide_layers_are_solved_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.randn(300, 40, dtype=torch.float64) + 1, torch.randn(300, 5, dtype=torch.float64)
+    weight = torch.randn(5, 40, dtype=torch.float64)
+    moments = Moments.of(x, y)
+    for centred in (True, False):
+        narrow = list(moments.fits(weight, ridges=[1e-4, 0.1], centred=centred))
+        with monkeypatch.context() as patched:
+            patched.setattr(moments_file, "WIDE", 1)
+            wide = list(moments.fits(weight, ridges=[1e-4, 0.1], centred=centred))
+        for (a, bias), (b, other) in zip(narrow, wide, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+            assert (bias is None) == (other is None) == (not centred)
+
+
+def test_how_many_tokens_are_wanted_is_said() -> None:
+    dense, batches = bert(), [text_batch(6, 10, padding=False, labels=False)]
+    modules = neurons(dense)
+    selection = half(modules)
+    slim = cut_neurons(dense, selection, modules)
+    with pytest.warns(FewTokensWarning, match="60 calibration tokens") as said:
+        fits = compensate(dense, slim, selection, modules, batches)
+    expected = (
+        "60 calibration tokens are few for the 32 inputs of {}; at least 128 are wanted: raise compensation.samples"
+    )
+    expected += "compensation.samples"
+    assert [str(warning.message) for warning in said] == [expected.format(module.name) for module in modules]
+    assert len(fits) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compensate(dense, slim, selection, modules, [text_batch(13, 10, padding=False)])
+
+
+def test_bad_requests() -> None:
+    dense, batches = bert(), batches_of(bert())
+    for weights in (0.0, -0.5, 1.5):
+        with pytest.raises(RecipeError, match=rf"token_weights must be in \(0, 1\], got {weights}"):
+            Compensation(token_weights=weights)
+    with pytest.raises(RecipeError, match="sequential takes tokens with equal weights, but .* is 0.5"):
+        Compensation(sequential=True, token_weights=0.5)
+    modules = neurons(dense)
+    selection = half(modules)
+    slim = cut_neurons(dense, selection, modules)
+    weighted = Compensation(token_weights=0.5)
+    for moments in (collect_moments(dense, modules, batches), MomentStream(dense, modules, batches)):
+        with pytest.raises(RequestError, match="collect them with weighted=True"):
+            refit(slim, selection, modules, moments, weighted)
