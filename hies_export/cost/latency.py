@@ -23,7 +23,7 @@ from ..measure.environment import environment
 from ..measure.ratios import is_noisy
 from ..measure.timing import Timing
 from ..progress import SILENT, Progress
-from ..runtimes.base import RUNTIMES
+from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
 from ..select.budget import CostTable
 from ..select.bundles import bundle_count
 from ..units import PrunableModule, Units
@@ -55,11 +55,6 @@ class TimedOn:
     batch: Mapping[str, Tensor]
     timing: Timing
     export: Callable[[PreTrainedModel, Path], object]
-
-    @property
-    def width_step(self) -> int:
-        """The runtime's `Runtime.width_step`."""
-        return RUNTIMES[self.runtime].width_step
 
 
 @dataclass(frozen=True)
@@ -131,12 +126,17 @@ def latency_table(
     saved: dict[str, tuple[float, ...]] = {}
     for kind, of_kind in _by_kind(modules).items():
         timed = [cut for cut in cuts if cut.kind == kind]
-        saved |= _divided(timed, of_kind, flops, step=where.width_step, unit=unit)
+        saved |= _divided(timed, of_kind, flops, step=_width_step(model, where.runtime), unit=unit)
     return CostTable(
         f"latency on {where.runtime}",
         {module.name: saved[module.name] for module in modules},
         tuple(asdict(cut) for cut in cuts),
     )
+
+
+def _width_step(model: PreTrainedModel, runtime: str) -> int:
+    """Return the runtime's `Runtime.width_step`, on the device of the model if it is run as it is."""
+    return max(RUNTIMES[runtime].width_step, GPU_WIDTH_STEP if model.device.type == "cuda" else 1)
 
 
 def _by_kind(modules: Sequence[PrunableModule]) -> dict[str, list[PrunableModule]]:
@@ -200,7 +200,7 @@ def _time_cuts(
     planned = [
         (kind, kept, removed)
         for kind, of_kind in _by_kind(modules).items()
-        for kept, removed in _uniform_cuts(of_kind, step=where.width_step, unit=unit).items()
+        for kept, removed in _uniform_cuts(of_kind, step=_width_step(model, where.runtime), unit=unit).items()
     ]
     rows, columns, *_ = next(iter(where.batch.values())).shape
     batches, cuts = {(rows, columns): where.batch}, []
@@ -235,7 +235,7 @@ def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: Timed
         "parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
         "modules": hashlib.sha256(json.dumps([asdict(module) for module in modules]).encode()).hexdigest(),
         "unit": unit,
-        "width_step": where.width_step,
+        "width_step": _width_step(model, where.runtime),
     }
 
 
