@@ -32,11 +32,14 @@ class Probe:
         kept: Linear layer -> indices of the output features it returns; a layer not named returns all. A feature has
             the same values in every run, whichever others are left out.
         kept_rows: Parameter -> indices of the rows (axis 0) it has in a run; a parameter not named has all.
+        positive: Whether every feature lies in (0, 1), where no common activation is flat, instead of being normal. A
+            ReLU is off for half of all normal features, and then its input has no derivative.
         config_reads: Module -> the names that it read from its own config in the last run.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, *, positive: bool = False):
         self.model = _weightless(model).eval()
+        self.positive = positive
         self.kept: dict[str, Tensor] = {}
         self.kept_rows: dict[str, Tensor] = {}
         self.config_reads: dict[nn.Module, set[str]] = {}
@@ -61,7 +64,7 @@ class Probe:
         *,
         before: Callable[[str, Tensor], None] | None = None,
         after: Callable[[str, Tensor], None] | None = None,
-    ) -> None:
+    ) -> Any:
         """Run one forward pass.
 
         Args:
@@ -69,6 +72,9 @@ class Probe:
             before: Called with the name and the input of every linear layer, before it runs.
             after: Called with the name and the features of every linear layer, (..., out_features), after it ran. The
                 features are a leaf that requires a gradient.
+
+        Returns:
+            What the model returns.
         """
         calls: dict[str, int] = {}
 
@@ -80,7 +86,8 @@ class Probe:
                     before(name, x)
                 calls[name] = calls.get(name, -1) + 1
                 seed = zlib.crc32(f"{name} {calls[name]}".encode())
-                features = torch.randn(
+                draw = torch.rand if self.positive else torch.randn
+                features = draw(
                     *x.shape[:-1], out_features, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
                 )
                 if name in self.kept:
@@ -98,7 +105,7 @@ class Probe:
         rows = {name: self.model.get_parameter(name).detach()[kept] for name, kept in self.kept_rows.items()}
         forwards = {module: stand_in(name, module) for name, module in layers}
         with _forwards(forwards), _parameters(self.model, rows), torch.enable_grad():
-            self.model(**{name: tensor.cpu() for name, tensor in batch.items() if name != "labels"})
+            return self.model(**{name: tensor.cpu() for name, tensor in batch.items() if name != "labels"})
 
 
 def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
