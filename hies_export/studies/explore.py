@@ -115,7 +115,7 @@ class Exploration:
             what: {name: numbers for name, numbers in found.items() if name in modules}
             for what, found in self.statistics.values.items()
         }
-        return replace(self.statistics, values=values)
+        return Statistics(values, self.statistics.calibration)
 
     def plan_at(self, alpha: float, sparsity: float, allocation: str, *, neurons: float | None = None) -> PruningPlan:
         """Return a plan for an alpha and a share of heads to remove; heads go as `hies-export run` would remove them.

@@ -136,7 +136,14 @@ def draw(exploration: Exploration, alpha: float, sparsity: float, allocation: st
     ]
     figure, bars = _figures(exploration, plan, alpha)
     predictions = [_predicted(exploration, measured, lost) for measured in exploration.measured]
-    return _render("plan.html.j2", cost=Table((), rows), figure=figure, bars=bars, predictions=predictions)
+    return _render(
+        "plan.html.j2",
+        cost=Table((), rows),
+        figure=figure,
+        bars=bars,
+        ranks_neurons=exploration.ranks_neurons,
+        predictions=predictions,
+    )
 
 
 def _figures(exploration: Exploration, plan: PruningPlan, alpha: float) -> tuple[MapFigure | None, BarFigure | None]:
