@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import check_label_tokens, is_regression, predicted_positions
-from ..errors import DataError, NonFiniteError
-from ..model.modes import frozen, without_cache
-from ..model.tokens import real_tokens
-from ..model.watch import watch
+from ..data.targets import check_label_tokens, size_of
+from ..errors import DataError
+from ..model.linear import features_of
+from ..model.tokens import first_samples
 from ..progress import SILENT, Progress
 from ..units import PrunableModule
+from .readings import reading
+from .stream import LIMIT_BYTES, Stream
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,46 @@ class Effects:
     samples: int
 
 
+class EffectStream(Stream[LayerEffects]):
+    """The effects of every consumer, module by module, under a memory limit; see `Stream` and `collect_effects`.
+
+    Args:
+        model: A classifier, regressor or language model; it is restored after each pass.
+        batches: Keyword arguments of the model, as in `collect_effects`.
+        modules: The modules whose consumers to watch, in the order in which the model runs them.
+        limit_bytes: Bytes that the effects of a group of modules may take.
+        progress: Shows the loops over the batches.
+
+    Attributes:
+        samples: Number of samples.
+
+    Raises:
+        DataError: There is no batch, or a language model's sample has no label token.
+
+    Examples:
+        >>> stream = EffectStream(model, batches, modules, limit_bytes=1 << 30)
+        >>> for module, effects in stream:
+        ...     order = removal_order(effects, module.groups, stream.samples, ridge=0.1, squared=True)
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[dict[str, Tensor]],
+        modules: Sequence[PrunableModule],
+        *,
+        limit_bytes: float = LIMIT_BYTES,
+        progress: Progress = SILENT,
+    ):
+        _check(batches)
+        self._model, self._batches, self._progress = model, batches, progress
+        self.samples = sum(map(size_of, batches))
+        super().__init__(modules, _sizes(model, batches, modules), limit_bytes, what="the effects")
+
+    def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerEffects]:
+        return _collect(self._model, self._batches, group, self._progress)
+
+
 def collect_effects(
     model: PreTrainedModel,
     batches: Sequence[dict[str, Tensor]],
@@ -58,12 +99,12 @@ def collect_effects(
     """Record the inputs of every consumer, and the gradient of the model's prediction with respect to them.
 
     The prediction of a regressor is its output. That of a classifier is the margin of the predicted class over the
-    runner-up. That of a language model is the log-probability of the labels, summed over their positions. (The
-    log-probability of the model's own choice is less useful: the model is nearly certain of it, so its gradient is
-    small. Perplexity was 12.2 instead of 9.4 in dev/LOG.md.)
+    runner-up. That of a language model is the log-probability of the labels, or without labels of the text itself; see
+    `predictions`.
 
     Each batch takes one forward and one backward pass, with every weight frozen. Memory is 8 bytes for each real token
-    and input of each consumer, e.g. 150 MB for 8,000 tokens and 6 layers of width 384.
+    and input of each consumer, e.g. 150 MB for 8,000 tokens and 6 layers of width 384. `EffectStream` takes as many
+    passes as a limit makes necessary.
 
     Args:
         model: A classifier, regressor or language model; its weights, mode and gradients are restored.
@@ -79,64 +120,57 @@ def collect_effects(
         DataError: There is no batch, or a language model's sample has no label token.
         NonFiniteError: A prediction or a gradient is NaN or infinite; the message names the batch.
     """
+    _check(batches)
+    layers = _collect(model, batches, modules, progress)
+    return Effects(layers=layers, samples=sum(map(size_of, batches)))
+
+
+def _check(batches: Sequence[Mapping[str, Tensor]]) -> None:
     if not batches:
         raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
     check_label_tokens(batches)
+
+
+def _collect(
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, Tensor]],
+    modules: Sequence[PrunableModule],
+    progress: Progress,
+) -> dict[str, LayerEffects]:
+    """Return the effects of every consumer, from one pass over the batches."""
     parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in modules}
     samples = 0
-    consumers = {module.name: module.consumer for module in modules}
-    with frozen(model), without_cache(model), watch(model, consumers, gradients=True) as seen, torch.enable_grad():
+    with reading(model, modules, gradients=True) as read:
         for index, batch in enumerate(progress.track(batches, "effects")):
-            seen.clear()
-            on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
-            logits = model(**on_device).logits
-            if logits.dim() == 3:
-                if "labels" not in batch:
-                    raise DataError("labels must say which tokens of a language model count, but batches have none")
-                predictions = _log_probabilities(logits, batch["labels"].to(logits.device))
-            else:
-                predictions = _predictions(logits, regression=is_regression(model.config))
-            read = [(module.name, x) for module in modules for x in seen.inputs[module.name]]
-            # Samples are independent, so the gradient of the sum holds each sample's own. An unused layer, such as the
-            # last one of LLaVA's image tower, has no gradient.
-            found = torch.autograd.grad(predictions.sum(), [x for _, x in read], allow_unused=True)
-            gradients = [torch.zeros_like(x) if g is None else g for (_, x), g in zip(read, found, strict=True)]
-            if not all(torch.isfinite(values).all() for values in (predictions, *gradients)):
-                raise NonFiniteError(
-                    f"every prediction and gradient must be finite, but batch {index} gave NaN or infinity; check the "
-                    "rows of that batch and the model's dtype"
-                )
-            numbers = torch.arange(samples, samples + len(predictions))
-            samples += len(predictions)
-            for (name, x), gradient in zip(read, gradients, strict=True):
-                real = real_tokens(model, name, on_device, x)  # (batch, tokens)
-                sample = numbers[:, None].expand(real.shape)[real.cpu()]
-                parts[name].append((x.detach()[real].float().cpu(), gradient[real].float().cpu(), sample))
+            numbers = torch.arange(samples, samples + size_of(batch))
+            samples += size_of(batch)
+            for one in read(batch, index):
+                assert one.gradients is not None
+                sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
+                at_real = (t[one.real].float().cpu() for t in (one.inputs, one.gradients))
+                parts[one.name].append((*at_real, sample))
     layers = {}
     for module in modules:
-        inputs, at_inputs, sample = (torch.cat(p) for p in zip(*parts.pop(module.name), strict=True))
+        inputs, gradients, sample = (torch.cat(part) for part in zip(*parts.pop(module.name), strict=True))
         centred = model.get_submodule(module.consumer).bias is not None
-        layers[module.name] = LayerEffects(inputs, at_inputs, sample, centred)
-    return Effects(layers=layers, samples=samples)
+        layers[module.name] = LayerEffects(inputs, gradients, sample, centred)
+    return layers
 
 
-def _predictions(logits: Tensor, *, regression: bool) -> Tensor:
-    """Return one prediction per sample, (batch,): the output, or the margin of the predicted class."""
-    if regression:
-        return logits.float().sum(-1)
-    best, second = logits.float().topk(2, dim=-1).values.unbind(-1)
-    return best - second
-
-
-def _log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each sample's labels, summed over their positions, (batch,).
-
-    Args:
-        logits: (batch, tokens, vocabulary)
-        labels: (batch, tokens), -100 where a position has no label.
-    """
-    judged = predicted_positions(labels)
-    wanted = labels[:, 1:][judged][:, None]
-    found = logits[:, :-1][judged].float().log_softmax(-1).gather(-1, wanted)[:, 0]  # (judged tokens,)
-    sample = judged.nonzero()[:, 0]
-    return torch.zeros(len(logits), device=logits.device).index_add(0, sample, found)
+def _sizes(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
+) -> list[int]:
+    """Return the bytes that each module's effects take; how many tokens an image has is seen from one forward pass."""
+    first = first_samples(batches[0])
+    with reading(model, modules) as read:
+        seen = read(first, 0)
+    samples = sum(map(size_of, batches))
+    # Where padding is excluded, or could be, tokens are those of the mask.
+    mask = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
+    in_text = sum(int(m.sum()) for m in mask)
+    tokens = dict.fromkeys((module.name for module in modules), 0)
+    for one in seen:
+        reads_text = bool(mask) and one.real.shape == first["attention_mask"].shape
+        tokens[one.name] += in_text if reads_text else samples * one.real.numel() // size_of(first)
+    widths = [features_of(model.get_submodule(module.consumer))[1] for module in modules]
+    return [8 * tokens[module.name] * (width + 1) for module, width in zip(modules, widths, strict=True)]

@@ -1,52 +1,64 @@
-"""Collect the moments of the inputs and outputs of consumers: all that least squares needs, without activations."""
+"""Collect the moments of the inputs and outputs of consumers: all that least squares needs, without activations.
+
+Moments and SplitMoments   what a fit is computed from
+LayerMoments               sums of one consumer, from which they follow for any weight of the tokens
+MomentStream               these sums for all modules, under a memory limit
+collect_moments            the moments of all modules at once
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..data.targets import size_of
-from ..errors import DataError
-from ..model.modes import evaluating
-from ..model.tokens import real_tokens
-from ..model.watch import watch
+from ..errors import DataError, RequestError
+from ..model.linear import features_of, weight_of
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
+from .readings import Reading, reading
+from .stream import LIMIT_BYTES, Stream
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
 HELD_OUT_EVERY = 5
+# From this number of inputs on, products of tokens are the main cost of a pass. They are then computed in float32 for
+# every batch, in blocks above the diagonal, and only their sum is float64.
+WIDE = 1024
+BLOCK = 256
 
 
 @dataclass
 class Moments:
-    """Sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64.
+    """Weighted sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64.
 
     Attributes:
-        tokens: Number of tokens.
+        tokens: Sum of the weights; the number of tokens where all weigh one.
         x: (inputs,) sum of x.
         y: (outputs,) sum of y.
         xx: (inputs, inputs) sum of x x^T.
         yx: (outputs, inputs) sum of y x^T.
         yy: Sum of |y|^2.
+        counted: Number of tokens.
     """
 
-    tokens: int
+    tokens: float
     x: Tensor
     y: Tensor
     xx: Tensor
     yx: Tensor
     yy: Tensor
+    counted: int
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor) -> Moments:
         """Return the moments of x (tokens, inputs) and y (tokens, outputs)."""
         x, y = x.double(), y.double()
-        return cls(len(x), x.sum(0), y.sum(0), x.T @ x, y.T @ x, y.pow(2).sum())
+        return cls(float(len(x)), x.sum(0), y.sum(0), x.T @ x, y.T @ x, y.pow(2).sum(), len(x))
 
     def part(self, columns: Tensor) -> Moments:
         """Return the moments of the inputs with the given indices, (columns,) int64, and of all targets."""
@@ -65,21 +77,35 @@ class Moments:
 
         Returns:
             The weight (outputs, inputs), and the bias (outputs,), or None if not `centred`.
+
+        Raises:
+            torch.linalg.LinAlgError: The moments of x are singular.
         """
+        return next(self.fits(weight, ridges=[ridge], centred=centred))
+
+    def fits(self, weight: Tensor, *, ridges: Sequence[float], centred: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield what `fit` returns, for each of several ridges."""
         mean_x, xx, yx = self.x / self.tokens, self.xx / self.tokens, self.yx / self.tokens
         if centred:
             xx = xx - torch.outer(mean_x, mean_x)
             yx = yx - torch.outer(self.y / self.tokens, mean_x)
-        damped = xx + ridge * xx.diagonal().mean() * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
-        fitted = weight + torch.linalg.solve(damped, (yx - weight @ xx).T).T
-        return fitted, self.fit_bias(fitted) if centred else None
+        left = (yx - weight @ xx).T  # what the weight does not explain
+        scale = xx.diagonal().mean()
+        for ridge in ridges:
+            damped = xx + ridge * scale * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
+            if len(xx) < WIDE:
+                change = torch.linalg.solve(damped, left)
+            else:
+                change = torch.cholesky_solve(left, torch.linalg.cholesky(damped))
+            fitted = weight + change.T
+            yield fitted, self.fit_bias(fitted) if centred else None
 
     def fit_bias(self, weight: Tensor) -> Tensor:
         """Return the least-squares bias (outputs,) for a weight (outputs, inputs)."""
         return (self.y - weight @ self.x) / self.tokens
 
     def error(self, weight: Tensor, bias: Tensor | None) -> float:
-        """Return the mean over tokens of |weight x + bias - y|^2."""
+        """Return the weighted mean over tokens of |weight x + bias - y|^2."""
         total = ((weight @ self.xx) * weight).sum() - 2 * (weight * self.yx).sum() + self.yy
         if bias is not None:
             total = total + 2 * bias @ (weight @ self.x - self.y) + self.tokens * bias @ bias
@@ -107,6 +133,223 @@ class SplitMoments:
         return SplitMoments(self.fitting + other.fitting, self.held_out + other.held_out)
 
 
+class _Sums:
+    """Sums over the weighted tokens of one part of the samples, added up in place.
+
+    Args:
+        inputs: Number of inputs.
+        outputs: Number of outputs.
+        target: Weight (outputs, inputs) and bias (outputs,) or None of the layer whose outputs are the targets: sums
+            over targets then follow from those over inputs. None to add up the targets themselves.
+        device: Where the sums are.
+    """
+
+    def __init__(self, inputs: int, outputs: int, target: Target | None, device: torch.device):
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        self.tokens, self.counted, self.target = 0.0, 0, target
+        self.x, self.xx, self.y, self.yy = zeros(inputs), zeros(inputs, inputs), zeros(outputs), zeros()
+        self.yx = zeros(outputs, inputs) if target is None else None
+        self._dtype = torch.float64 if inputs < WIDE else torch.float32
+
+    def add(self, x: Tensor, y: Tensor, weights: Tensor | None) -> None:
+        """Add tokens x (tokens, inputs) and y (tokens, outputs), each times its weight, (tokens,); None for ones."""
+        x = x.to(self._dtype)
+        self.counted += len(x)
+        self.tokens += len(x) if weights is None else weights.sum(dtype=torch.float64).item()
+        root = None if weights is None else weights.to(self._dtype).sqrt()[:, None]
+        self.x += (x if weights is None else x * weights[:, None]).sum(0, dtype=torch.float64)
+        scaled = x if root is None else x * root
+        _add_products(self.xx, scaled)
+        if self.yx is not None:
+            y = y.to(self._dtype)
+            self.y += (y if weights is None else y * weights[:, None]).sum(0, dtype=torch.float64)
+            y = y if root is None else y * root
+            self.yx += y.T @ scaled
+            self.yy += y.pow(2).sum(dtype=torch.float64)
+
+    def finish(self) -> None:
+        """Fill in what follows from the sums, after the last token."""
+        if len(self.xx) >= WIDE:
+            _mirror(self.xx)
+        if self.target is not None:
+            weight, bias = self.target.double()
+            read = weight @ self.x
+            self.y = read + self.tokens * bias
+            self.yy = ((weight @ self.xx) * weight).sum() + bias @ (2 * read + self.tokens * bias)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A layer whose outputs are the targets.
+
+    Attributes:
+        weight: (outputs, inputs)
+        bias: (outputs,), or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def double(self) -> tuple[Tensor, Tensor]:
+        """Return weight and bias as float64; zeros for no bias."""
+        weight = self.weight.double()
+        return weight, weight.new_zeros(len(weight)) if self.bias is None else self.bias.double()
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """Sums of one consumer, from which `mixed` takes moments.
+
+    Attributes:
+        uniform: Sums in which all tokens weigh one, of fitting and of held-out samples.
+        weighted: Sums in which a token weighs the squared norm of the gradient of the sample's prediction with respect
+            to the consumer's input there; None if they were not collected.
+    """
+
+    uniform: tuple[_Sums, _Sums]
+    weighted: tuple[_Sums, _Sums] | None = None
+
+    @property
+    def counted(self) -> int:
+        """Number of tokens."""
+        return sum(part.counted for part in self.uniform)
+
+    def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> SplitMoments:
+        """Return the moments in which a token weighs mix + (1 - mix) q / mean(q), which is one on average.
+
+        Here q is the squared norm of the gradient. If nothing reads the consumer, so that q is zero, all weigh one.
+
+        Args:
+            mix: In (0, 1]; 1 for uniform weights.
+            columns: (columns,) int64, the inputs to return the moments of; None for all.
+
+        Raises:
+            RequestError: The mix is out of range, or needs weighted sums that were not collected.
+        """
+        check_mix(mix, weighted=self.weighted is not None)
+        if self.weighted is None or mix == 1:
+            return SplitMoments(*(_moments([(1.0, part)], columns) for part in self.uniform))
+        mean = sum(part.tokens for part in self.weighted) / self.counted
+        if mean == 0:
+            return self.mixed(columns=columns)
+        shares = (mix, (1 - mix) / mean)
+        parts = zip(self.uniform, self.weighted, strict=True)
+        return SplitMoments(*(_moments(list(zip(shares, part, strict=True)), columns) for part in parts))
+
+
+def check_mix(mix: float, *, weighted: bool) -> None:
+    """Refuse a mix of token weights that moments cannot give.
+
+    Raises:
+        RequestError: The mix is not in (0, 1], or below 1 without weighted sums.
+    """
+    if not 0 < mix <= 1:
+        raise RequestError(f"token weights must be in (0, 1], got {mix}")
+    if mix < 1 and not weighted:
+        raise RequestError(f"token weights of {mix:g} need moments of weighted tokens; collect them with weighted=True")
+
+
+def _moments(parts: Sequence[tuple[float, _Sums]], columns: Tensor | None) -> Moments:
+    """Return the moments of a linear combination of sums, (factor, sums), for some of the inputs."""
+    sums = parts[0][1]
+    columns = None if columns is None else columns.to(sums.xx.device)
+
+    def total(name: str, columns: Tensor | None = None) -> Tensor:
+        found = [(f, getattr(s, name) if columns is None else getattr(s, name)[..., columns]) for f, s in parts]
+        return found[0][1] if len(found) == 1 else sum((f * value for f, value in found[1:]), found[0][0] * found[0][1])
+
+    rows = total("xx", columns)  # (inputs, columns)
+    x = total("x", columns)
+    if sums.target is None:
+        yx = total("yx", columns)
+    else:
+        weight, bias = sums.target.double()
+        yx = weight @ rows + torch.outer(bias, x)
+    return Moments(
+        tokens=sum(factor * part.tokens for factor, part in parts),
+        x=x,
+        y=total("y"),
+        xx=rows if columns is None else rows[columns],
+        yx=yx,
+        yy=total("yy"),
+        counted=sums.counted,
+    )
+
+
+def _add_products(total: Tensor, x: Tensor) -> None:
+    """Add x^T x, of x (tokens, inputs), to a total (inputs, inputs); to a wide one only from the diagonal on."""
+    if len(total) < WIDE:
+        total += x.T @ x
+        return
+    for start in range(0, len(total), BLOCK):
+        total[start : start + BLOCK, start:] += x[:, start : start + BLOCK].T @ x[:, start:]
+
+
+def _mirror(total: Tensor) -> None:
+    """Copy what is above the blocks on the diagonal to below them."""
+    for start in range(0, len(total), BLOCK):
+        end = start + BLOCK
+        total[end:, start:end] = total[start:end, end:].T
+
+
+class MomentStream(Stream[LayerMoments]):
+    """The moments of every consumer, module by module, under a memory limit; see `Stream`.
+
+    A module takes 16 bytes for each pair of inputs, and as many for each pair of an input and an output if it has no
+    more inputs than outputs (with more, those products follow from the others); twice that if `weighted`.
+
+    Args:
+        dense: The dense model.
+        modules: The modules whose consumers to watch, in the order in which the model runs them.
+        batches: Inputs of the model; padding is excluded by the `attention_mask`. Labels are read only from batches of
+            a language model, if `weighted`.
+        selection: Cover the inputs of the kept units only.
+        limit_bytes: Bytes that the moments of a group of modules may take.
+        weighted: Also add up tokens weighted by the gradient of the prediction; it takes a backward pass as well.
+        progress: Shows the loops over the batches.
+
+    Raises:
+        DataError: Fewer than five samples.
+
+    Examples:
+        >>> for module, moments in MomentStream(model, modules, batches, weighted=True):
+        ...     half = moments.mixed(0.5)
+    """
+
+    def __init__(
+        self,
+        dense: PreTrainedModel,
+        modules: Sequence[PrunableModule],
+        batches: Sequence[dict[str, Tensor]],
+        *,
+        selection: Selection | None = None,
+        limit_bytes: float = LIMIT_BYTES,
+        weighted: bool = False,
+        progress: Progress = SILENT,
+    ):
+        check_samples(batches)
+        self.selection, self.weighted = selection, weighted
+        self._dense, self._batches, self._progress = dense, batches, progress
+        sizes = [bytes_of(dense, module, selection=selection, weighted=weighted) for module in modules]
+        super().__init__(modules, sizes, limit_bytes, what="the moments")
+
+    def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerMoments]:
+        how = {"selection": self.selection, "weighted": self.weighted, "progress": self._progress}
+        return _collect(self._dense, group, self._batches, **how)
+
+
+def bytes_of(
+    dense: PreTrainedModel, module: PrunableModule, *, selection: Selection | None = None, weighted: bool = False
+) -> int:
+    """Return the bytes that the moments of one module take in a `MomentStream`."""
+    outputs, inputs = features_of(dense.get_submodule(module.consumer))
+    derived = selection is None and inputs > outputs
+    inputs = inputs if selection is None else len(selection[module.name].units) * module.unit_width
+    return 2 * (1 + weighted) * 8 * inputs * (inputs + (0 if derived else outputs))
+
+
 def collect_moments(
     dense: PreTrainedModel,
     modules: Sequence[PrunableModule],
@@ -119,8 +362,9 @@ def collect_moments(
     """Collect the moments of every consumer's inputs and dense outputs, in one pass over the batches.
 
     Without a selection, the moments cover all inputs. Those of any selection are sub-blocks of them, so one pass serves
-    any number of plans. Memory is then 32 bytes for each pair of inputs of each consumer, e.g. 28 MB for 6 layers of
-    width 384 and 17 GB for 32 of width 4096.
+    any number of plans. Memory is then 16 bytes for each pair of inputs, and of an input and an output, of each
+    consumer, e.g. 28 MB for the heads of 6 layers of width 384, and 17 GB for those of 32 layers of width 4096.
+    `MomentStream` takes as many passes as a limit makes necessary.
 
     Args:
         dense: The dense model.
@@ -137,44 +381,80 @@ def collect_moments(
         DataError: Fewer than five samples.
     """
     check_samples(batches)
-    consumers = {module.name: module.consumer for module in modules}
-    sums: dict[str, SplitMoments] = {}
+    found = _collect(dense, modules, batches, selection=selection, slim=slim, progress=progress)
+    return {name: moments.mixed() for name, moments in found.items()}
+
+
+def _collect(
+    dense: PreTrainedModel,
+    modules: Sequence[PrunableModule],
+    batches: Sequence[dict[str, Tensor]],
+    *,
+    selection: Selection | None = None,
+    slim: PreTrainedModel | None = None,
+    weighted: bool = False,
+    progress: Progress = SILENT,
+) -> dict[str, LayerMoments]:
+    """Return the sums of every consumer, from one pass over the batches; see `collect_moments`."""
+    by_name = {module.name: module for module in modules}
+    sums: dict[str, LayerMoments] = {}
     seen = 0
     with ExitStack() as stack:
-        stack.enter_context(evaluating(dense))
-        written = stack.enter_context(watch(dense, consumers, outputs=True))
-        read = written
-        if slim is not None:
-            stack.enter_context(evaluating(slim))
-            read = stack.enter_context(watch(slim, consumers))
-        stack.enter_context(torch.no_grad())
-        for batch in progress.track(batches, "moments"):
-            on_device = {k: v.to(dense.device) for k, v in batch.items() if k != "labels"}
-            written.clear()
-            read.clear()
-            dense(**on_device)
-            if slim is not None:
-                slim(**on_device)
-            size = size_of(batch)
-            held = (torch.arange(seen, seen + size) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1).to(dense.device)
-            seen += size
-            for module in modules:
-                name = module.name
-                inputs = read.inputs[name]
+        read = stack.enter_context(reading(dense, modules, gradients=weighted))
+        read_slim = None if slim is None else stack.enter_context(reading(slim, modules))
+        for index, batch in enumerate(progress.track(batches, "moments")):
+            held = torch.arange(seen, seen + size_of(batch)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+            seen += size_of(batch)
+            readings = read(batch, index)
+            slim_readings = readings if read_slim is None else read_slim(batch, index)
+            for one, other in zip(readings, slim_readings, strict=True):
+                module, x = by_name[one.name], other.inputs
                 if selection is not None and slim is None:
-                    columns = module.columns(selection[name].units).to(inputs[0].device)
-                    inputs = [x[..., columns] for x in inputs]
-                for x, y in zip(inputs, written.outputs[name], strict=True):
-                    real = real_tokens(dense, name, on_device, y)
-                    found = _split(x, y, real, held.to(real.device))
-                    sums[name] = sums[name] + found if name in sums else found
+                    x = x.index_select(-1, module.columns(selection[one.name].units).to(x.device))
+                if one.name not in sums:
+                    layer = dense.get_submodule(module.consumer)
+                    whole = selection is None and slim is None
+                    sums[one.name] = _new_sums(layer, x, derived=whole, weighted=weighted)
+                _add(sums[one.name], one, x, held.to(x.device))
+    for layer_moments in sums.values():
+        for part in (*layer_moments.uniform, *(layer_moments.weighted or ())):
+            part.finish()
     return sums
 
 
-def _split(x: Tensor, y: Tensor, real: Tensor, held: Tensor) -> SplitMoments:
-    """Return the moments of one batch; `real` (batch, tokens) marks real tokens, `held` (batch,) held-out samples."""
-    fitting, held_out = (Moments.of(x[rows], y[rows]) for rows in (real & ~held[:, None], real & held[:, None]))
-    return SplitMoments(fitting, held_out)
+def _new_sums(layer: nn.Module, x: Tensor, *, derived: bool, weighted: bool) -> LayerMoments:
+    """Return sums of zero for a consumer that reads x (..., inputs).
+
+    Args:
+        layer: The dense consumer.
+        x: What the sums will cover of its inputs.
+        derived: Whether these are all its inputs in the dense model, so that the targets follow from them.
+        weighted: Whether to add up weighted tokens too.
+    """
+    outputs, inputs = features_of(layer)
+    bias = layer.bias
+    target = Target(weight_of(layer).detach(), bias.detach() if isinstance(bias, Tensor) else None)
+    # For square consumers, such as attention's, the products with the outputs are cheap to add up.
+    how = (x.shape[-1], outputs, target if derived and inputs > outputs else None, x.device)
+    return LayerMoments((_Sums(*how), _Sums(*how)), (_Sums(*how), _Sums(*how)) if weighted else None)
+
+
+def _add(sums: LayerMoments, read: Reading, x: Tensor, held: Tensor) -> None:
+    """Add what a consumer read in one batch.
+
+    Args:
+        sums: Where to add it.
+        read: The reading of the dense model.
+        x: (batch, tokens, inputs), the inputs to add up.
+        held: (batch,) bool, the held-out samples.
+    """
+    for part, samples in enumerate((~held, held)):
+        rows = (read.real & samples[:, None]).flatten().nonzero()[:, 0]
+        x_part, y_part = (t.flatten(0, 1).index_select(0, rows) for t in (x, read.outputs))
+        sums.uniform[part].add(x_part, y_part, None)
+        if sums.weighted is not None and read.gradients is not None:
+            weights = read.gradients.float().square().sum(-1).flatten().index_select(0, rows)
+            sums.weighted[part].add(x_part, y_part, weights)
 
 
 def moment_bytes(modules: Sequence[PrunableModule]) -> int:

@@ -30,14 +30,15 @@ from ..runtimes.ort import require_onnxruntime
 from ..slim.check import compare_cut
 from ..slim.config import is_slim
 from ..slim.cut import prune_units
-from ..slim.refit import LayerFit, compensate
+from ..slim.refit import Compensation, LayerFit, compensate
 from ..tasks import TASKS
 from ..values import PruningPlan
 from .budgets import BudgetOutcome, CostOutcome, MaxDropOutcome
-from .choose import Choice, choose, compensation_of, head_numbers, write_choice
+from .choose import Choice, choose, head_numbers, write_choice
 from .measure import Measurements, export, measure_both
-from .prepare import Prepared, prepare
+from .prepare import GIB, Prepared, prepare
 from .quality import Evaluation, Refit, evaluate
+from .refitting import compensation_of
 from .search import quality_loss
 
 
@@ -68,7 +69,8 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = 
             choice = choose(prepared, recipe, progress=progress)
         write_choice(folder, choice)
         with clock("cut"):
-            pruned = prune(prepared, choice.plan, recipe, folder / "slim", refit=choice.refit, progress=progress)
+            how = {"compensation": choice.compensation, "refit": choice.refit}
+            pruned = prune(prepared, choice.plan, recipe, folder / "slim", **how, progress=progress)
             choice = replace(choice, refit=None)  # its moments may be gigabytes
             budget = confirm_max_drop(prepared, pruned.slim, recipe, choice.budget, progress=progress)
         evaluation = evaluate_run(prepared, pruned.slim, choice.plan, recipe, progress=progress)
@@ -78,7 +80,9 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = 
         with clock("measure"):
             measured = measure_both(prepared, pruned.slim, onnx, recipe, progress=progress)
         if isinstance(budget, CostOutcome):
-            budget = budget.with_measured(measured.flops, measured.latency)
+            budget = budget.with_measured(
+                flops=measured.flops, parameters=measured.parameters, latency=measured.latency
+            )
         done = _Done(prepared, choice, pruned, evaluation, onnx, measured, budget)
         report = _report(recipe, done, clock.seconds)
         _write_report(folder, report, recipe)
@@ -163,6 +167,7 @@ def _details(recipe: PruningRecipe, done: _Done) -> dict[str, Any]:
         "uncompensated": evaluation["uncompensated"],
         "compensation": [asdict(fit) for fit in done.pruned.fits],
         "alpha_curve": done.choice.alpha_curve,
+        "tried": [asdict(tried) for tried in done.choice.tried],
         "stability_of": _prediction_name(recipe),
         "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
         "custom_code": is_slim(done.pruned.slim),
@@ -199,6 +204,7 @@ def prune(
     folder: Path,
     *,
     overwrite: bool = False,
+    compensation: Compensation | None = None,
     refit: Refit | None = None,
     progress: Progress,
 ) -> Pruned:
@@ -212,6 +218,7 @@ def prune(
         recipe: Says whether and how to compensate.
         folder: Where to save the checkpoint.
         overwrite: Replace an existing folder.
+        compensation: How to compensate, where the recipe leaves that to the choice of the plan.
         refit: Refits from moments of the same dense model that were collected earlier. Without it, and for
             `sequential`, moments are collected here.
         progress: Shows stages and loops.
@@ -233,7 +240,8 @@ def prune(
                 plan,
                 modules,
                 prepared.compensation,
-                compensation_of(section),
+                compensation or compensation_of(section),
+                limit_bytes=round(section.memory_gb * GIB),
                 progress=progress,
             )
     progress.stage("save")

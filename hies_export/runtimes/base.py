@@ -42,6 +42,8 @@ class Runtime(ABC):
         fused_for: For ONNX sources, the provider to export for, as in `export_onnx`.
         dtypes: Names of the torch dtypes it can run a model in.
         loads: How many times a comparison loads the models; more than 1 if copies of one model differ in time.
+        width_step: Widths of a layer within one step are taken to run in the same time, so that a budget of time
+            counts on no saving between multiples of it.
         threads: CPU threads within an operator.
         cuda_graph: Whether a run replays a captured CUDA graph.
     """
@@ -51,6 +53,7 @@ class Runtime(ABC):
     fused_for: ClassVar[Provider] = "cpu"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")
     loads: ClassVar[int] = 1
+    width_step: ClassVar[int] = 16
     threads: int
     cuda_graph: bool = False
 

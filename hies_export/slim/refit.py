@@ -7,20 +7,21 @@ covariance C:
     least_squares  W'_K = W_K + W_M C_MK (C_KK + lambda I)^-1,  b' = b + W_M mu_M + (W_K - W'_K) mu_K
 
 A consumer without a bias gets none, and its moments are not centred. Both methods, and the error on held-out tokens,
-need only the moments of (x_K, y).
+need only the moments of (x_K, y). With token weights, mu and C are weighted means over tokens.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibrate.moments import SplitMoments, check_samples, collect_moments
+from ..calibrate.moments import MomentStream, SplitMoments, check_mix, check_samples, collect_moments
+from ..calibrate.stream import LIMIT_BYTES
 from ..errors import RecipeError, RequestError
 from ..model.linear import weight_of
 from ..progress import SILENT, Progress
@@ -50,14 +51,19 @@ class Compensation:
         ridge: lambda relative to the mean of the diagonal of C_KK; None to choose it on held-out samples.
         sequential: Whether to refit layer by layer, with inputs from the slim model as refitted so far. It takes a pass
             of both models for each layer. Targets always come from the dense model.
+        token_weights: How evenly tokens weigh, in (0, 1]: each weighs this + (1 - this) q / mean(q), where q is the
+            squared norm of the gradient of the sample's prediction with respect to the consumer's input at that token.
+            1 for all the same. Where the prediction is read from one token, as in many image classifiers, 0.1 helps.
 
     Raises:
-        RecipeError: The method is unknown, or the ridge is not positive.
+        RecipeError: The method is unknown, the ridge is not positive, or the token weights are out of range or
+            combined with `sequential`.
     """
 
     method: str = "least_squares"
     ridge: float | None = None
     sequential: bool = False
+    token_weights: float = 1.0
 
     def __post_init__(self) -> None:
         problems = []
@@ -65,6 +71,13 @@ class Compensation:
             problems.append(f"compensation.method must be one of {', '.join(METHODS)}, got {self.method!r}")
         if self.ridge is not None and not self.ridge > 0:
             problems.append(f"compensation.ridge must be above 0, got {self.ridge}")
+        if not 0 < self.token_weights <= 1:
+            problems.append(f"compensation.token_weights must be in (0, 1], got {self.token_weights}")
+        elif self.sequential and self.token_weights < 1:
+            problems.append(
+                "compensation.sequential takes tokens with equal weights, but compensation.token_weights is "
+                f"{self.token_weights}; set one of the two only"
+            )
         if problems:
             raise RecipeError(problems)
 
@@ -100,11 +113,13 @@ def compensate(
     batches: Sequence[dict[str, Tensor]],
     how: Compensation = LEAST_SQUARES,
     *,
+    limit_bytes: float = LIMIT_BYTES,
     progress: Progress = SILENT,
 ) -> list[LayerFit]:
     """Refit the consumers of `slim` in place, so that their outputs come closest to those of the dense model.
 
-    Labels are not used. One pass over the batches serves all layers, unless `how` is sequential.
+    Labels are not used, except those of language models if tokens are weighted. One pass over the batches serves all
+    layers whose moments fit the memory limit together. If `how` is sequential, each layer takes a pass.
 
     Args:
         dense: The model before the cut; not changed.
@@ -112,7 +127,8 @@ def compensate(
         plan: The units that stayed.
         modules: From `find_attention` on the dense model.
         batches: Inputs of the model; padding is excluded by their `attention_mask`.
-        how: Method, ridge and order.
+        how: Method, ridge, order and weights of tokens.
+        limit_bytes: Bytes that moments may take; see `MomentStream`.
         progress: Shows the loop over the batches.
 
     Returns:
@@ -135,22 +151,30 @@ def compensate(
     cut = [module for module in modules if selection[module.name].removed]
     check_samples(batches)
     _check_biases(dense, cut, how)
-    fits = []
-    for group in [[module] for module in cut] if how.sequential else [cut]:
-        moments = collect_moments(
-            dense, group, batches, selection=selection, slim=slim if how.sequential else None, progress=progress
-        )
-        fits += [
-            _refit(slim.get_submodule(module.consumer), module.name, moments[module.name], how) for module in group
-        ]
-    return fits
+    if how.sequential:
+        fits = []
+        for module in cut:
+            found = collect_moments(dense, [module], batches, selection=selection, slim=slim, progress=progress)
+            fits += _refit_all(slim, [(module, found[module.name])], how)
+        return fits
+    weights = how.token_weights
+    stream = MomentStream(
+        dense,
+        cut,
+        batches,
+        selection=selection,
+        limit_bytes=limit_bytes,
+        weighted=weights < 1,
+        progress=progress,
+    )
+    return _refit_all(slim, ((module, moments.mixed(weights)) for module, moments in stream), how)
 
 
 def refit(
     slim: PreTrainedModel,
     plan: PruningPlan | Selection,
     modules: Sequence[PrunableModule],
-    moments: Mapping[str, SplitMoments],
+    moments: Mapping[str, SplitMoments] | MomentStream,
     how: Compensation = LEAST_SQUARES,
 ) -> list[LayerFit]:
     """Refit the consumers of `slim` in place from moments of all inputs, which serve any number of plans.
@@ -159,23 +183,34 @@ def refit(
         slim: The cut model; its consumers are refitted in place.
         plan: The units that stayed.
         modules: From `find_attention` on the dense model.
-        moments: From `collect_moments` on the dense model.
-        how: Method and ridge; `sequential` does not apply.
+        moments: From `collect_moments` on the dense model, or a `MomentStream` of it without a selection; a stream that
+            does not fit its limit at once takes passes over its data for the modules that lost units.
+        how: Method, ridge and weights of tokens; `sequential` does not apply.
 
     Returns:
         One fit per module that lost units.
+
+    Raises:
+        RequestError: `how` weights tokens, and the moments have no such weights.
     """
     selection = selection_of(plan)
-    return [
-        _refit(
-            slim.get_submodule(module.consumer),
-            module.name,
-            moments[module.name].part(module.columns(selection[module.name].units)),
-            how,
-        )
-        for module in modules
-        if selection[module.name].removed
-    ]
+    cut = {module.name: module.columns(selection[module.name].units) for module in modules}
+    cut = {name: columns for name, columns in cut.items() if selection[name].removed}
+    weights = how.token_weights
+    if isinstance(moments, MomentStream):
+        check_mix(weights, weighted=moments.weighted)
+        found = ((module, layer.mixed(weights, cut[module.name])) for module, layer in moments.of(cut))
+        return _refit_all(slim, found, how)
+    check_mix(weights, weighted=False)
+    lost = [module for module in modules if module.name in cut]
+    return _refit_all(slim, ((module, moments[module.name].part(cut[module.name])) for module in lost), how)
+
+
+def _refit_all(
+    slim: PreTrainedModel, moments: Iterable[tuple[PrunableModule, SplitMoments]], how: Compensation
+) -> list[LayerFit]:
+    """Refit consumers in place, each from the moments of its kept inputs."""
+    return [_refit(slim.get_submodule(module.consumer), module.name, found, how) for module, found in moments]
 
 
 def _check_biases(dense: PreTrainedModel, cut: Sequence[PrunableModule], how: Compensation) -> None:
@@ -194,12 +229,13 @@ def _refit(layer: nn.Module, name: str, moments: SplitMoments, how: Compensation
     bias = layer.bias.detach().double() if isinstance(layer.bias, Tensor) else None
     centred = bias is not None
     everything = fitting + held_out
-    if how.method == "least_squares" and everything.tokens < ENOUGH_TOKENS_PER_INPUT * len(everything.x):
+    wanted = ENOUGH_TOKENS_PER_INPUT * len(everything.x)
+    if how.method == "least_squares" and everything.counted < wanted:
         warnings.warn(
-            f"{everything.tokens} calibration tokens are few for the {len(everything.x)} inputs of {name}; "
-            f"{ENOUGH_TOKENS_PER_INPUT} times as many are advised: raise compensation.samples",
+            f"{everything.counted} calibration tokens are few for the {len(everything.x)} inputs of {name}; at least "
+            f"{wanted} are wanted: raise compensation.samples",
             FewTokensWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     untouched = held_out.error(weight, bias)
     # (error on held-out tokens, method, ridge). The method chosen is then fitted again on all tokens.
@@ -208,19 +244,19 @@ def _refit(layer: nn.Module, name: str, moments: SplitMoments, how: Compensation
         tried.append((held_out.error(weight, fitting.fit_bias(weight)), "bias", None))
     if how.method == "least_squares":
         tried.append((untouched, "none", None))
-        for candidate in RIDGES if how.ridge is None else (how.ridge,):
-            try:
-                error = held_out.error(*fitting.fit(weight, ridge=candidate, centred=centred))
-                tried.append((error, "least_squares", candidate))
-            except torch.linalg.LinAlgError:
-                instead = "its bias is refitted" if centred else "it is left as it was cut"
-                warnings.warn(
-                    f"the covariance of the inputs of {name} is singular (what they give is the same for all tokens), "
-                    f"so least squares cannot be fitted and {instead}; check that layer's weights",
-                    SingularInputsWarning,
-                    stacklevel=3,
-                )
-                break
+        ridges = RIDGES if how.ridge is None else (how.ridge,)
+        fits = fitting.fits(weight, ridges=ridges, centred=centred)
+        try:
+            for candidate, fitted in zip(ridges, fits, strict=True):
+                tried.append((held_out.error(*fitted), "least_squares", candidate))
+        except torch.linalg.LinAlgError:
+            instead = "its bias is refitted" if centred else "it is left as it was cut"
+            warnings.warn(
+                f"the covariance of the inputs of {name} is singular (what they give is the same for all tokens), "
+                f"so least squares cannot be fitted and {instead}; check that layer's weights",
+                SingularInputsWarning,
+                stacklevel=4,
+            )
     error, chosen, chosen_ridge = min(tried, key=lambda item: item[0])
     with torch.no_grad():
         if chosen_ridge is not None:
@@ -229,4 +265,4 @@ def _refit(layer: nn.Module, name: str, moments: SplitMoments, how: Compensation
         if centred and chosen != "none":
             layer.bias.copy_(everything.fit_bias(weight))  # type: ignore[operator]
     share = error / untouched if untouched > 0 else 1.0
-    return LayerFit(name=name, method=chosen, ridge=chosen_ridge, tokens=everything.tokens, error=share)
+    return LayerFit(name=name, method=chosen, ridge=chosen_ridge, tokens=everything.counted, error=share)

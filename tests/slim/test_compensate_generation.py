@@ -91,8 +91,24 @@ def test_the_labels_are_the_text_and_say_which_tokens_count() -> None:
         found = collect_effects(model, [changed], sites).layers[sites[0].name]
         assert torch.equal(found.inputs, one.inputs)
         assert not torch.allclose(found.gradients, one.gradients)
-    with pytest.raises(DataError, match="labels must say which tokens of a language model count"):
-        collect_effects(model, [{k: v for k, v in batch.items() if k != "labels"}], sites)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("make", [causal_lm, llava])
+def test_without_labels_the_text_is_its_own(make: Callable[[], PreTrainedModel], side: str) -> None:
+    model, batch = make(), padded([9, 4, 6], side)
+    batch = with_images(batch) if make is llava else batch
+    # Nothing real predicts the first token.
+    firsts = batch["attention_mask"].cumsum(-1) == 1
+    labelled = batch | {"labels": batch["labels"].masked_fill(firsts, -100)}
+    unlabelled = {k: v for k, v in batch.items() if k != "labels"}
+    sites = find_attention(model, batch)
+    one, other = (collect_effects(model, [b], sites) for b in (labelled, unlabelled))
+    for site in sites:
+        assert torch.equal(one.layers[site.name].gradients, other.layers[site.name].gradients)
+    embedded = {"inputs_embeds": torch.randn(5, 4, 32)}
+    with pytest.raises(DataError, match="must have labels or input_ids, got inputs_embeds"):
+        collect_effects(causal_lm(), [embedded], find_attention(causal_lm(), padded([4], "right")))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

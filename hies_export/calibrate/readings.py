@@ -1,0 +1,109 @@
+"""Run batches through a model, and hand out what its consumers read and the gradients of the prediction there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..data.targets import size_of
+from ..errors import NonFiniteError
+from ..model.modes import evaluating, frozen, without_cache
+from ..model.tokens import real_tokens
+from ..model.watch import Watched, watch
+from ..units import PrunableModule
+from .predictions import predictions
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One call of a consumer, for one batch.
+
+    Attributes:
+        name: Dotted name of the module.
+        inputs: (batch, tokens, inputs)
+        outputs: (batch, tokens, outputs)
+        gradients: (batch, tokens, inputs), of each sample's prediction with respect to the inputs; None if not asked
+            for.
+        real: (batch, tokens) bool, the tokens that are not padding.
+    """
+
+    name: str
+    inputs: Tensor
+    outputs: Tensor
+    gradients: Tensor | None
+    real: Tensor
+
+
+Read: TypeAlias = Callable[[Mapping[str, Tensor], int], list[Reading]]
+
+
+@contextmanager
+def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradients: bool = False) -> Iterator[Read]:
+    """Yield a function that runs a batch and returns what the consumers read; the model is restored afterwards.
+
+    Args:
+        model: The model; its weights are frozen inside the block if gradients are asked for.
+        modules: The modules whose consumers to watch.
+        gradients: Whether to run backward from each sample's prediction; see `predictions`.
+
+    Yields:
+        A function of a batch and its number (for messages), which returns one `Reading` for each call of a consumer,
+        in the order of the modules. It raises NonFiniteError if a prediction or a gradient is NaN or infinite.
+    """
+    consumers = {module.name: module.consumer for module in modules}
+    with ExitStack() as stack:
+        stack.enter_context(frozen(model) if gradients else evaluating(model))
+        stack.enter_context(without_cache(model))
+        seen = stack.enter_context(watch(model, consumers, outputs=True, gradients=gradients))
+        stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
+
+        def read(batch: Mapping[str, Tensor], index: int) -> list[Reading]:
+            seen.clear()
+            on_device = {key: value.to(model.device) for key, value in batch.items() if key != "labels"}
+            logits = model(**on_device).logits
+            calls = [(module.name, call) for module in modules for call in range(len(seen.inputs[module.name]))]
+            found: list[Tensor | None] = [None] * len(calls)
+            if gradients:
+                found = [*_gradients(predictions(model, batch, logits), seen, calls, index)]
+            read_by_call = []
+            for (name, call), gradient in zip(calls, found, strict=True):
+                x, y = (by_sample(t, size_of(batch)) for t in (seen.inputs[name][call], seen.outputs[name][call]))
+                gradient = None if gradient is None else by_sample(gradient, size_of(batch))
+                real = real_tokens(model, name, on_device, x)
+                read_by_call.append(Reading(name, x.detach(), y.detach(), gradient, real))
+            return read_by_call
+
+        yield read
+
+
+def by_sample(x: Tensor, samples: int) -> Tensor:
+    """Return the input or output of a layer as (batch, tokens, features).
+
+    Some feed-forward blocks, such as OPT's, flatten the tokens of all samples into one axis.
+    """
+    return x.unflatten(0, (samples, -1)) if x.dim() == 2 else x
+
+
+def _gradients(predicted: Tensor, seen: Watched, calls: Sequence[tuple[str, int]], index: int) -> list[Tensor]:
+    """Return the gradients of the predictions, (batch,), with respect to the inputs of every call.
+
+    Raises:
+        NonFiniteError: A prediction or a gradient is NaN or infinite.
+    """
+    inputs = [seen.inputs[name][call] for name, call in calls]
+    # Samples are independent, so the gradient of the sum holds each sample's own. An unused layer, such as the last one
+    # of LLaVA's image tower, has no gradient.
+    found = torch.autograd.grad(predicted.sum(), inputs, allow_unused=True)
+    gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+    if not all(torch.isfinite(values).all() for values in (predicted, *gradients)):
+        raise NonFiniteError(
+            f"every prediction and gradient must be finite, but batch {index} gave NaN or infinity; check the rows of "
+            "that batch and the model's dtype"
+        )
+    return gradients

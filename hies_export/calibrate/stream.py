@@ -1,0 +1,90 @@
+"""Collect something large for every module, in as many passes over the data as a memory limit makes necessary."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from typing import Generic, TypeVar
+
+from ..units import PrunableModule
+
+logger = logging.getLogger(__name__)
+
+# What a stream holds at once, unless told otherwise.
+LIMIT_BYTES = 4 << 30
+
+T = TypeVar("T")
+
+
+class Stream(ABC, Generic[T]):
+    """Pairs of a module and what was collected for it, in the order of the modules.
+
+    Consecutive modules form groups that fit the limit together; a group has at least one module. Each group takes a
+    pass over the data. If there is one group only, it is kept, so all iterations together take one pass. Otherwise
+    every iteration collects group by group again.
+
+    Args:
+        modules: The modules, in the order in which the model runs them.
+        sizes: Bytes that each of them takes.
+        limit_bytes: Bytes that the modules of a group may take together.
+        what: What is collected, for messages.
+
+    Attributes:
+        groups: The modules of each pass.
+        passes: Passes over the data made so far.
+    """
+
+    def __init__(self, modules: Sequence[PrunableModule], sizes: Sequence[int], limit_bytes: float, *, what: str):
+        self.groups = grouped(modules, sizes, limit_bytes)
+        self.passes = 0
+        self._kept: dict[str, T] | None = None
+        largest = max(sizes, default=0)
+        if largest > limit_bytes:
+            name = modules[list(sizes).index(largest)].name
+            logger.warning(
+                "%s of %s take %.1f GB, more than the limit of %.1f GB: going on with one module at a time",
+                *(what, name, largest / 1e9, limit_bytes / 1e9),
+            )
+
+    @abstractmethod
+    def _collect(self, group: Sequence[PrunableModule]) -> dict[str, T]:
+        """Return what one pass over the data collects, by module."""
+
+    def __iter__(self) -> Iterator[tuple[PrunableModule, T]]:
+        return self.of(None)
+
+    def of(self, names: Collection[str] | None) -> Iterator[tuple[PrunableModule, T]]:
+        """Yield the pairs of some modules; a group without any of them takes no pass.
+
+        Args:
+            names: Names of the modules; None for all.
+        """
+        for group in self.groups:
+            wanted = [module for module in group if names is None or module.name in names]
+            if not wanted:
+                continue
+            found = self._kept
+            if found is None:
+                found = self._collect(group if len(self.groups) == 1 else wanted)
+                self.passes += 1
+            if len(self.groups) == 1:
+                self._kept = found
+            for module in wanted:
+                # What is not kept is freed as soon as the caller is done with the module.
+                yield module, found[module.name] if self._kept is not None else found.pop(module.name)
+
+
+def grouped(
+    modules: Sequence[PrunableModule], sizes: Sequence[int], limit_bytes: float
+) -> tuple[tuple[PrunableModule, ...], ...]:
+    """Return consecutive modules in groups whose sizes add up to no more than the limit, each at least one module."""
+    groups: list[list[PrunableModule]] = []
+    left = 0.0
+    for module, size in zip(modules, sizes, strict=True):
+        if not groups or size > left:
+            groups.append([])
+            left = limit_bytes
+        groups[-1].append(module)
+        left -= size
+    return tuple(map(tuple, groups))
