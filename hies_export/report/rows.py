@@ -232,8 +232,8 @@ def _change(dense: float, slim: float) -> str:
 
 
 def _millions(number: float) -> str:
-    """Return a number in millions, with at least four significant digits and never as a power of ten."""
-    return f"{number / 1e6:,.0f}" if number >= 1e10 else f"{number / 1e6:.4g}"
+    """Return a number in millions, with four significant digits, or whole where it has more."""
+    return f"{number / 1e6:,.0f}" if number >= 1e9 else f"{number / 1e6:.4g}"
 
 
 def _plain(value: Any) -> str:
