@@ -15,6 +15,7 @@ from ..errors import DropError
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.predict import predict
+from ..kinds import ATTENTION
 from ..measure.environment import environment
 from ..model.tokens import first_samples
 from ..onnx.export import OnnxExport
@@ -22,9 +23,9 @@ from ..progress import SILENT, Clock, Progress
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
 from ..report.html import render_html
+from ..report.maps import head_map, neuron_counts
 from ..report.markdown import render_markdown
-from ..report.report import Quality, Report, UnitCounts
-from ..report.rows import head_map
+from ..report.report import Quality, Report, plan_counts
 from ..runtimes.ort import require_onnxruntime
 from ..slim.check import compare_cut
 from ..slim.config import is_slim
@@ -122,13 +123,15 @@ def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float]) -> Re
     """Return the report of a run."""
     plan, measured, evaluation = done.choice.plan, done.measured, done.evaluation
     metric = done.prepared.metrics[0]
+    heads, neurons = plan_counts(plan)
     return Report(
         model=recipe.model,
         task=recipe.task,
         criterion=plan.criterion,
         alpha=plan.alpha,
         seed=plan.seed,
-        heads=UnitCounts(plan.heads, plan.removed, [len(kept.units) for kept in plan.kept.values()]),
+        heads=heads,
+        neurons=neurons,
         parameters=measured.parameters,
         bytes=measured.bytes,
         flops=measured.flops,
@@ -150,10 +153,14 @@ def _details(recipe: PruningRecipe, done: _Done) -> dict[str, Any]:
     prepared, plan, onnx, evaluation = done.prepared, done.choice.plan, done.onnx, asdict(done.evaluation)
     calibration, split = done.choice.statistics.calibration, recipe.evaluation.split
     file = recipe.data.files[split.partition("[")[0]].name if recipe.data.files else None
+    # What is known of every neuron would fill megabytes.
+    heads = {name: numbers for name, numbers in head_numbers(done.choice).items() if plan.kept[name].kind == ATTENTION}
+    neurons = neuron_counts(plan)
     return {
         "base_model": None if Path(recipe.model).exists() else recipe.model,
         "head_map": head_map(plan),
-        "heads": head_numbers(done.choice),
+        "heads": heads,
+        **({"neurons": neurons} if neurons else {}),
         "budget": done.budget.details(),
         "metrics": evaluation["metrics"],
         "benchmarks": evaluation["benchmarks"],

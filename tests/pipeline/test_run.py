@@ -26,8 +26,8 @@ from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.prepare import prepare
 from hies_export.recipe import PruningRecipe
+from hies_export.report.maps import CUT, KEPT
 from hies_export.report.report import Report
-from hies_export.report.rows import CUT, KEPT
 from hies_export.runtimes.base import Runtime
 from hies_export.runtimes.pytorch import TorchRuntime
 

@@ -19,9 +19,9 @@ from hies_export.errors import RequestError
 from hies_export.report.bench import Bench, print_bench, read_report, render_bench
 from hies_export.report.card import render_card
 from hies_export.report.html import render_html
+from hies_export.report.maps import KEPT
 from hies_export.report.markdown import render_markdown
 from hies_export.report.report import Report
-from hies_export.report.rows import KEPT
 from hies_export.report.terminal import print_report
 
 
@@ -161,7 +161,7 @@ def test_figures_of_a_run_are_drawn_the_same_twice(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
     from hies_export.report import plots as figures
 
-    report = make_report()
+    report = make_report(neurons=64)
     files = figures.draw_report(report, tmp_path)
     assert [file.name for file in files] == [f"{n}.{e}" for n in figures.CAPTIONS for e in ("png", "svg")]
     before = {file: file.read_bytes() for file in files}

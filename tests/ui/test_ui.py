@@ -27,7 +27,7 @@ from hies_export.errors import MissingRuntimeError, RequestError
 from hies_export.legacy import HeadStatistics
 from hies_export.measure.counts import count_flops
 from hies_export.model.tokens import synthetic_batch
-from hies_export.report.rows import CUT
+from hies_export.report.maps import CUT
 from hies_export.studies.explore import Exploration, lost_share, predict, read_exploration
 from hies_export.ui.page import draw, save, show
 from hies_export.values import PruningPlan
