@@ -69,8 +69,9 @@ def score_compensated(
     effects: Effects,
     modules: Sequence[PrunableModule],
     *,
+    ridge: float = 0.1,
+    per_sample: bool = True,
     moments: Mapping[str, Moments] | None = None,
-    options: RemovalOptions = DEFAULT,
     progress: Progress = SILENT,
 ) -> Scores:
     """Score every unit by its rank in a greedy removal of all units of its kind.
@@ -78,18 +79,22 @@ def score_compensated(
     Args:
         effects: From `collect_effects`.
         modules: The modules that `effects` were collected of.
+        ridge, per_sample: See `RemovalOptions`.
         moments: Module -> moments of its consumer's inputs, on more tokens than the effects have. With few tokens, an
             order takes neurons to be free that are not. By default those of the effects.
-        options: See `RemovalOptions`.
         progress: Shows the loop over the modules.
 
     Returns:
         See `scores_of_chains`.
 
+    Raises:
+        RecipeError: The ridge is not positive.
+
     Examples:
         >>> score_compensated(collect_effects(model, batches, modules), modules).criterion
         'compensated'
     """
+    options = RemovalOptions(ridge, per_sample)
     chains = [
         removal_chain(
             effects.layers[module.name],
