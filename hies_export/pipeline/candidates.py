@@ -66,7 +66,7 @@ class Candidates:
                 if name != "hies" or "attention" in kinds
                 for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
             ]
-            return [*simple, self.compensated()]
+            return [self.compensated(), *simple]
         if prune.alpha != "auto":
             return [self._by(prune.criterion, prune.alpha)]
         return [self._by(prune.criterion, alpha) for alpha in (ALPHAS if uses_alpha(prune.criterion) else (0.0,))]
