@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -133,53 +134,6 @@ class SplitMoments:
         return SplitMoments(self.fitting + other.fitting, self.held_out + other.held_out)
 
 
-class _Sums:
-    """Sums over the weighted tokens of one part of the samples, added up in place.
-
-    Args:
-        inputs: Number of inputs.
-        outputs: Number of outputs.
-        target: Weight (outputs, inputs) and bias (outputs,) or None of the layer whose outputs are the targets: sums
-            over targets then follow from those over inputs. None to add up the targets themselves.
-        device: Where the sums are.
-    """
-
-    def __init__(self, inputs: int, outputs: int, target: Target | None, device: torch.device):
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
-
-        self.tokens, self.counted, self.target = 0.0, 0, target
-        self.x, self.xx, self.y, self.yy = zeros(inputs), zeros(inputs, inputs), zeros(outputs), zeros()
-        self.yx = zeros(outputs, inputs) if target is None else None
-        self._dtype = torch.float64 if inputs < WIDE else torch.float32
-
-    def add(self, x: Tensor, y: Tensor, weights: Tensor | None) -> None:
-        """Add tokens x (tokens, inputs) and y (tokens, outputs), each times its weight, (tokens,); None for ones."""
-        x = x.to(self._dtype)
-        self.counted += len(x)
-        self.tokens += len(x) if weights is None else weights.sum(dtype=torch.float64).item()
-        root = None if weights is None else weights.to(self._dtype).sqrt()[:, None]
-        self.x += (x if weights is None else x * weights[:, None]).sum(0, dtype=torch.float64)
-        scaled = x if root is None else x * root
-        _add_products(self.xx, scaled)
-        if self.yx is not None:
-            y = y.to(self._dtype)
-            self.y += (y if weights is None else y * weights[:, None]).sum(0, dtype=torch.float64)
-            y = y if root is None else y * root
-            self.yx += y.T @ scaled
-            self.yy += y.pow(2).sum(dtype=torch.float64)
-
-    def finish(self) -> None:
-        """Fill in what follows from the sums, after the last token."""
-        if len(self.xx) >= WIDE:
-            _mirror(self.xx)
-        if self.target is not None:
-            weight, bias = self.target.double()
-            read = weight @ self.x
-            self.y = read + self.tokens * bias
-            self.yy = ((weight @ self.xx) * weight).sum() + bias @ (2 * read + self.tokens * bias)
-
-
 @dataclass(frozen=True)
 class Target:
     """A layer whose outputs are the targets.
@@ -196,6 +150,92 @@ class Target:
         """Return weight and bias as float64; zeros for no bias."""
         weight = self.weight.double()
         return weight, weight.new_zeros(len(weight)) if self.bias is None else self.bias.double()
+
+
+class _Sums:
+    """Sums over the weighted tokens of one part of the samples, added up in place.
+
+    Attributes:
+        tokens, x, xx, counted: As in `Moments`.
+    """
+
+    def __init__(self, inputs: int, device: torch.device):
+        self.tokens, self.counted = 0.0, 0
+        self.x, self.xx = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in (inputs, (inputs,) * 2))
+        self._dtype = torch.float64 if inputs < WIDE else torch.float32
+
+    def add(self, x: Tensor, y: Tensor, weights: Tensor | None) -> None:
+        """Add tokens x (tokens, inputs) and y (tokens, outputs), each times its weight, (tokens,); None for ones."""
+        x, y = x.to(self._dtype), y.to(self._dtype)
+        self.counted += len(x)
+        if weights is None:
+            self.tokens += len(x)
+            self._add(x, y, x, y)
+        else:
+            self.tokens += weights.sum(dtype=torch.float64).item()
+            weights = weights.to(self._dtype)[:, None]
+            root = weights.sqrt()
+            self._add(x * weights, y * weights, x * root, y * root)
+
+    def _add(self, x: Tensor, y: Tensor, root_x: Tensor, root_y: Tensor) -> None:
+        """Add tokens times their weights to the plain sums, and those times the roots of the weights to products."""
+        self.x += x.sum(0, dtype=torch.float64)
+        _add_products(self.xx, root_x)
+
+    def finish(self) -> None:
+        """Complete the sums after the last token."""
+        if len(self.xx) >= WIDE:
+            _mirror(self.xx)
+
+
+class _TargetSums(_Sums):
+    """Sums with the targets y.
+
+    Attributes:
+        y, yx, yy: As in `Moments`.
+    """
+
+    def __init__(self, inputs: int, outputs: int, device: torch.device):
+        super().__init__(inputs, device)
+        shapes: tuple[tuple[int, ...], ...] = ((outputs,), (outputs, inputs), ())
+        self.y, self.yx, self.yy = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)
+
+    def _add(self, x: Tensor, y: Tensor, root_x: Tensor, root_y: Tensor) -> None:
+        super()._add(x, y, root_x, root_y)
+        self.y += y.sum(0, dtype=torch.float64)
+        self.yx += root_y.T @ root_x
+        self.yy += root_y.pow(2).sum(dtype=torch.float64)
+
+
+class _LayerSums(_Sums):
+    """Sums whose targets are the outputs W x + b of a layer, so that those over targets follow from xx.
+
+    Args:
+        layer: The layer.
+        device: Where the sums are.
+    """
+
+    def __init__(self, layer: nn.Module, device: torch.device):
+        super().__init__(features_of(layer)[1], device)
+        self._weight, self._bias = weight_of(layer).detach(), layer.bias
+
+    def target(self) -> tuple[Tensor, Tensor]:
+        """Return W (outputs, inputs) and b (outputs,), float64."""
+        weight = self._weight.double()
+        bias = self._bias
+        return weight, bias.detach().double() if isinstance(bias, Tensor) else weight.new_zeros(len(weight))
+
+    @cached_property
+    def y(self) -> Tensor:
+        """(outputs,), as in `Moments`."""
+        weight, bias = self.target()
+        return weight @ self.x + self.tokens * bias
+
+    @cached_property
+    def yy(self) -> Tensor:
+        """Sum of |y|^2. It takes outputs x inputs^2 multiplications."""
+        weight, bias = self.target()
+        return ((weight @ self.xx) * weight).sum() + bias @ (2 * self.y - self.tokens * bias)
 
 
 @dataclass(frozen=True)
@@ -216,10 +256,20 @@ class LayerMoments:
         """Number of tokens."""
         return sum(part.counted for part in self.uniform)
 
+    def covariance(self, *, centred: bool) -> Tensor:
+        """Return the mean over all tokens of x x^T, (inputs, inputs) float64, less that of the means if `centred`."""
+        fitting, held_out = self.uniform
+        found = (fitting.xx + held_out.xx).div_(self.counted)
+        if centred:
+            mean = (fitting.x + held_out.x) / self.counted
+            found -= torch.outer(mean, mean)
+        return found
+
     def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> SplitMoments:
         """Return the moments in which a token weighs mix + (1 - mix) q / mean(q), which is one on average.
 
         Here q is the squared norm of the gradient. If nothing reads the consumer, so that q is zero, all weigh one.
+        Orders of removal need the inputs alone: `covariance` leaves out the sums over targets, which take longer.
 
         Args:
             mix: In (0, 1]; 1 for uniform weights.
@@ -252,21 +302,25 @@ def check_mix(mix: float, *, weighted: bool) -> None:
 
 
 def _moments(parts: Sequence[tuple[float, _Sums]], columns: Tensor | None) -> Moments:
-    """Return the moments of a linear combination of sums, (factor, sums), for some of the inputs."""
+    """Return the moments of one or two sums, each times its factor, for some of the inputs."""
     sums = parts[0][1]
     columns = None if columns is None else columns.to(sums.xx.device)
 
     def total(name: str, columns: Tensor | None = None) -> Tensor:
-        found = [(f, getattr(s, name) if columns is None else getattr(s, name)[..., columns]) for f, s in parts]
-        return found[0][1] if len(found) == 1 else sum((f * value for f, value in found[1:]), found[0][0] * found[0][1])
+        values = [getattr(part, name) for _, part in parts]
+        if columns is not None:
+            values = [value[..., columns] for value in values]
+        if len(parts) == 1:
+            return values[0]
+        (one, _), (other, _) = parts
+        return (values[0] * one).add_(values[1], alpha=other)
 
-    rows = total("xx", columns)  # (inputs, columns)
-    x = total("x", columns)
-    if sums.target is None:
-        yx = total("yx", columns)
-    else:
-        weight, bias = sums.target.double()
+    rows, x = total("xx", columns), total("x", columns)  # (inputs, columns), (columns,)
+    if isinstance(sums, _LayerSums):
+        weight, bias = sums.target()
         yx = weight @ rows + torch.outer(bias, x)
+    else:
+        yx = total("yx", columns)
     return Moments(
         tokens=sum(factor * part.tokens for factor, part in parts),
         x=x,
@@ -276,6 +330,11 @@ def _moments(parts: Sequence[tuple[float, _Sums]], columns: Tensor | None) -> Mo
         yy=total("yy"),
         counted=sums.counted,
     )
+
+
+def _sum(x: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the float64 sum over tokens of x (tokens, features), each times its weight, (tokens, 1)."""
+    return (x if weights is None else x * weights).sum(0, dtype=torch.float64)
 
 
 def _add_products(total: Tensor, x: Tensor) -> None:
@@ -336,8 +395,14 @@ class MomentStream(Stream[LayerMoments]):
         super().__init__(modules, sizes, limit_bytes, what="the moments")
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerMoments]:
-        how = {"selection": self.selection, "weighted": self.weighted, "progress": self._progress}
-        return _collect(self._dense, group, self._batches, **how)
+        return _collect(
+            self._dense,
+            group,
+            self._batches,
+            selection=self.selection,
+            weighted=self.weighted,
+            progress=self._progress,
+        )
 
 
 def bytes_of(
@@ -432,11 +497,14 @@ def _new_sums(layer: nn.Module, x: Tensor, *, derived: bool, weighted: bool) -> 
         weighted: Whether to add up weighted tokens too.
     """
     outputs, inputs = features_of(layer)
-    bias = layer.bias
-    target = Target(weight_of(layer).detach(), bias.detach() if isinstance(bias, Tensor) else None)
-    # For square consumers, such as attention's, the products with the outputs are cheap to add up.
-    how = (x.shape[-1], outputs, target if derived and inputs > outputs else None, x.device)
-    return LayerMoments((_Sums(*how), _Sums(*how)), (_Sums(*how), _Sums(*how)) if weighted else None)
+
+    def new() -> _Sums:
+        # For square consumers, such as attention's, the products with the outputs are cheap to add up.
+        if derived and inputs > outputs:
+            return _LayerSums(layer, x.device)
+        return _TargetSums(x.shape[-1], outputs, x.device)
+
+    return LayerMoments((new(), new()), (new(), new()) if weighted else None)
 
 
 def _add(sums: LayerMoments, read: Reading, x: Tensor, held: Tensor) -> None:
