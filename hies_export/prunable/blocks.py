@@ -79,7 +79,7 @@ class Reader:
 
     def __init__(self, probe: Probe, inside: Iterable[str]):
         """Record the inputs of all layers, and look into those of the layers named in `inside`."""
-        small = {id(p) for p in probe.small_parameters()}
+        small = {id(p) for p in probe.small_parameters() if p.numel()}
         self._parameters = {id(p): name for name, p in probe.model.named_parameters() if id(p) in small}
         self._leaves: Any = WeakTensorKeyDictionary()
         self._inside = set(inside)
@@ -97,10 +97,13 @@ class Reader:
         for leaf in leaves:
             self.readers.setdefault(leaf, set()).add(call)
         alone = all(len(self.readers[leaf]) == 1 for leaf in leaves)
-        if name not in self._inside or not leaves or not (alone or len(leaves) <= _FEW):
+        if name not in self._inside or not leaves or not x.numel() or not (alone or len(leaves) <= _FEW):
             return
         if all(leaf.numel() // leaf.shape[-1] == x.numel() // x.shape[-1] for leaf in leaves.values()):
-            found = reach(x, list(leaves.values()), list(parameters.values()))
+            try:
+                found = reach(x, list(leaves.values()), list(parameters.values()))
+            except RuntimeError:  # the model wrote into what a derivative needs
+                return
             read.reach = dict(zip(leaves, found, strict=False))
             read.parameters = dict(zip(parameters, found[len(leaves) :], strict=True))
             read.rows = sample(x)
