@@ -35,10 +35,12 @@ class Reach:
     Attributes:
         column: (features,) int64: the one column that a feature reaches, `MIXED` if several, `NOWHERE` if none.
         at_token: Whether every feature reaches its own token only; True for parameters.
+        linear: Whether the derivative of its column to a feature is the same at every token.
     """
 
     column: Tensor
     at_token: bool = True
+    linear: bool = False
 
     @property
     def each_alone(self) -> bool:
@@ -54,6 +56,7 @@ class Read:
         layer: Dotted name of the layer.
         columns: Number of its input columns.
         sources: Calls of the layers on whose features its input depends.
+        constant: Whether its input depends on nothing but buffers, such as a table of coordinates.
         reach: Of each of these, which column each feature reaches; empty where it was not looked into.
         parameters: The same of parameters outside of linear layers, by name.
         rows: Some rows of the input, (rows, columns), if `reach` is not empty.
@@ -63,6 +66,7 @@ class Read:
     layer: str
     columns: int
     sources: set[Call]
+    constant: bool = False
     reach: dict[Call, Reach] = field(default_factory=dict)
     parameters: dict[str, Reach] = field(default_factory=dict)
     rows: Tensor | None = None
@@ -92,7 +96,8 @@ class Reader:
         self._calls[name] = self._calls.get(name, -1) + 1
         call = (name, self._calls[name])
         leaves, parameters = self._below(x)
-        read = Read(name, x.shape[-1], set(leaves), signature=signature(x))
+        constant = torch.is_grad_enabled() and not x.requires_grad
+        read = Read(name, x.shape[-1], set(leaves), constant, signature=signature(x))
         self.reads[call] = read
         for leaf in leaves:
             self.readers.setdefault(leaf, set()).add(call)
@@ -191,8 +196,13 @@ def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> li
         column = torch.where(alone, whole[0] * base + whole[1], MIXED).long()
         column[column >= columns] = MIXED
         column[((one == 0) & (high.reshape(one.shape) == 0)).all(0)] = NOWHERE
-        own = isinstance(leaf, nn.Parameter) or bool(((ratio(token) - tokens).abs().nan_to_num(0.0) < 1e-3).all())
-        results.append(Reach(column, own))
+        if isinstance(leaf, nn.Parameter):
+            results.append(Reach(column))
+            continue
+        own = bool(((ratio(token) - tokens).abs().nan_to_num(0.0) < 1e-3).all())
+        slope = one / weights[:, column.clamp(min=0)] if own else one
+        spread = slope.amax(0) - slope.amin(0)
+        results.append(Reach(column, own, len(rows) > 1 and bool((spread <= 1e-4 * slope.abs().amax(0)).all())))
     return results
 
 

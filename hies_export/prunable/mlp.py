@@ -7,7 +7,8 @@ rehearsed: with fewer neurons everywhere, the model's own code must hand the con
 every other layer and the outputs what they had before.
 
 Only blocks inside a stack of layers count, that is below an element of an `nn.ModuleList`. So poolers, classifiers, LM
-heads and the projectors between towers stay alone.
+heads and the projectors between towers stay alone. So do two linear layers with no activation between them, which are
+one layer of low rank, and networks that see no sample, such as those that make position biases.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
     _refuse_experts(model, label)
     probe = Probe(model, positive=True)
     layers = {name: layer for name in _linear_names(probe.model) if (layer := _layer_of(probe.model, name))}
-    for parameter in probe.small_parameters():
+    for parameter in probe.other_parameters():
         parameter.requires_grad_(True)
     reader = Reader(probe, layers)
     outputs = reader.end(_run(probe, batch, before=reader.before, after=reader.after))
-    for parameter in probe.small_parameters():
+    for parameter in probe.other_parameters():
         parameter.requires_grad_(False)
     reasons: dict[str, str] = {}
     blocks = _named(probe.model, _blocks(reader, reasons), layers)
@@ -172,6 +173,10 @@ def _block(read: Read, call: Call, reader: Reader, reasons: dict[str, str]) -> F
     """Return the block whose consumer made a call, if there is one."""
     if not read.reach or not all(reach.at_token for reach in read.reach.values()):
         return None
+    if all(reach.linear for reach in read.reach.values()):
+        return None  # two layers with no activation between are one of low rank
+    if any(reader.reads[source].constant for source in read.reach):
+        return None  # such as the network that makes position biases: it sees no sample
     names = " and ".join(dict.fromkeys(name for name, _ in read.reach))
     exclusive = all(reader.readers[source] == {call} for source in read.reach)
     if any((reach.column == MIXED).any() for reach in read.reach.values()):
