@@ -22,7 +22,8 @@ Call = tuple[str, int]
 """A linear layer, and the number of its call in the run."""
 
 MIXED, NOWHERE = -1, -2
-# A block has one producer, or gate and up. With more, sharing a layer with others is not looked into.
+# A block has one producer, or gate and up. An input with more sources is on the path between layers, so that features
+# which other layers have read as well need not be looked into.
 _FEW = 3
 _SAMPLED_ROWS = 16
 _ENOUGH_DIGITS = 0.1
@@ -57,7 +58,7 @@ class Read:
         columns: Number of its input columns.
         sources: Calls of the layers on whose features its input depends.
         constant: Whether its input depends on nothing but buffers, such as a table of coordinates.
-        reach: Of each of these, which column each feature reaches; empty where it was not looked into.
+        reach: Of those of them that were looked into, which column each feature reaches.
         parameters: The same of parameters outside of linear layers, by name.
         rows: Some rows of the input, (rows, columns), if `reach` is not empty.
         signature: Two sums over the input, by which a changed one is noticed.
@@ -101,17 +102,21 @@ class Reader:
         self.reads[call] = read
         for leaf in leaves:
             self.readers.setdefault(leaf, set()).add(call)
-        alone = all(len(self.readers[leaf]) == 1 for leaf in leaves)
-        if name not in self._inside or not leaves or not x.numel() or not (alone or len(leaves) <= _FEW):
+        if name not in self._inside or not x.numel():
             return
-        if all(leaf.numel() // leaf.shape[-1] == x.numel() // x.shape[-1] for leaf in leaves.values()):
-            try:
-                found = reach(x, list(leaves.values()), list(parameters.values()))
-            except RuntimeError:  # the model wrote into what a derivative needs
-                return
-            read.reach = dict(zip(leaves, found, strict=False))
-            read.parameters = dict(zip(parameters, found[len(leaves) :], strict=True))
-            read.rows = sample(x)
+        looked = {
+            leaf: features for leaf, features in leaves.items() if len(leaves) <= _FEW or len(self.readers[leaf]) == 1
+        }
+        tokens = x.numel() // x.shape[-1]
+        if not looked or any(leaf.numel() != tokens * leaf.shape[-1] for leaf in looked.values()):
+            return
+        try:
+            found = reach(x, list(looked.values()), list(parameters.values()))
+        except RuntimeError:  # the model wrote into what a derivative needs
+            return
+        read.reach = dict(zip(looked, found, strict=False))
+        read.parameters = dict(zip(parameters, found[len(looked) :], strict=True))
+        read.rows = sample(x)
 
     def after(self, name: str, features: Tensor) -> None:
         """Remember the features of a linear layer."""
