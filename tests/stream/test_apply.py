@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
 from hies_export.errors import OutputExistsError, PlanError, RequestError, StepError
-from hies_export.model.tokens import synthetic_batch
 from hies_export.kinds import KINDS, MLP
+from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import find_attention
 from hies_export.prunable.find import find_modules
 from hies_export.slim.check import first_output, weight_norms
