@@ -22,7 +22,8 @@ Call = tuple[str, int]
 """A linear layer, and the number of its call in the run."""
 
 MIXED, NOWHERE = -1, -2
-# A block has one producer, or gate and up. With more, sharing a layer with others is not looked into.
+# A block has one producer, or gate and up. An input with more sources is on the path between layers, so that features
+# which other layers have read as well need not be looked into.
 _FEW = 3
 _SAMPLED_ROWS = 16
 _ENOUGH_DIGITS = 0.1
@@ -35,10 +36,12 @@ class Reach:
     Attributes:
         column: (features,) int64: the one column that a feature reaches, `MIXED` if several, `NOWHERE` if none.
         at_token: Whether every feature reaches its own token only; True for parameters.
+        linear: Whether the derivative of its column to a feature is the same at every token.
     """
 
     column: Tensor
     at_token: bool = True
+    linear: bool = False
 
     @property
     def each_alone(self) -> bool:
@@ -54,7 +57,8 @@ class Read:
         layer: Dotted name of the layer.
         columns: Number of its input columns.
         sources: Calls of the layers on whose features its input depends.
-        reach: Of each of these, which column each feature reaches; empty where it was not looked into.
+        constant: Whether its input depends on nothing but buffers, such as a table of coordinates.
+        reach: Of those of them that were looked into, which column each feature reaches.
         parameters: The same of parameters outside of linear layers, by name.
         rows: Some rows of the input, (rows, columns), if `reach` is not empty.
         signature: Two sums over the input, by which a changed one is noticed.
@@ -63,6 +67,7 @@ class Read:
     layer: str
     columns: int
     sources: set[Call]
+    constant: bool = False
     reach: dict[Call, Reach] = field(default_factory=dict)
     parameters: dict[str, Reach] = field(default_factory=dict)
     rows: Tensor | None = None
@@ -79,7 +84,7 @@ class Reader:
 
     def __init__(self, probe: Probe, inside: Iterable[str]):
         """Record the inputs of all layers, and look into those of the layers named in `inside`."""
-        small = {id(p) for p in probe.small_parameters()}
+        small = {id(p) for p in probe.small_parameters() if p.numel()}
         self._parameters = {id(p): name for name, p in probe.model.named_parameters() if id(p) in small}
         self._leaves: Any = WeakTensorKeyDictionary()
         self._inside = set(inside)
@@ -92,18 +97,26 @@ class Reader:
         self._calls[name] = self._calls.get(name, -1) + 1
         call = (name, self._calls[name])
         leaves, parameters = self._below(x)
-        read = Read(name, x.shape[-1], set(leaves), signature=signature(x))
+        constant = torch.is_grad_enabled() and not x.requires_grad
+        read = Read(name, x.shape[-1], set(leaves), constant, signature=signature(x))
         self.reads[call] = read
         for leaf in leaves:
             self.readers.setdefault(leaf, set()).add(call)
-        alone = all(len(self.readers[leaf]) == 1 for leaf in leaves)
-        if name not in self._inside or not leaves or not (alone or len(leaves) <= _FEW):
+        if name not in self._inside or not x.numel():
             return
-        if all(leaf.numel() // leaf.shape[-1] == x.numel() // x.shape[-1] for leaf in leaves.values()):
-            found = reach(x, list(leaves.values()), list(parameters.values()))
-            read.reach = dict(zip(leaves, found, strict=False))
-            read.parameters = dict(zip(parameters, found[len(leaves) :], strict=True))
-            read.rows = sample(x)
+        looked = {
+            leaf: features for leaf, features in leaves.items() if len(leaves) <= _FEW or len(self.readers[leaf]) == 1
+        }
+        tokens = x.numel() // x.shape[-1]
+        if not looked or any(leaf.numel() != tokens * leaf.shape[-1] for leaf in looked.values()):
+            return
+        try:
+            found = reach(x, list(looked.values()), list(parameters.values()))
+        except RuntimeError:  # the model wrote into what a derivative needs
+            return
+        read.reach = dict(zip(looked, found, strict=False))
+        read.parameters = dict(zip(parameters, found[len(looked) :], strict=True))
+        read.rows = sample(x)
 
     def after(self, name: str, features: Tensor) -> None:
         """Remember the features of a linear layer."""
@@ -188,8 +201,13 @@ def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> li
         column = torch.where(alone, whole[0] * base + whole[1], MIXED).long()
         column[column >= columns] = MIXED
         column[((one == 0) & (high.reshape(one.shape) == 0)).all(0)] = NOWHERE
-        own = isinstance(leaf, nn.Parameter) or bool(((ratio(token) - tokens).abs().nan_to_num(0.0) < 1e-3).all())
-        results.append(Reach(column, own))
+        if isinstance(leaf, nn.Parameter):
+            results.append(Reach(column))
+            continue
+        own = bool(((ratio(token) - tokens).abs().nan_to_num(0.0) < 1e-3).all())
+        slope = one / weights[:, column.clamp(min=0)] if own else one
+        spread = slope.amax(0) - slope.amin(0)
+        results.append(Reach(column, own, len(rows) > 1 and bool((spread <= 1e-4 * slope.abs().amax(0)).all())))
     return results
 
 

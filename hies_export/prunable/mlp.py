@@ -7,7 +7,8 @@ rehearsed: with fewer neurons everywhere, the model's own code must hand the con
 every other layer and the outputs what they had before.
 
 Only blocks inside a stack of layers count, that is below an element of an `nn.ModuleList`. So poolers, classifiers, LM
-heads and the projectors between towers stay alone.
+heads and the projectors between towers stay alone. So do two linear layers with no activation between them, which are
+one layer of low rank, and networks that see no sample, such as those that make position biases.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
     _refuse_experts(model, label)
     probe = Probe(model, positive=True)
     layers = {name: layer for name in _linear_names(probe.model) if (layer := _layer_of(probe.model, name))}
-    for parameter in probe.small_parameters():
+    for parameter in probe.other_parameters():
         parameter.requires_grad_(True)
     reader = Reader(probe, layers)
     outputs = reader.end(_run(probe, batch, before=reader.before, after=reader.after))
-    for parameter in probe.small_parameters():
+    for parameter in probe.other_parameters():
         parameter.requires_grad_(False)
     reasons: dict[str, str] = {}
     blocks = _named(probe.model, _blocks(reader, reasons), layers)
@@ -172,29 +173,47 @@ def _block(read: Read, call: Call, reader: Reader, reasons: dict[str, str]) -> F
     """Return the block whose consumer made a call, if there is one."""
     if not read.reach or not all(reach.at_token for reach in read.reach.values()):
         return None
-    names = " and ".join(dict.fromkeys(name for name, _ in read.reach))
-    exclusive = all(reader.readers[source] == {call} for source in read.reach)
-    if any((reach.column == MIXED).any() for reach in read.reach.values()):
-        if exclusive:
-            reasons[read.layer] = f"the features of {names} are mixed (by a norm, or another operation across neurons)"
+    if all(reach.linear for reach in read.reach.values()):
+        return None  # two layers with no activation between are one of low rank
+    if any(reader.reads[source].constant for source in read.reach):
+        return None  # such as the network that makes position biases: it sees no sample
+    if reason := _reason_against(read, call, reader):
+        reasons[read.layer] = reason
+    alone = all(reader.readers[source] == {call} for source in read.sources)
+    if (
+        reason
+        or not alone
+        or read.reach.keys() != read.sources
+        or len({name for name, _ in read.sources}) < len(read.sources)
+    ):
         return None
-    whole = all(_one_each(reach, read.columns) for reach in read.reach.values())
-    if not exclusive or not whole:
-        if any((reach.column >= 0).any() for reach in read.reach.values()):
-            reasons[read.layer] = f"features of {names} do more than make neurons"
-        return None
-    parameters = {}
-    for name, reach in read.parameters.items():
-        if (reach.column < 0).all():
-            continue  # what all neurons share stays as it is
-        if not _one_each(reach, read.columns):
-            reasons[read.layer] = f"the parameter {name} has values for some of the neurons only"
-            return None
-        parameters[name] = reach.column
     columns = {name: reach.column for (name, _), reach in read.reach.items()}
-    if len(columns) < len(read.reach):
-        return None  # two calls of one layer make its neurons
+    # What all neurons share stays as it is.
+    parameters = {n: reach.column for n, reach in read.parameters.items() if not (reach.column < 0).all()}
     return FoundBlock("", nn.Module(), read.layer, read.columns, columns, parameters)
+
+
+def _reason_against(read: Read, call: Call, reader: Reader) -> str:
+    """Return why a layer that reads something like neurons is not the consumer of a block; else an empty string."""
+    names = " and ".join(dict.fromkeys(name for name, _ in read.reach))
+    own = {source for source in read.reach if reader.readers[source] == {call}}
+    if own < read.sources:
+        made = " and ".join(
+            dict.fromkeys(s[0] for s in read.reach if s in own and _one_each(read.reach[s], read.columns))
+        )
+        if made:
+            return f"the neurons that {made} makes also depend on features that are not theirs alone,"
+        if read.reach.keys() == read.sources and any((reach.column >= 0).any() for reach in read.reach.values()):
+            return f"the features of {names} do more than make neurons"
+        return ""
+    if any((reach.column == MIXED).any() for reach in read.reach.values()):
+        return f"the features of {names} are mixed (by a norm, or another operation across neurons)"
+    if not all(_one_each(reach, read.columns) for reach in read.reach.values()):
+        return f"the features of {names} do not make one neuron each"
+    for name, reach in read.parameters.items():
+        if (reach.column >= 0).any() and not _one_each(reach, read.columns):
+            return f"the parameter {name} has values for some of the neurons only"
+    return ""
 
 
 def _one_each(reach: Reach, columns: int) -> bool:
