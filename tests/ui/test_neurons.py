@@ -34,10 +34,9 @@ PLAN = PruningPlan(
 )
 
 
-def explored(*, ranked: bool = True) -> Exploration:
-    his = {name: torch.tensor(v, dtype=torch.float64) for name, v in HIS.items() if ranked or name in HEADS}
-    entropy = {name: torch.zeros(4, dtype=torch.float64) for name in HEADS}
-    entropy[HEADS[0]][0] = 1
+def explored(*, ranked: tuple[str, ...] = HEADS + BLOCKS) -> Exploration:
+    his = {name: torch.tensor(values, dtype=torch.float64) for name, values in HIS.items() if name in ranked}
+    entropy = {name: torch.linspace(0, 1, 4, dtype=torch.float64) for name in HEADS if name in ranked}
     statistics = Statistics({"his": his, "entropy": entropy}, Calibration(8, "data", "f"))
     return Exploration("m", statistics, "model", PLAN, 0.03, "8 x 128", "accuracy", flops_per_neuron=0.01)
 
@@ -62,7 +61,7 @@ def test_neurons_can_stay_as_they_are_or_all_stay() -> None:
     own = {name: PLAN.kept[name] for name in BLOCKS}
     assert explored().plan_at(0.5, 0.25, "global").of_kind("mlp") == own
     assert explored().plan_at(0.5, 0.25, "global", neurons=0.0).removed_neurons == 0
-    unranked = explored(ranked=False)
+    unranked = explored(ranked=HEADS)
     assert (unranked.ranks_neurons, explored().ranks_neurons) == (False, True)
     assert unranked.plan_at(0.5, 0.25, "global", neurons=0.9).of_kind("mlp") == own
 
@@ -77,10 +76,10 @@ def test_the_page_draws_both() -> None:
     assert page.count("<path") == 2
     assert page.count('class="stays"') == 2
     assert "layer.1: 3 of 5 neurons kept (60%)" in page
-    assert "as in its own plan" in draw(explored(ranked=False), 0.5, 0.25, "global", 0.4)
-    only_heads = replace(explored(ranked=False), plan=replace(PLAN, kept=PLAN.of_kind("attention")))
+    assert "as in its own plan" in draw(explored(ranked=HEADS), 0.5, 0.25, "global", 0.4)
+    only_heads = replace(explored(ranked=HEADS), plan=replace(PLAN, kept=PLAN.of_kind("attention")))
     assert "eurons" not in draw(only_heads, 0.5, 0.25, "global")
-    only_neurons = replace(explored(), plan=replace(PLAN, kept=PLAN.of_kind("mlp")))
+    only_neurons = replace(explored(ranked=BLOCKS), plan=replace(PLAN, kept=PLAN.of_kind("mlp")))
     page = draw(only_neurons, 0.5, 0.25, "global", 0.4)
     assert "heads" not in page
     assert page.count('class="stays"') == 2
@@ -92,7 +91,7 @@ def test_a_plan_with_other_neurons_is_saved_under_its_own_name(tmp_path: Path) -
     assert file.name == "plan-alpha0.5-global-0.25-neurons-0.4.json"
     assert "Saved: 2 of 8 heads and 4 of 10 neurons removed. To cut by it:" in text
     assert PruningPlan.from_file(file).kept == explored().plan_at(0.5, 0.25, "global", neurons=0.4).kept
-    save(explored(ranked=False), tmp_path, 0.5, 0.25, "global", 0.4)
+    save(explored(ranked=HEADS), tmp_path, 0.5, 0.25, "global", 0.4)
     assert (tmp_path / "plan-alpha0.5-global-0.25.json").is_file()
 
 
