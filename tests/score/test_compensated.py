@@ -194,7 +194,9 @@ def test_a_step_is_one_percent_of_a_wide_layer() -> None:
     for number, removal in enumerate(found):
         gone += removal.units
         if number % 20 == 0:
-            assert removal.effect == pytest.approx(solved_anew(layer, sorted(gone), samples, RemovalOptions()), rel=1e-4)
+            assert removal.effect == pytest.approx(
+                solved_anew(layer, sorted(gone), samples, RemovalOptions()), rel=1e-4
+            )
     heads = removal_chain(layer_of(60, 120, 10, centred=True), module_of(120), samples)
     assert {len(r.units) for r in heads} == {1}
 

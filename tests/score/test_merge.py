@@ -94,9 +94,7 @@ def test_equal_savings_end_no_edge() -> None:
 
 
 def chain(name: str, *effects: float, width: int = 1) -> Chain:
-    return tuple(
-        Removal(name, tuple(range(i * width, (i + 1) * width)), effect) for i, effect in enumerate(effects)
-    )
+    return tuple(Removal(name, tuple(range(i * width, (i + 1) * width)), effect) for i, effect in enumerate(effects))
 
 
 def names(order: Sequence[Removal]) -> str:
@@ -104,11 +102,11 @@ def names(order: Sequence[Removal]) -> str:
 
 
 def test_merged_takes_the_least_slope_first() -> None:
-    assert names([*merged([chain("a", 1, 4, 9), chain("b", 2, 4, 10)])]) == "abbaab"[0:1] + "bb" + "a" + "a" + "b"
+    assert names([*merged([chain("a", 1, 4, 9), chain("b", 2, 4, 10)])]) == "abbaab"
     # The second removal of a is nearly free, so both go together, before the single one of b that looks cheaper.
     assert names([*merged([chain("a", 3, 3.1), chain("b", 2, 8)])]) == "aabb"
     # A removal of several units costs that much less a unit.
-    assert names([*merged([chain("a", 1, 3), chain("b", 1.5, 4.5, width=3)])]) == "baab"[:1] + "a" + "b" + "a"
+    assert names([*merged([chain("a", 1, 3), chain("b", 1.5, 6, width=3)])]) == "baba"
 
 
 def test_of_equal_slopes_the_later_chain_goes_first() -> None:
@@ -124,7 +122,7 @@ def test_merged_orders_are_nested_and_optimal_where_edges_end(seed: int) -> None
         effects = itertools.accumulate(generator.uniform(0, 1) ** 3 for _ in range(5))
         chains.append(chain(name, *effects))
     order = [*merged(chains)]
-    assert sorted(order) == sorted(removal for one in chains for removal in one)
+    assert len(order) == 15
     for one in chains:
         assert tuple(removal for removal in order if removal.module == one[0].module) == one
     # Where all edges taken so far are whole, no other choice of as many removals has a smaller total effect.
