@@ -130,7 +130,7 @@ def _global(
 
 def _exactly(curves: Sequence[_Curve], wanted: float) -> list[int]:
     """Return how many blocks each chain loses, by dynamic programming; costs are rounded to 1 / GRID."""
-    most = [max(0.0, *saved) for saved, _ in curves]
+    most = [max((0.0, *saved)) for saved, _ in curves]
     costs = [
         [math.ceil((top - share) * GRID - 1e-6) for share in (0.0, *saved)]
         for top, (saved, _) in zip(most, curves, strict=True)
