@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.models import bert
-from support.neurons import bert_blocks
+from support.neurons import neurons as bert_blocks
 
 from hies_export.cli.main import main
 from hies_export.errors import UnsupportedModelError

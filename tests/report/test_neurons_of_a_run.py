@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.models import save_project
-from support.neurons import bert_blocks
+from support.neurons import neurons as bert_blocks
 from support.runs import hies, without_tracing
 from transformers import BertForSequenceClassification
 
