@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.models import bert
-from support.neurons import neurons as bert_blocks
+from support.neurons import neurons
 
 from hies_export.cli.main import main
 from hies_export.errors import UnsupportedModelError
@@ -50,7 +50,7 @@ def inspect(path: Path, capsys: pytest.CaptureFixture[str], *, code: int = 0) ->
 def test_a_model_shows_heads_and_neurons(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(FINDERS, "mlp", lambda model, batch: bert_blocks(model))
+    monkeypatch.setitem(FINDERS, "mlp", lambda model, batch: neurons(model))
     text, result = inspect(folder, capsys)
     assert "18 heads; all of them can be scored and cut" in text
     assert "192 neurons; all of them can be scored and cut" in text
@@ -76,7 +76,7 @@ def test_one_kind_may_be_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(FINDERS, "mlp", lambda model, batch: bert_blocks(model))
+    monkeypatch.setitem(FINDERS, "mlp", lambda model, batch: neurons(model))
     monkeypatch.setitem(FINDERS, refused, refuse(refused))
     text, result = inspect(folder, capsys)
     assert shown in text

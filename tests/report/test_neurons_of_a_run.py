@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 from support.models import save_project
-from support.neurons import neurons as bert_blocks
 from support.runs import hies, without_tracing
 from transformers import BertForSequenceClassification
 
-from hies_export.prunable.find import FINDERS
 from hies_export.studies.explore import read_exploration
 from hies_export.values import PruningPlan
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on a budget of FLOPs over both kinds; its blocks are described by hand."""
+    """A run on a budget of FLOPs over both kinds."""
     folder = tmp_path_factory.mktemp("project")
     save_project(
         folder,
@@ -28,8 +26,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prune={"modules": ["attention", "mlp"], "criterion": "his", "budget": {"flops": 0.8}},
         measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
     )
-    with pytest.MonkeyPatch.context() as patch, without_tracing():
-        patch.setitem(FINDERS, "mlp", lambda model, batch: bert_blocks(model))
+    with without_tracing():
         assert hies("run", folder / "recipe.yaml") == 0
     return folder / "out"
 
