@@ -114,6 +114,27 @@ class Moments:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """Mean and second moments of the inputs of a consumer, float64.
+
+    Attributes:
+        mean: (inputs,)
+        moments: (inputs, inputs) mean of x x^T over tokens; if centred, that of the distances to the mean.
+    """
+
+    mean: Tensor
+    moments: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, *, centred: bool) -> Spread:
+        """Return the spread of x (tokens, inputs)."""
+        x = x.double()
+        mean = x.mean(0)
+        distance = x - mean if centred else x
+        return cls(mean, distance.T @ distance / len(x))
+
+
+@dataclass(frozen=True)
 class SplitMoments:
     """Moments of one consumer, split by sample.
 
@@ -132,24 +153,6 @@ class SplitMoments:
 
     def __add__(self, other: SplitMoments) -> SplitMoments:
         return SplitMoments(self.fitting + other.fitting, self.held_out + other.held_out)
-
-
-@dataclass(frozen=True)
-class Target:
-    """A layer whose outputs are the targets.
-
-    Attributes:
-        weight: (outputs, inputs)
-        bias: (outputs,), or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def double(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias as float64; zeros for no bias."""
-        weight = self.weight.double()
-        return weight, weight.new_zeros(len(weight)) if self.bias is None else self.bias.double()
 
 
 class _Sums:
@@ -256,20 +259,18 @@ class LayerMoments:
         """Number of tokens."""
         return sum(part.counted for part in self.uniform)
 
-    def covariance(self, *, centred: bool) -> Tensor:
-        """Return the mean over all tokens of x x^T, (inputs, inputs) float64, less that of the means if `centred`."""
+    def spread(self, *, centred: bool) -> Spread:
+        """Return the mean and the second moments of the inputs over all tokens, each weighing one."""
         fitting, held_out = self.uniform
+        mean = (fitting.x + held_out.x) / self.counted
         found = (fitting.xx + held_out.xx).div_(self.counted)
-        if centred:
-            mean = (fitting.x + held_out.x) / self.counted
-            found -= torch.outer(mean, mean)
-        return found
+        return Spread(mean, found.sub_(torch.outer(mean, mean)) if centred else found)
 
     def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> SplitMoments:
         """Return the moments in which a token weighs mix + (1 - mix) q / mean(q), which is one on average.
 
         Here q is the squared norm of the gradient. If nothing reads the consumer, so that q is zero, all weigh one.
-        Orders of removal need the inputs alone: `covariance` leaves out the sums over targets, which take longer.
+        Orders of removal need the inputs alone: `spread` leaves out the sums over targets, which take longer.
 
         Args:
             mix: In (0, 1]; 1 for uniform weights.

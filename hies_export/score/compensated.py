@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..calibrate.effects import Effects, LayerEffects
-from ..calibrate.moments import Moments
+from ..calibrate.moments import Spread
 from ..errors import RecipeError
 from ..kinds import ATTENTION
 from ..progress import SILENT, Progress
@@ -71,7 +71,7 @@ def score_compensated(
     *,
     ridge: float = 0.1,
     per_sample: bool = True,
-    moments: Mapping[str, Moments] | None = None,
+    spreads: Mapping[str, Spread] | None = None,
     progress: Progress = SILENT,
 ) -> Scores:
     """Score every unit by its rank in a greedy removal of all units of its kind.
@@ -80,8 +80,9 @@ def score_compensated(
         effects: From `collect_effects`.
         modules: The modules that `effects` were collected of.
         ridge, per_sample: See `RemovalOptions`.
-        moments: Module -> moments of its consumer's inputs, on more tokens than the effects have. With few tokens, an
-            order takes neurons to be free that are not. By default those of the effects.
+        spreads: Module -> mu and C of its consumer's inputs, from more tokens than the effects have; see
+            `LayerMoments.spread`. With few tokens, an order takes neurons to be free that are not. By default those of
+            the effects' own tokens.
         progress: Shows the loop over the modules.
 
     Returns:
@@ -100,7 +101,7 @@ def score_compensated(
             effects.layers[module.name],
             module,
             effects.samples,
-            moments=None if moments is None else moments[module.name],
+            spread=None if spreads is None else spreads[module.name],
             options=options,
         )
         for module in progress.track(modules, "greedy removal")
@@ -128,7 +129,7 @@ def removal_chain(
     module: PrunableModule,
     samples: int,
     *,
-    moments: Moments | None = None,
+    spread: Spread | None = None,
     options: RemovalOptions = DEFAULT,
 ) -> Chain:
     """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
@@ -139,10 +140,10 @@ def removal_chain(
         layer: Inputs and gradients of the module's consumer.
         module: The module.
         samples: Number of samples that the effects were collected on.
-        moments: Moments of the consumer's inputs on more tokens, see `score_compensated`.
+        spread: mu and C from more tokens than the effects have, see `score_compensated`.
         options: See `RemovalOptions`.
     """
-    state = _Greedy(layer, module, samples, moments, options)
+    state = _Greedy(layer, module, samples, spread, options)
     step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
     chain = []
     while state.left:
@@ -166,19 +167,20 @@ class _Greedy:
         layer: LayerEffects,
         module: PrunableModule,
         samples: int,
-        moments: Moments | None,
+        spread: Spread | None,
         options: RemovalOptions,
     ):
         self._width = module.unit_width * module.group_size
         self._samples, self._sample, self._per_sample = samples, layer.sample, options.per_sample
         # A neuron's numbers are many and its system is one by one, so single precision is enough and twice as fast.
         dtype = torch.float64 if self._width > 1 else torch.float32
-        covariance, mean = _covariance(layer, moments)
-        # If all inputs are zero, any damping above zero will do.
-        damping = options.ridge * (covariance.diagonal().mean().item() or 1.0)
-        identity = torch.eye(len(covariance), dtype=covariance.dtype)
-        self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance + damping * identity))
+        spread = spread or Spread.of(layer.inputs, centred=layer.centred)
+        mean, moments = spread.mean.cpu(), spread.moments.cpu()
         read = layer.inputs.double() - mean if layer.centred else layer.inputs.double()
+        # If all inputs are zero, any damping above zero will do.
+        damping = options.ridge * (moments.diagonal().mean().item() or 1.0)
+        identity = torch.eye(len(moments), dtype=moments.dtype)
+        self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments + damping * identity))
         self._read = (read @ self._inverse).to(dtype)  # (tokens, kept columns)
         self._gradient = layer.gradients.to(dtype)  # (tokens, kept columns)
         self._of_token = torch.zeros(len(read), dtype=dtype)
@@ -226,16 +228,6 @@ class _Greedy:
             of_sample = torch.zeros(self._samples, of_token.shape[1], dtype=of_token.dtype)
             size += of_sample.index_add_(0, self._sample, of_token).square().sum(0).double()
         return size / self._samples
-
-
-def _covariance(layer: LayerEffects, moments: Moments | None) -> tuple[Tensor, Tensor]:
-    """Return C, (inputs, inputs), uncentred for a consumer without a bias, and the mean of the inputs, (inputs,)."""
-    if moments is None:
-        read = layer.inputs.double()
-        mean, square = read.mean(0), read.T @ read / len(read)
-    else:
-        mean, square = moments.x.cpu() / moments.tokens, moments.xx.cpu() / moments.tokens
-    return (square - torch.outer(mean, mean) if layer.centred else square), mean
 
 
 def _ranks(modules: Sequence[PrunableModule], chains: Sequence[Chain]) -> dict[str, Tensor]:

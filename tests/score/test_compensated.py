@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.effects import Effects, LayerEffects, collect_effects
-from hies_export.calibrate.moments import Moments, collect_moments
+from hies_export.calibrate.moments import MomentStream, Spread
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.legacy import select_heads
 from hies_export.pipeline.choose import choose, write_choice
@@ -164,8 +164,8 @@ def test_downdating_equals_solving_anew(shape: str, centred: bool, per_sample: b
     inputs = module.units * module.unit_width
     layer = layer_of(60, inputs, samples, centred=centred)
     others = layer_of(150, inputs, samples, centred=centred, seed=2).inputs if known else None
-    moments = None if others is None else Moments.of(others, others[:, :2])
-    found = removal_chain(layer, module, samples, moments=moments, options=options)
+    spread = None if others is None else Spread.of(others, centred=centred)
+    found = removal_chain(layer, module, samples, spread=spread, options=options)
     expected = naive_chain(layer, module, samples, options, known=None if others is None else others.double().numpy())
     size = module.group_size
     assert [r.units for r in found] == [tuple(range(g * size, (g + 1) * size)) for (g,), _ in expected]
@@ -233,7 +233,7 @@ def test_few_tokens_take_neurons_to_be_free_and_more_tokens_do_not() -> None:
     few = layer_of(20, 40, 5, centred=True)  # any neuron is a combination of the others at 20 tokens
     many = layer_of(2000, 40, 5, centred=True, seed=3).inputs
     alone = removal_chain(few, module, 5, options=options)
-    informed = removal_chain(few, module, 5, moments=Moments.of(many, many), options=options)
+    informed = removal_chain(few, module, 5, spread=Spread.of(many, centred=True), options=options)
     assert alone[9].effect < 1e-3 * informed[9].effect
     # What the neurons cost where there are enough tokens to tell.
     truth = LayerEffects(many, layer_of(2000, 40, 5, centred=True, seed=4).gradients, torch.arange(2000) % 500, True)
@@ -247,12 +247,12 @@ def test_few_tokens_take_neurons_to_be_free_and_more_tokens_do_not() -> None:
 def test_moments_reach_the_modules_they_were_collected_of() -> None:
     model, batches, others = bert(intermediate_size=16), [text_batch(8, 20)], [text_batch(8, 30), text_batch(8, 30)]
     modules = [*find_attention(model, batches[0]), *neurons(model)]
-    effects, split = collect_effects(model, batches, modules), collect_moments(model, modules, others)
-    moments = {name: part.fitting + part.held_out for name, part in split.items()}
-    found = score_compensated(effects, modules, moments=moments)
+    effects = collect_effects(model, batches, modules)
+    spreads = {m.name: found.spread(centred=True) for m, found in MomentStream(model, modules, others)}
+    found = score_compensated(effects, modules, spreads=spreads)
     for module, chain in zip(modules, found.chains, strict=True):
         layer = effects.layers[module.name]
-        assert chain == removal_chain(layer, module, 8, moments=moments[module.name])
+        assert chain == removal_chain(layer, module, 8, spread=spreads[module.name])
         assert [r.effect for r in chain[:-1]] != pytest.approx([r.effect for r in removal_chain(layer, module, 8)[:-1]])
 
 
@@ -352,11 +352,11 @@ def test_a_recipe_may_name_it(
     # The plan keeps the name that the recipe gave.
     assert (choice.plan.criterion, choice.plan.alpha, choice.plan.removed) == (name, None, 9)
     assert choice.plan.calibration["labels"] == "predictions"  # those of the rows are not looked at
-    sites, moments = prepared.sites, None
+    sites, spreads = prepared.sites, None
     if compensate:  # the rows to refit on are more than those to score on, so their moments are used
-        split = collect_moments(prepared.model, sites, prepared.compensation)
-        moments = {name: part.fitting + part.held_out for name, part in split.items()}
-    expected = score_compensated(collect_effects(prepared.model, prepared.calibration, sites), sites, moments=moments)
+        stream = MomentStream(prepared.model, sites, prepared.compensation)
+        spreads = {module.name: found.spread(centred=True) for module, found in stream}
+    expected = score_compensated(collect_effects(prepared.model, prepared.calibration, sites), sites, spreads=spreads)
     assert all(torch.equal(choice.scores.scores[s.name], expected.scores[s.name]) for s in sites)
     assert select_heads(expected, sites, heads=0.5).kept == choice.plan.kept
     write_choice(tmp_path, choice)
