@@ -39,6 +39,10 @@ from .merge import merged
 
 # Neurons are removed this share of a layer at a time.
 SHARE_PER_STEP = 0.01
+# Columns that are gone are dropped when fewer than this share of the columns is left: dropping them copies the others.
+STILL_LEFT = 0.8
+# Tokens whose numbers for all neurons fit a processor's cache together.
+TOKENS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,8 @@ def removal_chain(
     state = _Greedy(layer, module, samples, spread, options)
     step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
     chain = []
-    while state.left:
-        groups, effect = state.remove(step)
+    for start in range(0, module.groups, step):
+        groups, effect = state.remove(min(step, module.groups - start))
         units = tuple(g * module.group_size + i for g in groups for i in range(module.group_size))
         chain.append(Removal(module.name, units, effect))
     return tuple(chain)
@@ -182,44 +186,65 @@ class _Greedy:
         identity = torch.eye(len(moments), dtype=moments.dtype)
         self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments + damping * identity))
         self._read = (read @ self._inverse).to(dtype)  # (tokens, kept columns)
-        self._gradient = layer.gradients.to(dtype)  # (tokens, kept columns)
+        self._gradient = layer.gradients.to(dtype, copy=True)  # (tokens, kept columns), changed in place
         self._of_token = torch.zeros(len(read), dtype=dtype)
-        self.left = list(range(module.groups))
+        # Groups by their columns, and which of them are left. Columns that are gone are dropped now and then.
+        self._groups = torch.arange(module.groups)
+        self._left = torch.ones(module.groups, dtype=torch.bool)
 
     def remove(self, count: int) -> tuple[list[int], float]:
         """Remove the `count` groups that raise the effect least, least first; return them and the effect now.
 
         Of equals the later group goes first.
         """
-        sizes = self._candidates().tolist()
-        places = sorted(range(len(sizes)), key=lambda p: (sizes[p], -p))[:count]
-        groups = [self.left[place] for place in places]
-        columns = (torch.tensor(places)[:, None] * self._width + torch.arange(self._width)).flatten()
+        sizes = torch.where(self._left, self._candidates(), torch.inf)
+        places = len(sizes) - 1 - sizes.flip(0).argsort(stable=True)[:count]
+        groups = self._groups[places].tolist()
+        columns = self._columns(places)
         solved = torch.linalg.inv(self._inverse[columns][:, columns])  # (G_SS)^-1
-        residual = self._read[:, columns] @ solved.to(self._read)
-        self._of_token += (self._gradient[:, columns] * residual).sum(1)
-        stay = torch.ones(len(self._inverse), dtype=torch.bool)
-        stay[columns] = False
-        taken_over = solved @ self._inverse[columns][:, stay]  # -P
-        self._inverse = self._inverse[stay][:, stay].addmm(self._inverse[stay][:, columns], taken_over, alpha=-1)
-        moved = taken_over.to(self._read)
         gone_read, gone_gradient = self._read[:, columns], self._gradient[:, columns]
-        self._read = self._read[:, stay].addmm_(gone_read, moved, alpha=-1)
-        self._gradient = self._gradient[:, stay].addmm_(gone_gradient, moved, alpha=-1)
-        self.left = [group for place, group in enumerate(self.left) if place not in set(places)]
+        self._of_token += (gone_gradient * (gone_read @ solved.to(gone_read))).sum(1)
+        self._left[places] = False
+        taken_over = solved @ self._inverse[columns]  # -P
+        taken_over[:, self._columns((~self._left).nonzero().flatten())] = 0
+        self._inverse.addmm_(self._inverse[:, columns], taken_over, alpha=-1)
+        moved = taken_over.to(self._read)
+        self._read.addmm_(gone_read, moved, alpha=-1)
+        self._gradient.addmm_(gone_gradient, moved, alpha=-1)
+        if self._left.sum() < STILL_LEFT * len(self._left):
+            self._drop_gone()
         return groups, self._size(self._of_token[:, None])[0].item()
 
+    def _columns(self, places: Tensor) -> Tensor:
+        """Return the columns of the groups at some places."""
+        return (places[:, None] * self._width + torch.arange(self._width)).flatten()
+
+    def _drop_gone(self) -> None:
+        """Leave out the columns of groups that are gone."""
+        stay = self._columns(self._left.nonzero().flatten())
+        self._inverse = self._inverse[stay][:, stay]
+        self._read, self._gradient = self._read.index_select(1, stay), self._gradient.index_select(1, stay)
+        self._groups, self._left = self._groups[self._left], self._left[self._left]
+
     def _candidates(self) -> Tensor:
-        """Return the effect after the removal of each remaining group alone, (groups left,)."""
+        """Return the effect after the removal of each group alone, (groups,) float64; of no meaning for those gone."""
         if self._width == 1:
-            moved = self._gradient * self._read / self._inverse.diagonal().to(self._read)
-            return self._size(moved.add_(self._of_token[:, None]))
-        effects = []
-        for place in range(len(self.left)):
+            diagonal = self._inverse.diagonal().where(self._left, 1.0).to(self._read)
+            size = torch.zeros(len(diagonal), dtype=torch.float64)
+            of_sample = torch.zeros(self._samples, len(diagonal), dtype=self._read.dtype)
+            for start in range(0, len(self._read), TOKENS_AT_ONCE):
+                part = slice(start, start + TOKENS_AT_ONCE)
+                moved = (self._gradient[part] * self._read[part]).div_(diagonal).add_(self._of_token[part, None])
+                if self._per_sample:
+                    of_sample.index_add_(0, self._sample[part], moved)
+                size += moved.square_().sum(0)
+            return (size + of_sample.square_().sum(0)) / self._samples
+        effects = torch.zeros(len(self._of_token), len(self._groups), dtype=self._of_token.dtype)
+        for place in self._left.nonzero().flatten().tolist():
             block = slice(place * self._width, (place + 1) * self._width)
             residual = torch.linalg.solve(self._inverse[block, block], self._read[:, block], left=False)
-            effects.append(self._of_token + (self._gradient[:, block] * residual).sum(1))
-        return self._size(torch.stack(effects, 1))
+            effects[:, place] = self._of_token + (self._gradient[:, block] * residual).sum(1)
+        return self._size(effects)
 
     def _size(self, of_token: Tensor) -> Tensor:
         """Return e, (candidates,), from the change of the prediction at each token, (tokens, candidates)."""
