@@ -15,7 +15,7 @@ from support.neurons import half, neurons, one_by_one
 from torch import Tensor
 from transformers import OPTConfig, OPTForSequenceClassification, PreTrainedModel
 
-from hies_export.calibrate import moments as moments_file
+from hies_export.calibrate import ridge, sums
 from hies_export.calibrate.effects import EffectStream, collect_effects
 from hies_export.calibrate.moments import Moments, MomentStream, bytes_of, collect_moments
 from hies_export.errors import DataError, NonFiniteError, RequestError
@@ -140,8 +140,8 @@ def test_moments_are_those_of_a_loop_over_weighted_tokens(
     case: str, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wide:
-        monkeypatch.setattr(moments_file, "WIDE", 16)
-        monkeypatch.setattr(moments_file, "BLOCK", 20)
+        monkeypatch.setattr(ridge, "WIDE", 16)
+        monkeypatch.setattr(sums, "BLOCK", 20)
     make, make_batches = CASES[case]
     model = make()
     batches = [{k: v for k, v in batch.items() if k != "labels"} for batch in make_batches()]
