@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from hies_export import PrunableModule, find_attention
-from hies_export.cost.flops import cut_bundles
+from hies_export.cost.cut import cut_bundles
 from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import tower_of
 

@@ -10,7 +10,7 @@ PruningPlan      a selection with its provenance, saved as JSON            selec
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -50,9 +50,9 @@ class Statistics:
 
     Attributes:
         values: Statistic -> module -> (units,) float64 on CPU. "his" is the mean over samples of the absolute gradient
-            of the loss with respect to a mask of one on the unit's output. "entropy" (attention only) is the mean
-            entropy of the head's attention rows, normalised by their length to [0, 1]. "weight_l2" is the L2 norm of
-            the unit's weights. The docstring of `hies_export.calibrate` lists the others.
+            of the loss with respect to a mask of one on the unit's output, and "fisher" that of its square. "entropy"
+            (attention only) is the mean entropy of the head's attention rows, normalised by their length to [0, 1].
+            "weight_l2" is the L2 norm of the unit's weights. The docstring of `hies_export.calibrate` lists the others.
         calibration: The run that produced them.
     """
 
@@ -61,6 +61,14 @@ class Statistics:
 
     def __getitem__(self, statistic: str) -> Mapping[str, Tensor]:
         return self.values[statistic]
+
+    def of(self, modules: Collection[str]) -> Statistics:
+        """Return the statistics of some modules, by their names."""
+        values = {
+            name: {module: v for module, v in by_module.items() if module in modules}
+            for name, by_module in self.values.items()
+        }
+        return Statistics(values, self.calibration)
 
     # Names from the first design.
     his = property(lambda self: self.values["his"], doc="`values['his']`.")
@@ -100,13 +108,19 @@ class Scores:
         criterion: Name in `hies_export.score.CRITERIA`, or "compensated".
         parameters: Options of the criterion, such as alpha.
         scores: Module -> (units,) float64.
-        chains: Orders in which units are removed, with what each removal costs in quality; see `Removal`. Budgets that
-            cover several kinds of units compare chains. Empty if scores alone decide.
+        effects: Module -> (units,) float64, how much removing each unit alone changes the prediction or the loss. It is
+            in the same unit for all modules, so that removals of heads and of neurons can be compared.
+        ranked: Kinds of modules of which the scores say the order across modules. The other kinds are compared by
+            their effects.
+        chains: Orders of removal that take into account what was removed before. If given, they decide instead of
+            scores and effects.
     """
 
     criterion: str
     parameters: Mapping[str, Any]
     scores: Mapping[str, Tensor]
+    effects: Mapping[str, Tensor] = field(default_factory=dict)
+    ranked: tuple[str, ...] = ()
     chains: tuple[Chain, ...] = ()
 
 

@@ -41,9 +41,11 @@ def collect_statistics(
     """Collect the statistics of every unit, averaged over the calibration samples.
 
     HIS is E_x |dL(x)/dm_u| with a mask m_u = 1 on the output of unit u (Michel et al. 2019, "Are Sixteen Heads Really
-    Better than One?", https://arxiv.org/abs/1905.10650, Eq. 3). Every sample and unit has a gate, so one backward pass
-    per batch gives each sample's own gradient. All weights are frozen. The entropy is the mean over a sample's real
-    query tokens of H(attention row) / log(keys the row sees). No attention map is stored.
+    Better than One?", https://arxiv.org/abs/1905.10650, Eq. 3). "fisher" is E_x (dL(x)/dm_u)^2, the diagonal of the
+    empirical Fisher information of the masks (Kwon et al. 2022, https://arxiv.org/abs/2204.09656, Eq. 6). Every sample
+    and unit has a gate, so one backward pass per batch gives each sample's own gradient. All weights are frozen. The
+    entropy is the mean over a sample's real query tokens of H(attention row) / log(keys the row sees). Only heads have
+    one. No attention map is stored.
 
     If labels are tokens, sample i's loss is the mean over its own n_i label tokens. The model's loss is the mean over
     all N label tokens of the batch, so the gates' gradient of N times that loss is divided by n_i.
@@ -57,7 +59,7 @@ def collect_statistics(
         batches: Keyword arguments of the model. Without `labels`, the predicted classes or tokens replace them.
         modules: From `find_attention`. Modules of an image tower must see one image per sample. A unit whose output is
             not used (as in the last layer of LLaVA's tower) has an HIS of 0.
-        needs: Statistics to collect beside "his", "entropy" and "weight_l2", which are always collected:
+        needs: Statistics to collect beside "his", "fisher", "entropy" and "weight_l2", which are always collected:
             "activation_l2", "output_norm" and "obs" (see `inputs.InputSums`), "taylor" and "channel_taylor" (see
             `weights.WeightGradients`).
         progress: Shows the loop over the batches.
@@ -80,6 +82,7 @@ def collect_statistics(
     device = next(model.parameters()).device
     collected = _Pass(model, modules, needs)
     his = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
+    fisher = {name: torch.zeros_like(total) for name, total in his.items()}
     attention = [module for module in modules if module.kind == "attention"]
     entropy = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in attention}
     samples, samples_with_rows = 0, {module.name: 0 for module in attention}
@@ -104,6 +107,7 @@ def collect_statistics(
                     continue
                 for name, gradients in found.gradients.items():
                     his[name] += gradients.abs().sum(0)
+                    fisher[name] += gradients.square().sum(0)
                 for name, (entropies, counted) in found.entropies.items():
                     entropy[name] += entropies.sum(0)
                     samples_with_rows[name] += counted
@@ -111,6 +115,7 @@ def collect_statistics(
             samples += done
     values = {
         "his": {name: total / samples for name, total in his.items()},
+        "fisher": {name: total / samples for name, total in fisher.items()},
         "entropy": {name: total / max(samples_with_rows[name], 1) for name, total in entropy.items()},
         "weight_l2": {module.name: weights.weight_l2(model, module) for module in modules},
     }
@@ -162,8 +167,9 @@ class _Pass:
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str]):
         self._model, self._modules = model, modules
         self._entropies = Entropies(model, [module for module in modules if module.kind == "attention"])
-        self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules)
+        self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules, needs)
         self._weights = None if set(weights.STATISTICS).isdisjoint(needs) else weights.WeightGradients(model, modules)
+        self._samples = 0
         self.reset()
 
     def reset(self) -> None:
@@ -191,7 +197,9 @@ class _Pass:
             return x
         if self._inputs is not None and self._entropies.recording:
             self._read.setdefault(name, []).append(x.detach())
-        return self._gates.apply(name, x, rows=self._entropies.rows.get(name, len(x)))
+        # Some models flatten (samples, tokens) in front of their feed-forward blocks.
+        rows = self._samples if x.dim() == 2 else len(x)
+        return self._gates.apply(name, x, rows=self._entropies.rows.get(name, rows))
 
     def run(self, batch: dict[str, Tensor], index: int) -> _Found:
         """Run a batch forward and backward, and return its gradients and entropies.
@@ -204,6 +212,7 @@ class _Pass:
         if "labels" not in batch:
             with torch.no_grad():
                 batch["labels"] = own_labels(self._model(**batch).logits, batch.get("attention_mask"))
+        self._samples = size_of(batch)
         labels = batch["labels"]
         # The model averages one loss per label token, or one per sample. How many are each sample's: (batch,)
         losses = predicted_positions(labels).sum(-1) if labels.dim() == 2 else torch.ones(len(labels))

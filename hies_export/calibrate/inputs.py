@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..data.targets import size_of
 from ..model.linear import weight_of
 from ..model.tokens import real_tokens
 from ..units import PrunableModule
+from .readings import by_sample
 
 # Damping of the inverse of the moments, relative to the mean of their diagonal.
 RIDGE = 1e-2
@@ -27,8 +29,8 @@ class InputSums:
                     removed and the others are refitted (optimal brain surgeon, Hassibi and Stork 1992, by blocks)
     """
 
-    def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
-        self._model, self._modules = model, modules
+    def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str] = STATISTICS):
+        self._model, self._modules, self._needs = model, modules, frozenset(needs)
         self._activation = {m.name: torch.zeros(m.units, dtype=torch.float64) for m in modules}
         self._written = {m.name: torch.zeros(m.units, dtype=torch.float64) for m in modules}
         self._moments: dict[str, Tensor] = {}
@@ -39,29 +41,42 @@ class InputSums:
 
         Args:
             batch: Inputs of the model, on its device.
-            inputs: Module -> input of its consumer at each call, (batch, tokens, units * unit_width).
+            inputs: Module -> input of its consumer at each call, (batch, tokens, units * unit_width) or
+                (batch * tokens, units * unit_width).
         """
         for module in self._modules:
             name = module.name
-            weight = weight_of(self._model.get_submodule(module.consumer)).detach().double()
-            by_unit = weight.unflatten(1, (module.units, -1))  # (outputs, units, unit_width)
-            gram = torch.einsum("ohd,ohe->hde", by_unit, by_unit)  # |W_u x|^2 = x^T W_u^T W_u x
-            for x in inputs[name]:
+            for called_with in inputs[name]:
+                x = by_sample(called_with, size_of(batch))
                 real = x[real_tokens(self._model, name, batch, x)].double()  # (tokens, inputs)
                 units = real.unflatten(1, (module.units, -1))  # (tokens, units, unit_width)
-                self._activation[name] += units.norm(dim=-1).sum(0).cpu()
-                squares = torch.einsum("thd,hde,the->th", units, gram, units)
-                self._written[name] += squares.clamp(min=0).sqrt().sum(0).cpu()
-                self._moments[name] = self._moments.get(name, 0) + real.T @ real
                 self._tokens[name] += len(real)
+                if "activation_l2" in self._needs:
+                    self._activation[name] += units.norm(dim=-1).sum(0).cpu()
+                if "output_norm" in self._needs:
+                    squares = torch.einsum("thd,hde,the->th", units, self._gram(module), units)
+                    self._written[name] += squares.clamp(min=0).sqrt().sum(0).cpu()
+                if "obs" in self._needs:
+                    self._moments[name] = self._moments.get(name, 0) + real.T @ real
+
+    def _gram(self, module: PrunableModule) -> Tensor:
+        """Return W_u^T W_u of every unit, (units, unit_width, unit_width): |W_u x|^2 = x^T W_u^T W_u x."""
+        weight = weight_of(self._model.get_submodule(module.consumer)).detach().double()
+        by_unit = weight.unflatten(1, (module.units, -1))  # (outputs, units, unit_width)
+        return torch.einsum("ohd,ohe->hde", by_unit, by_unit)
 
     def values(self) -> dict[str, dict[str, Tensor]]:
         """Return statistic -> module -> (units,) float64 on CPU."""
         tokens = self._tokens
+        found = {
+            "activation_l2": lambda m: self._activation[m.name] / tokens[m.name],
+            "output_norm": lambda m: self._written[m.name] / tokens[m.name],
+            "obs": lambda m: self._obs(m, self._moments[m.name] / tokens[m.name]),
+        }
         return {
-            "activation_l2": {name: total / tokens[name] for name, total in self._activation.items()},
-            "output_norm": {name: total / tokens[name] for name, total in self._written.items()},
-            "obs": {m.name: self._obs(m, self._moments[m.name] / tokens[m.name]) for m in self._modules},
+            name: {module.name: value(module) for module in self._modules}
+            for name, value in found.items()
+            if name in self._needs
         }
 
     def _obs(self, module: PrunableModule, moments: Tensor) -> Tensor:

@@ -19,11 +19,20 @@ from ..model.linear import features_of
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from .readings import Reading, reading
-from .ridge import Moments, SplitMoments
+from .ridge import Moments, SplitMoments, Spread
 from .stream import LIMIT_BYTES, Stream
 from .sums import LayerMoments, LayerSums, Sums, TargetSums, check_mix
 
-__all__ = ["LayerMoments", "MomentStream", "Moments", "SplitMoments", "bytes_of", "check_mix", "collect_moments"]
+__all__ = [
+    "LayerMoments",
+    "MomentStream",
+    "Moments",
+    "SplitMoments",
+    "Spread",
+    "bytes_of",
+    "check_mix",
+    "collect_moments",
+]
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
 HELD_OUT_EVERY = 5
@@ -199,15 +208,6 @@ def _add(sums: LayerMoments, read: Reading, x: Tensor, held: Tensor) -> None:
         if sums.weighted is not None and read.gradients is not None:
             weights = read.gradients.float().square().sum(-1).flatten().index_select(0, rows)
             sums.weighted[part].add(x_part, y_part, weights)
-
-
-def moment_bytes(modules: Sequence[PrunableModule]) -> int:
-    """Return the bytes of memory that `collect_moments` needs without a selection.
-
-    It assumes square consumers, which the output projections of most models are. Each has two float64 matrices for
-    fitting and two held out.
-    """
-    return sum(2 * 2 * 8 * (module.units * module.unit_width) ** 2 for module in modules)
 
 
 def check_samples(batches: Sequence[Mapping[str, Tensor]]) -> None:

@@ -93,6 +93,27 @@ class Moments:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """Mean and second moments of the inputs of a consumer, float64.
+
+    Attributes:
+        mean: (inputs,)
+        moments: (inputs, inputs) mean of x x^T over tokens; if centred, that of the distances to the mean.
+    """
+
+    mean: Tensor
+    moments: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, *, centred: bool) -> Spread:
+        """Return the spread of x (tokens, inputs)."""
+        x = x.double()
+        mean = x.mean(0)
+        distance = x - mean if centred else x
+        return cls(mean, distance.T @ distance / len(x))
+
+
+@dataclass(frozen=True)
 class SplitMoments:
     """Moments of one consumer, split by sample.
 
@@ -111,21 +132,3 @@ class SplitMoments:
 
     def __add__(self, other: SplitMoments) -> SplitMoments:
         return SplitMoments(self.fitting + other.fitting, self.held_out + other.held_out)
-
-
-@dataclass(frozen=True)
-class Target:
-    """A layer whose outputs are the targets.
-
-    Attributes:
-        weight: (outputs, inputs)
-        bias: (outputs,), or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def double(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias as float64; zeros for no bias."""
-        weight = self.weight.double()
-        return weight, weight.new_zeros(len(weight)) if self.bias is None else self.bias.double()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from ..model.linear import features_of, weight_of
 from . import ridge
-from .ridge import Moments, SplitMoments
+from .ridge import Moments, SplitMoments, Spread
 
 # Rows of the products of a wide layer that are computed at once.
 BLOCK = 256
@@ -122,20 +122,18 @@ class LayerMoments:
         """Number of tokens."""
         return sum(part.counted for part in self.uniform)
 
-    def covariance(self, *, centred: bool) -> Tensor:
-        """Return the mean over all tokens of x x^T, (inputs, inputs) float64, less that of the means if `centred`."""
+    def spread(self, *, centred: bool) -> Spread:
+        """Return the mean and the second moments of the inputs over all tokens, each weighing one."""
         fitting, held_out = self.uniform
+        mean = (fitting.x + held_out.x) / self.counted
         found = (fitting.xx + held_out.xx).div_(self.counted)
-        if centred:
-            mean = (fitting.x + held_out.x) / self.counted
-            found -= torch.outer(mean, mean)
-        return found
+        return Spread(mean, found.sub_(torch.outer(mean, mean)) if centred else found)
 
     def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> SplitMoments:
         """Return the moments in which a token weighs mix + (1 - mix) q / mean(q), which is one on average.
 
         Here q is the squared norm of the gradient. If nothing reads the consumer, so that q is zero, all weigh one.
-        Orders of removal need the inputs alone: `covariance` leaves out the sums over targets, which take longer.
+        Orders of removal need the inputs alone: `spread` leaves out the sums over targets, which take longer.
 
         Args:
             mix: In (0, 1]; 1 for uniform weights.

@@ -42,8 +42,9 @@ def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Te
         rows = elements(name).sum(1)
         for part in _parts(module, name):
             total = of_groups if part.per_group else of_units
-            for owner in range(len(total)):
-                total[owner] += rows[part.indices([owner])].sum()
+            for span in part.spans:
+                owned = span.start + torch.arange(span.units)[:, None] * span.step + torch.arange(span.width)
+                total[span.first : span.first + span.units] += rows[owned].sum(1)
     return of_units + of_groups.repeat_interleave(module.group_size)
 
 

@@ -24,12 +24,13 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     """Write the slim checkpoint, and return its sizes in bytes and the time it took."""
     from ..stream.apply import apply_plan
     from ..values import PruningPlan
+    from .terminal import plan_text, plan_totals
 
     plan = PruningPlan.from_file(options.plan)
     applied = apply_plan(plan, options.model, options.output, overwrite=options.overwrite, progress=progress)
     rate = applied.dense_bytes / 1e6 / applied.seconds
     console.print(
-        f"written to {options.output}: {plan.removed} of {plan.heads} heads removed, "
+        f"written to {options.output}: {plan_text(plan)}, "
         f"{applied.dense_bytes / 1e6:.1f} MB before, "
         f"{applied.slim_bytes / 1e6:.1f} MB after, in {applied.seconds:.1f} s ({rate:.0f} MB/s of the dense "
         "checkpoint)",
@@ -38,7 +39,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     )
     return {
         "folder": str(options.output),
-        "heads": {"total": plan.heads, "removed": plan.removed},
+        **plan_totals(plan),
         "bytes": {"dense": applied.dense_bytes, "slim": applied.slim_bytes},
         "seconds": applied.seconds,
         "megabytes_per_second": rate,

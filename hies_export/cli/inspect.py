@@ -1,25 +1,36 @@
-"""Show the attention heads of a checkpoint and whether they can be cut."""
+"""Show the heads and neurons of a checkpoint and whether they can be cut, or what a plan or a run cut."""
 
 from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from ..errors import RequestError
+from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..progress import Progress
 from .arguments import add_json
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..errors import UnsupportedModelError
     from ..studies.theory import Theory
+    from ..units import PrunableModule
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint and `--theory`."""
-    parser.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id; a recipe with --theory")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="checkpoint folder or Hub id; a plan.json or a run's folder; a recipe with --theory",
+    )
     parser.add_argument(
         "--theory",
         action="store_true",
@@ -30,21 +41,38 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
-    """Show heads and FLOPs of every layer, or the theory, and return them."""
-    return _inspect_theory(options, console, progress) if options.theory else _inspect_heads(options, console)
+    """Show heads, neurons and FLOPs of every layer, or a plan, or the theory, and return them."""
+    if options.theory:
+        return _inspect_theory(options, console, progress)
+    plan = _plan_file(Path(options.model))
+    return _inspect_model(options, console) if plan is None else _inspect_plan(plan, console)
 
 
-def _inspect_heads(options: Namespace, console: Console) -> dict[str, Any]:
+def _plan_file(path: Path) -> Path | None:
+    """Return the plan that a path means: the file itself, or that of a run's folder; None for a checkpoint."""
+    if path.is_file() and path.suffix == ".json":
+        return path
+    in_folder = path / "plan.json"
+    return in_folder if in_folder.is_file() and not (path / "config.json").is_file() else None
+
+
+def _inspect_plan(file: Path, console: Console) -> dict[str, Any]:
+    from ..values import PruningPlan
+    from .terminal import plan_text, plan_totals, print_plan
+
+    plan = PruningPlan.from_file(file)
+    alpha = "" if plan.alpha is None else f", alpha {plan.alpha:g}"
+    console.print(f"{plan_text(plan)} by {plan.criterion}{alpha}, seed {plan.seed}", markup=False, soft_wrap=True)
+    print_plan(plan, console)
+    kept = {name: {"kind": module.kind, "kept": len(module.units)} for name, module in plan.kept.items()}
+    return {"plan": str(file), "criterion": plan.criterion, "alpha": plan.alpha, **plan_totals(plan), "modules": kept}
+
+
+def _inspect_model(options: Namespace, console: Console) -> dict[str, Any]:
     import torch
 
     from ..checkpoint.loading import load
-    from ..errors import UnsupportedModelError
-    from ..measure.counts import count_parameters, flops_per_layer
-    from ..model.tokens import synthetic_batch
-    from ..pipeline.bench import model_shapes
-    from ..prunable.find import find_modules
-    from ..report.rows import layer_table
-    from ..report.terminal import plain_table
+    from ..measure.counts import count_parameters
     from ..slim.config import is_slim
     from .terminal import print_json
 
@@ -56,24 +84,83 @@ def _inspect_heads(options: Namespace, console: Console) -> dict[str, Any]:
         "parameters": count_parameters(model),
     }
     console.print(f"{result['class']}, {result['parameters'] / 1e6:.2f} M parameters" + ", slim" * result["slim"])
-    try:
-        found = find_modules(model, synthetic_batch(model, batch=2, sequence=8))
-    except UnsupportedModelError as error:
+    found, refused = _find(model)
+    if refused and not found:
         # The reason is a result, and the exit code is still that of the error.
+        error = next(iter(refused.values()))
         if options.json:
             print_json(result | {"can_be_cut": False, "reason": str(error)})
-        raise
-    lines = [(m.name, str(m.units), str(m.groups), str(m.key_width)) for m in found]
-    console.print(plain_table(("attention module", "heads", "key/value", "head width"), lines))
-    console.print(f"{sum(m.units for m in found)} heads; all of them can be scored and cut")
+        raise error
+    result["can_be_cut"] = True
+    if refused:
+        result["refused"] = {kind: str(error) for kind, error in refused.items()}
+    result |= _print_units(found, refused, console)
+    result["flops_per_layer"] = _print_flops(model, found, console)
+    cut = Path(options.model) / "hies_plan.json"
+    if cut.is_file():
+        console.print("\nwhat was cut from the dense model:")
+        result["cut"] = _inspect_plan(cut, console)
+    return result
+
+
+def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, UnsupportedModelError]]:
+    """Return the modules of every kind that can be cut, and by kind why those of another cannot."""
+    from ..errors import UnsupportedModelError
+    from ..model.tokens import synthetic_batch
+    from ..prunable.find import FINDERS, find_modules
+
+    batch = synthetic_batch(model, batch=2, sequence=8)
+    found: list[PrunableModule] = []
+    refused: dict[str, UnsupportedModelError] = {}
+    for kind in FINDERS:
+        try:
+            found += find_modules(model, batch, kinds=(kind,))
+        except UnsupportedModelError as error:
+            refused[kind] = error
+    return found, refused
+
+
+def _print_units(
+    found: Sequence[PrunableModule], refused: Mapping[str, UnsupportedModelError], console: Console
+) -> dict[str, Any]:
+    """Print a table for each kind of module, or why it cannot be cut; return the modules by kind for --json."""
+    from ..report.terminal import plain_table
+
+    heads = [m for m in found if m.kind == ATTENTION]
+    neurons = [m for m in found if m.kind == MLP]
+    if heads:
+        lines = [(m.name, str(m.units), str(m.groups), str(m.key_width)) for m in heads]
+        console.print(plain_table(("attention module", "heads", "key/value", "head width"), lines))
+        console.print(f"{sum(m.units for m in heads):,} heads; all of them can be scored and cut")
+    if neurons:
+        if heads:
+            console.print()
+        console.print(plain_table(("feed-forward block", "neurons"), [(m.name, f"{m.units:,}") for m in neurons]))
+        console.print(f"{sum(m.units for m in neurons):,} neurons; all of them can be scored and cut")
+    for kind, error in refused.items():
+        console.print(f"\n{UNIT_NAMES[kind]}s cannot be cut: {error}", markup=False, soft_wrap=True)
+    by_kind: dict[str, Any] = {}
+    if heads:
+        by_kind[ATTENTION] = [{"name": m.name, "heads": m.units, "key_value_heads": m.groups} for m in heads]
+    if neurons:
+        by_kind[MLP] = [{"name": m.name, "neurons": m.units} for m in neurons]
+    return by_kind
+
+
+def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], console: Console) -> list[dict[str, Any]]:
+    """Print the FLOPs of every layer, and return them for --json."""
+    from ..measure.counts import flops_per_layer
+    from ..model.tokens import synthetic_batch
+    from ..pipeline.bench import model_shapes
+    from ..report.rows import layer_table
+    from ..report.terminal import plain_table
+
     size, sequence = model_shapes(model, ())[0]
-    layers = [
-        asdict(layer) for layer in flops_per_layer(model, synthetic_batch(model, batch=size, sequence=sequence), found)
-    ]
+    batch = synthetic_batch(model, batch=size, sequence=sequence)
+    layers = [asdict(layer) for layer in flops_per_layer(model, batch, found)]
     console.print(f"\nfloating-point operations at {size} x {sequence}")
     console.print(plain_table(*layer_table(layers)))
-    modules = [{"name": m.name, "heads": m.units, "key_value_heads": m.groups} for m in found]
-    return result | {"can_be_cut": True, "attention": modules, "flops_per_layer": layers}
+    return layers
 
 
 def _inspect_theory(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:

@@ -108,8 +108,8 @@ def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
     """Return the parser of every command, for a program called `prog`."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Remove the attention heads a Transformer can lose, and ship what is left: a slim checkpoint, an "
-        "ONNX model and a measured report.",
+        description="Remove the attention heads and feed-forward neurons a Transformer can lose, and ship what is "
+        "left: a slim checkpoint, an ONNX model and a measured report.",
         epilog=EXAMPLES.replace("hies-export", prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

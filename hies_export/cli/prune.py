@@ -25,7 +25,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from ..pipeline.run import prune
     from ..slim.check import check_selection, check_weights, weight_norms
     from ..values import PruningPlan
-    from .terminal import print_plan
+    from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
     refuse_existing(recipe.output, overwrite=options.overwrite)
@@ -42,7 +42,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     pruned = prune(prepared, plan, recipe, recipe.output, overwrite=options.overwrite, refit=refit, progress=progress)
     print_plan(plan, console)
     console.print(
-        f"\nwritten to {recipe.output}; cut against masked {pruned.cut_max_abs:.2g}, reloaded against saved "
-        f"{pruned.reload_max_abs:.2g}",
+        f"\nwritten to {recipe.output}: {plan_text(plan)}; cut against masked {pruned.cut_max_abs:.2g}, "
+        f"reloaded against saved {pruned.reload_max_abs:.2g}",
         markup=False,
     )

@@ -25,6 +25,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..pipeline.run import run as run_recipe
     from ..recipe import PruningRecipe
     from ..report.terminal import print_report
+    from ..report.text import removed_text
 
     with new_folder(options.output, overwrite=options.overwrite) as folder:
         recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=progress))
@@ -32,7 +33,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     print_report(report, console)
     where = options.output
     console.print(
-        f"\nA ViT was trained on handwritten digits, and half of its heads were removed. In {where}:\n"
+        f"\nA ViT was trained on handwritten digits, then pruned: {removed_text(report.heads, report.neurons)}. "
+        f"In {where}:\n"
         f"  {where}/run/slim    the slim checkpoint: hies_export.load({str(where / 'run' / 'slim')!r})\n"
         f"  {where}/run/onnx    the same for ONNX Runtime\n"
         f"  {where}/run/report.html\n"

@@ -20,7 +20,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "folder", metavar="DIR", type=Path, help="a run's folder, or a file with what `bench --json` printed"
     )
     parser.add_argument(
-        "--figures", metavar="DIR", type=Path, help="draw head maps and latency as PNG and SVG; needs the extra 'plots'"
+        "--figures",
+        metavar="DIR",
+        type=Path,
+        help="draw heads, neurons and latency as PNG and SVG; needs the extra 'plots'",
     )
     parser.add_argument("--html", metavar="FILE", type=Path, help="write it as one self-contained page")
     add_json(parser)

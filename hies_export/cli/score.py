@@ -1,4 +1,4 @@
-"""Score the heads and write scores.json and plan.json."""
+"""Score heads, and neurons if asked to, and write scores.json and plan.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from ..checkpoint.folders import new_folder
     from ..pipeline.choose import choose, write_choice
     from ..pipeline.prepare import prepare
-    from .terminal import print_plan
+    from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
     with new_folder(recipe.output, overwrite=options.overwrite) as folder:
@@ -28,4 +28,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         choice = choose(prepare(recipe), recipe, progress=progress)
         write_choice(folder, choice)
     print_plan(choice.plan, console)
-    console.print(f"\nwritten to {recipe.output}: scores.json, plan.json", markup=False)
+    console.print(
+        f"\n{plan_text(choice.plan)} by this plan; written to {recipe.output}: scores.json, plan.json", markup=False
+    )

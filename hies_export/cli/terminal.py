@@ -78,11 +78,30 @@ class _ConsoleHandler(logging.Handler):
 
 
 def print_plan(plan: PruningPlan, console: Console) -> None:
-    """Print which heads of every module the plan keeps."""
-    from ..report.rows import head_map
-    from ..report.terminal import head_map_text
+    """Print which heads, and how many neurons, of every module the plan keeps."""
+    from ..report.maps import plan_maps
+    from ..report.terminal import map_text
 
-    console.print(head_map_text(head_map(plan)))
+    for index, units in enumerate(plan_maps(plan)):
+        if index:
+            console.print()
+        console.print(map_text(units))
+
+
+def plan_text(plan: PruningPlan) -> str:
+    """Return how much a plan removes, such as "20 of 72 heads and 4,300 of 9,216 neurons removed"."""
+    from ..report.report import plan_counts
+    from ..report.text import removed_text
+
+    return removed_text(*plan_counts(plan))
+
+
+def plan_totals(plan: PruningPlan) -> dict[str, dict[str, int]]:
+    """Return for --json how many heads there were and how many go; also of neurons, if the plan covers them."""
+    totals = {"heads": {"total": plan.heads, "removed": plan.removed}}
+    if plan.neurons:
+        totals["neurons"] = {"total": plan.neurons, "removed": plan.removed_neurons}
+    return totals
 
 
 def print_json(result: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..checkpoint.version4 import load_version4
     from ..model.tokens import synthetic_batch
     from .export import load_processor_if_any
-    from .terminal import print_plan
+    from .terminal import plan_totals, print_plan
 
     refuse_existing(options.output, overwrite=options.overwrite)
     progress.stage("load")
@@ -41,5 +41,4 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     )
     print_plan(plan, console)
     console.print(f"\nwritten to {options.output}; reloaded against saved {reload_max_abs:.2g}", markup=False)
-    heads = {"total": plan.heads, "removed": plan.removed}
-    return {"folder": str(options.output), "heads": heads, "reload_max_abs": reload_max_abs}
+    return {"folder": str(options.output), **plan_totals(plan), "reload_max_abs": reload_max_abs}

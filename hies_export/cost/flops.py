@@ -7,12 +7,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..measure import counts
+from ..measure.counts import flops_by_module, innermost
 from ..model.copies import share_weights
 from ..select.budget import CostTable
 from ..select.bundles import bundle_count
-from ..slim.cut import prune_units
-from ..units import Kept, PrunableModule, Units
+from ..units import PrunableModule
+from .cut import cut_bundles
+
+# Bundles that modules lose in turn, in the cut on which the counts are checked.
+UNEVEN = (1, 3, 0, 2, 5)
 
 
 def flops_table(
@@ -20,54 +23,77 @@ def flops_table(
 ) -> CostTable:
     """Return the table of FLOPs saved by removing bundles from every module, attention products included.
 
+    All modules of a kind lose a bundle in one cut, and the operations that are gone are attributed to the modules in
+    which they were done. An uneven cut of both kinds is counted too: unless the attribution predicts it to the
+    operation, every module is cut by itself.
+
     Args:
         model: The dense model.
-        modules: The modules that may lose units.
+        modules: The modules that may lose units, of one kind or both.
         batch: Inputs of the shape at which to count.
         unit: As in `Constraints`.
     """
-    dense = counts.count_flops(model, batch)
-    saved = {}
-    for module in modules:
-        count = bundle_count(module, unit)
-        one = 0.0
-        if count > 1:
-            without = cut_bundles(model, modules, {module.name: 1}, unit=unit)
-            one = (dense - counts.count_flops(without, batch)) / dense
-        # 0 to count - 1 bundles: the last one of a module is never removed.
-        saved[module.name] = tuple(one * k for k in range(count))
+    try:
+        dense, one = _saved_per_bundle(share_weights(model, device="meta"), modules, batch, unit)
+    except (RuntimeError, NotImplementedError):  # the forward depends on the values of its inputs
+        dense, one = _saved_per_bundle(model, modules, batch, unit)
+    # 0 to count - 1 bundles: the last one of a module is never removed.
+    saved = {m.name: tuple(one[m.name] / dense * k for k in range(bundle_count(m, unit))) for m in modules}
     return CostTable("FLOPs", saved)
 
 
-def cut_bundles(
-    model: PreTrainedModel, modules: Sequence[PrunableModule], removed: Mapping[str, int], *, unit: str
-) -> PreTrainedModel:
-    """Return a copy of the model, which shares its weights, with the first bundles of every module kept.
+def _saved_per_bundle(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Any], unit: str
+) -> tuple[int, dict[str, int]]:
+    """Return the FLOPs of the model, and for every module what it saves per bundle."""
 
-    Which bundles are kept does not change the cost.
+    def count(removed: Mapping[str, int]) -> dict[str, int]:
+        return flops_by_module(cut_bundles(model, modules, removed, unit=unit), batch)
+
+    dense = flops_by_module(model, batch)
+    most = {module.name: bundle_count(module, unit) - 1 for module in modules}
+    one = dict.fromkeys(most, 0)
+    able = [module for module in modules if most[module.name]]
+    for kind in dict.fromkeys(module.kind for module in able):
+        of_kind = [module for module in able if module.kind == kind]
+        one |= _attributed(of_kind, dense, count(dict.fromkeys((module.name for module in of_kind), 1)))
+    uneven = {module.name: min(UNEVEN[i % len(UNEVEN)], most[module.name]) for i, module in enumerate(able)}
+    if dense[""] - sum(one[name] * lost for name, lost in uneven.items()) != count(uneven)[""]:
+        one |= {module.name: dense[""] - count({module.name: 1})[""] for module in able}
+    return dense[""], one
+
+
+def _attributed(modules: Sequence[PrunableModule], dense: Mapping[str, int], cut: Mapping[str, int]) -> dict[str, int]:
+    """Return which part of the FLOPs that a cut of all modules saves is due to each of them.
+
+    A linear layer belongs to the module whose producer or consumer it is, anything else to the innermost module around
+    it. What belongs to none is left out.
 
     Args:
-        model: The dense model; it is not changed.
-        modules: The modules that may lose units.
-        removed: Number of bundles to remove by module name; modules without an entry lose none.
-        unit: As in `Constraints`.
+        modules: Modules of one kind.
+        dense: From `flops_by_module`, before the cut.
+        cut: The same after the cut.
     """
-    kept = {
-        module.name: keep_first(module, bundle_count(module, unit) - removed.get(module.name, 0), unit)
-        for module in modules
-    }
-    return prune_units(share_weights(model), kept, modules, inplace=True)
+    linear = {name: module.name for module in modules for name in (*module.producers, module.consumer)}
+    names = {module.name for module in modules}
+    found = dict.fromkeys(names, 0)
+    before, after = _own(dense), _own(cut)
+    for name in before:
+        if saved := before[name] - after.get(name, 0):
+            owner = linear.get(name) or innermost(name, names)
+            if owner is not None:
+                found[owner] += saved
+    return found
 
 
-def keep_first(module: Units, bundles: int, unit: str) -> Kept:
-    """Return the units to keep so that the first bundles of a module stay.
-
-    Args:
-        module: The module.
-        bundles: Number of bundles to keep: key/value groups, or with unit "query", query heads of every group.
-        unit: As in `Constraints`.
-    """
-    whole_groups = unit == "group" or module.group_size == 1
-    groups = range(bundles if whole_groups else module.groups)
-    per_group = range(module.group_size if whole_groups else bundles)
-    return module.kept(group * module.group_size + place for group in groups for place in per_group)
+def _own(flops: Mapping[str, int]) -> dict[str, int]:
+    """Return the FLOPs of every torch module without those of the modules inside it."""
+    own = dict(flops)
+    for name, count in flops.items():
+        if name:
+            # A container such as a ModuleList is never called, so it is not among the modules.
+            outer = name.rpartition(".")[0]
+            while outer not in own:
+                outer = outer.rpartition(".")[0]
+            own[outer] -= count
+    return own

@@ -1,10 +1,11 @@
-"""Time uniform cuts of a model on a runtime, and divide the time saved among its modules."""
+"""Time uniform cuts of each kind of unit on a runtime, and divide the time saved among the modules of that kind."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,23 +17,25 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import replace_file, user_cache
+from ..kinds import ATTENTION
 from ..measure.compare import compare_loads
 from ..measure.environment import environment
 from ..measure.ratios import is_noisy
 from ..measure.timing import Timing
 from ..progress import SILENT, Progress
-from ..runtimes.base import RUNTIMES
+from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
 from ..select.budget import CostTable
 from ..select.bundles import bundle_count
-from ..units import PrunableModule
-from .flops import cut_bundles, flops_table
+from ..units import PrunableModule, Units
+from .cut import cut_bundles
+from .flops import flops_table
 
-# Share of its bundles that every module keeps in each timed cut; 0 means a single bundle.
+# Share of its bundles that every module of a kind keeps in each timed cut; 0 means the fewest that are timed.
 LEVELS = (0.75, 0.5, 0.25, 0.0)
 # Timed cuts are cached only if no 95 % interval of a ratio is wider than this. Widths were 0.04 to 0.07 on an idle
 # machine, and twice that on a busy one.
 WIDEST_INTERVAL = 0.08
-TABLE_FORMAT = 3
+TABLE_FORMAT = 4
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +59,14 @@ class TimedOn:
 
 @dataclass(frozen=True)
 class TimedCut:
-    """A uniform cut, timed against the dense model.
+    """A uniform cut of the modules of one kind, timed against the dense model.
 
     Attributes:
         kept: Share of the bundles that are kept.
         ratio: Time of the cut model / time of the dense model.
         ratio_low, ratio_high: 95 % interval of the ratio.
         control_low, control_high: 95 % interval of the control, the dense model against itself.
+        kind: Kind of the units that were cut, "attention" or "mlp".
     """
 
     kept: float
@@ -71,6 +75,7 @@ class TimedCut:
     ratio_high: float
     control_low: float
     control_high: float
+    kind: str = ATTENTION
 
     @property
     def sharp(self) -> bool:
@@ -89,8 +94,10 @@ def latency_table(
 ) -> CostTable:
     """Time uniform cuts of the model, and return the table of time saved by removing bundles from every module.
 
-    A module that keeps a share of its bundles saves the time that the whole model saves at that share (interpolated
-    between timed cuts), times the module's share of the FLOPs of all units. Timed cuts are cached on disk by hardware,
+    Heads and neurons are timed in cuts of their own, because their savings add up. A module that keeps a share of its
+    bundles saves the time that the whole model saves at that share of its kind (interpolated between timed cuts), times
+    the module's share of the FLOPs of all units of its kind. A feed-forward block saves nothing between two widths that
+    the runtime computes in the same time; see `Runtime.width_step`. Timed cuts are cached on disk by hardware,
     versions, runtime, shape and model dimensions. Imprecise ones, from a busy machine, are not cached.
 
     Args:
@@ -116,28 +123,85 @@ def latency_table(
                 100 * WIDEST_INTERVAL,
             )
     flops = flops_table(model, modules, batch=where.batch, unit=unit).saved
-    weights = {name: shares[-1] * len(shares) / max(1, len(shares) - 1) for name, shares in flops.items()}
-    total = sum(weights.values())
+    saved: dict[str, tuple[float, ...]] = {}
+    for kind, of_kind in _by_kind(modules).items():
+        timed = [cut for cut in cuts if cut.kind == kind]
+        saved |= _divided(timed, of_kind, flops, step=_width_step(model, where.runtime), unit=unit)
+    return CostTable(
+        f"latency on {where.runtime}",
+        {module.name: saved[module.name] for module in modules},
+        tuple(asdict(cut) for cut in cuts),
+    )
+
+
+def _width_step(model: PreTrainedModel, runtime: str) -> int:
+    """Return the runtime's `Runtime.width_step`, on the device of the model if it is run as it is."""
+    return max(RUNTIMES[runtime].width_step, GPU_WIDTH_STEP if model.device.type == "cuda" else 1)
+
+
+def _by_kind(modules: Sequence[PrunableModule]) -> dict[str, list[PrunableModule]]:
+    """Return the modules of every kind of unit, in the order of the model."""
+    return {kind: [module for module in modules if module.kind == kind] for kind in (m.kind for m in modules)}
+
+
+def _divided(
+    cuts: Sequence[TimedCut],
+    modules: Sequence[PrunableModule],
+    flops: Mapping[str, Sequence[float]],
+    *,
+    step: int,
+    unit: str,
+) -> dict[str, tuple[float, ...]]:
+    """Divide the time saved by uniform cuts among the modules of one kind, in proportion to the FLOPs of their units.
+
+    Args:
+        cuts: The timed cuts of this kind, the smallest first.
+        modules: All modules of this kind.
+        flops: From `flops_table`.
+        step: As in `Runtime.width_step`.
+        unit: As in `Constraints`.
+    """
+    weights = {m.name: flops[m.name][-1] * len(flops[m.name]) / max(1, len(flops[m.name]) - 1) for m in modules}
+    total = sum(weights.values()) or 1.0  # 0 if every module has a single bundle
     kept = [cut.kept for cut in reversed(cuts)] + [1.0]  # ascending
     ratios = [cut.ratio for cut in reversed(cuts)] + [1.0]
     saved = {}
     for module in modules:
         count = bundle_count(module, unit)
-        curve = np.interp([(count - k) / count for k in range(count)], kept, ratios)
-        saved[module.name] = tuple(float(weights[module.name] / total * (1 - r)) for r in curve)
-    return CostTable(f"latency on {where.runtime}", saved, tuple(asdict(cut) for cut in cuts))
+        widths = [_computed(module, count - k, step) / count for k in range(count)]
+        curve = np.interp(widths, kept, ratios)
+        saved[module.name] = tuple(float(weights[module.name] / total * (1 - ratio)) for ratio in curve)
+    return saved
+
+
+def _computed(module: Units, bundles: int, step: int) -> int:
+    """Return as how many bundles a module's bundles count in time: neurons in whole steps, heads as they are."""
+    if module.kind == ATTENTION:
+        return bundles
+    return min(module.units, math.ceil(bundles / step) * step)
+
+
+def _uniform_cuts(modules: Sequence[PrunableModule], *, step: int, unit: str) -> dict[float, dict[str, int]]:
+    """Return the cuts of modules of one kind to be timed: share kept -> how many bundles every module loses."""
+    bundles = {module.name: bundle_count(module, unit) for module in modules}
+    cuts = {}
+    for level in LEVELS:
+        kept = {m.name: _computed(m, max(1, round(level * bundles[m.name])), step) for m in modules}
+        lost = {name: count - kept[name] for name, count in bundles.items()}
+        cuts[1 - sum(lost.values()) / sum(bundles.values())] = lost
+    cuts.pop(1.0, None)
+    return cuts
 
 
 def _time_cuts(
     model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, progress: Progress
 ) -> list[TimedCut]:
-    """Time uniform cuts against the dense model, the smallest cut first."""
-    bundles = {module.name: bundle_count(module, unit) for module in modules}
-    removed: dict[float, dict[str, int]] = {}  # share kept -> how many bundles every module loses
-    for level in LEVELS:
-        lost = {name: count - max(1, round(level * count)) for name, count in bundles.items()}
-        removed[1 - sum(lost.values()) / sum(bundles.values())] = lost
-    removed.pop(1.0, None)
+    """Time uniform cuts of each kind against the dense model, the smallest cut of a kind first."""
+    planned = [
+        (kind, kept, removed)
+        for kind, of_kind in _by_kind(modules).items()
+        for kept, removed in _uniform_cuts(of_kind, step=_width_step(model, where.runtime), unit=unit).items()
+    ]
     rows, columns, *_ = next(iter(where.batch.values())).shape
     batches, cuts = {(rows, columns): where.batch}, []
     with tempfile.TemporaryDirectory(prefix="hies-budget-") as temporary:
@@ -149,12 +213,12 @@ def _time_cuts(
             return Path(temporary) / name
 
         dense = source(model, "dense")
-        for kept in progress.track(list(removed), f"time cuts on {where.runtime}"):
-            slim = source(cut_bundles(model, modules, removed[kept], unit=unit), f"kept-{kept:.4f}")
+        for kind, kept, removed in progress.track(planned, f"time cuts on {where.runtime}"):
+            slim = source(cut_bundles(model, modules, removed, unit=unit), f"{kind}-{kept:.4f}")
             timed = compare_loads(where.runtime, dense, slim, batches, timing=where.timing, decode=False)
             (found,) = timed.values()
             ratio, control = found.ratio, found.control
-            cuts.append(TimedCut(kept, ratio.median, ratio.low, ratio.high, control.low, control.high))
+            cuts.append(TimedCut(kept, ratio.median, ratio.low, ratio.high, control.low, control.high, kind))
     return cuts
 
 
@@ -171,6 +235,7 @@ def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: Timed
         "parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
         "modules": hashlib.sha256(json.dumps([asdict(module) for module in modules]).encode()).hexdigest(),
         "unit": unit,
+        "width_step": _width_step(model, where.runtime),
     }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
+from ..kinds import ATTENTION
 from ..model.copies import share_weights
 from ..model.tokens import forward_inputs
 from ..units import PrunableModule
@@ -51,16 +52,18 @@ class LayerFlops:
     """Floating-point operations of one layer in one forward pass.
 
     Attributes:
-        layer: Dotted name of the layer; empty for the rest of the model, outside the layers with attention.
+        layer: Dotted name of the layer; empty for the rest of the model, outside the layers.
         projections: FLOPs of the linear layers before and after the attention.
         products: FLOPs of queries times keys, and of attention weights times values.
-        other: FLOPs of the rest of the layer, such as the MLP.
+        other: FLOPs of the rest of the layer, such as feed-forward blocks whose neurons are not among the units.
+        feed_forward: FLOPs of the linear layers of feed-forward blocks; 0 where no such block was given.
     """
 
     layer: str
     projections: int
     products: int
     other: int
+    feed_forward: int = 0
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -99,7 +102,7 @@ def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
         >>> count_flops(slim, batches[0]) < count_flops(model, batches[0])
         True
     """
-    return _flops(model, batch)[""]
+    return flops_by_module(model, batch)[""]
 
 
 def count_both_flops(
@@ -117,27 +120,61 @@ def flops_per_layer(
     Args:
         model: Dense or slim; it is not changed.
         batch: As for `count_flops`.
-        modules: The attention modules, of the dense model or of this one: only their names are read.
+        modules: The modules of either kind, of the dense model or of this one: only their names are read.
 
     Returns:
         One entry per layer, in the order of `modules`. A last one, with empty `layer`, is the rest of the model, such
         as embeddings and classifier.
     """
-    found = _flops(model, batch)
-    parts: dict[str, list[int]] = {}  # layer -> [projections, products]
-    for module in modules:
-        # The layer is the innermost numbered module around the attention, such as model.layers.3, else the attention.
-        match = re.match(r"(.*\.\d+)(?:\.|$)", module.name)
-        part = parts.setdefault(match[1] if match else module.name, [0, 0])
-        children = [f"{module.name}.{name}" for name, _ in model.get_submodule(module.name).named_children()]
-        part[0] += sum(found.get(name, 0) for name in {*module.producers, module.consumer})
-        part[1] += found.get(module.name, 0) - sum(found.get(name, 0) for name in children)
-    layers = [
-        LayerFlops(layer, projections, products, found.get(layer, 0) - projections - products)
-        for layer, (projections, products) in parts.items()
-    ]
-    outside = found[""] - sum(found.get(layer, 0) for layer in parts)
-    return [*layers, LayerFlops("", projections=0, products=0, other=outside)]
+    found = flops_by_module(model, batch)
+    layer_of = _layers(modules)
+    parts = {layer: [0, 0, 0] for layer in (*layer_of.values(), "")}  # projections, products, feed-forward
+    linear: set[str] = set()  # counted already: a block may share a fused layer with the attention beside it
+    for module in sorted(modules, key=lambda module: module.kind != ATTENTION):
+        part, own = parts[layer_of[module.name]], {*module.producers, module.consumer} - linear
+        part[0 if module.kind == ATTENTION else 2] += sum(found.get(name, 0) for name in own)
+        linear |= own
+        if module.kind == ATTENTION:
+            children = [f"{module.name}.{name}" for name, _ in model.get_submodule(module.name).named_children()]
+            part[1] += found.get(module.name, 0) - sum(found.get(name, 0) for name in children)
+    inside = {layer: innermost(layer, parts.keys() - {layer}) for layer in parts if layer}
+    rows = []
+    for layer, (projections, products, feed_forward) in parts.items():
+        other = found.get(layer, 0) - sum(found.get(inner, 0) for inner, outer in inside.items() if outer == layer)
+        other -= projections + products + feed_forward
+        rows.append(LayerFlops(layer, projections, products, other, feed_forward))
+    return rows
+
+
+def innermost(name: str, modules: Iterable[str]) -> str | None:
+    """Return the longest of the dotted names `modules` that is `name` or encloses it; None if none does.
+
+    The empty name is the whole model, which encloses everything.
+    """
+    around = [module for module in modules if not module or f"{name}.".startswith(f"{module}.")]
+    return max(around, key=len, default=None)
+
+
+def _layers(modules: Sequence[PrunableModule]) -> dict[str, str]:
+    """Return the layer of every module by name.
+
+    The layer of an attention module is the innermost numbered module around it, such as model.layers.3, else the module
+    itself. A feed-forward block belongs to the layer of an attention module around it; where there is none, to the
+    innermost numbered module around its consumer.
+    """
+
+    def numbered(name: str, default: str) -> str:
+        match = re.match(r"(.*\.\d+)(?:\.|$)", name)
+        return match[1] if match else default
+
+    attention = {module.name: numbered(module.name, module.name) for module in modules if module.kind == ATTENTION}
+    layers = set(attention.values())
+    return {
+        module.name: attention.get(module.name)
+        or innermost(module.consumer, layers)
+        or numbered(module.consumer, module.name)
+        for module in modules
+    }
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
@@ -161,8 +198,11 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
     return sum(t.numel() * t.element_size() for t in tensors) // ids.shape[1]
 
 
-def _flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
-    """Return FLOPs by dotted module name; those of the whole model are under the empty name."""
+def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
+    """Return the FLOPs of `count_flops` by dotted module name, each with those of the modules inside it.
+
+    Those of the whole model are under the empty name.
+    """
     inputs = forward_inputs(model, batch)
     try:
         # transformers reads the values of a padding mask, which meta tensors lack. The mask changes no FLOPs.
@@ -173,7 +213,7 @@ def _flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return FLOPs as `_flops` does; the model is changed to evaluation mode and eager attention."""
+    """Return FLOPs as `flops_by_module` does; the model is changed to evaluation mode and eager attention."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model.eval().set_attn_implementation("eager")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..measure.counts import FlopCount
+from ..measure.counts import Both, FlopCount
 from ..measure.rows import LatencyRow
 
 
@@ -15,7 +15,7 @@ class BudgetOutcome:
     """A budget, and how the run met it.
 
     Attributes:
-        kind: Name of the budget's field in the recipe: "heads", "flops", "latency" or "max_drop".
+        kind: Name of the budget's field in the recipe: "heads", "flops", "parameters", "latency" or "max_drop".
     """
 
     kind: str
@@ -38,15 +38,15 @@ class HeadsOutcome(BudgetOutcome):
 
 @dataclass(frozen=True)
 class CostOutcome(BudgetOutcome):
-    """A budget of FLOPs or time, as a share of the dense model's.
+    """A budget of FLOPs, parameters or time, as a share of the dense model's.
 
     Attributes:
         target: Largest share allowed.
         predicted: Share that the cost table predicts.
-        runtime, batch, sequence: Where time is measured; None for FLOPs.
-        table: The timed cuts behind the prediction; None for FLOPs.
+        runtime, batch, sequence: Where time is measured; None for what is counted.
+        table: The timed cuts behind the prediction, `CostTable.measured`; None for what is counted.
         measured: Share that was counted or timed; None until then.
-        noisy: Whether the control shows that `measured` is unreliable; None for FLOPs.
+        noisy: Whether the control shows that `measured` is unreliable; None for what is counted.
     """
 
     target: float
@@ -54,14 +54,15 @@ class CostOutcome(BudgetOutcome):
     runtime: str | None = None
     batch: int | None = None
     sequence: int | None = None
-    table: tuple[Mapping[str, float], ...] | None = None
+    table: tuple[Mapping[str, Any], ...] | None = None
     measured: float | None = None
     noisy: bool | None = None
 
-    def with_measured(self, flops: FlopCount, latency: Iterable[LatencyRow]) -> CostOutcome:
+    def with_measured(self, *, flops: FlopCount, parameters: Both[int], latency: Iterable[LatencyRow]) -> CostOutcome:
         """Return the outcome with `measured` and, for time, `noisy` filled in from the slim model's measurements."""
-        if self.kind == "flops":
-            return replace(self, measured=flops.ratio)
+        counted = {"flops": flops, "parameters": parameters}
+        if self.kind in counted:
+            return replace(self, measured=counted[self.kind].ratio)
         wanted = (self.runtime, self.batch, self.sequence)
         rows = (row for row in latency if row.phase != "decode")
         row = next(row for row in rows if (row.runtime, row.batch, row.sequence) == wanted)

@@ -25,7 +25,7 @@ from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
 from ..recipe import PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_runtime
-from ..score.criteria import COMPENSATED, CRITERIA, uses_alpha
+from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA, uses_alpha
 from ..select.constraints import Constraints, check_budget, check_constraints
 from ..tasks import TASKS
 from ..units import PrunableModule
@@ -34,8 +34,11 @@ from .load import load_dense, task_class
 
 logger = logging.getLogger(__name__)
 
+GIB = 1 << 30
 # Held-out rows on which `alpha: auto` is chosen.
 HELD_OUT_SAMPLES = 256
+# Held-out rows on which `criterion: auto` is chosen: its candidates differ by few predictions.
+AUTO_SAMPLES = 512
 # Held-out rows on which `max_drop` is checked: on fewer rows, noise would hide a loss of 0.01.
 MAX_DROP_SAMPLES = 1024
 
@@ -47,8 +50,8 @@ class Prepared:
     Attributes:
         model: The dense model, in evaluation mode.
         processor: The tokenizer or image processor that turns rows into tensors.
-        sites: All attention modules of the model.
-        scored: The modules that may lose heads.
+        sites: All modules of the model of the kinds to prune.
+        scored: The modules that may lose units.
         calibration: Batches to score on.
         held_out: Batches to choose alpha or sparsity on, disjoint from `calibration`; empty unless alpha is auto or the
             budget is max_drop. Shortest samples first, because they are predicted many times.
@@ -92,23 +95,28 @@ class Draws:
         scoring: Number of samples to score units on.
         held_out: Number of samples, after those, to choose alpha or sparsity on.
         compensation: Number of samples to refit on, from the start again.
+        apart: Whether to take held-out samples that are not refitted on either, as far as there are enough.
     """
 
     seed: int
     scoring: int
     held_out: int
     compensation: int
+    apart: bool = False
 
     @classmethod
     def of(cls, recipe: PruningRecipe) -> Draws:
         """Return the draws of a run of the recipe."""
         prune = recipe.prune
-        automatic = prune.alpha == "auto" and uses_alpha(prune.criterion)
+        held_out = HELD_OUT_SAMPLES if prune.alpha == "auto" and uses_alpha(prune.criterion) else 0
+        if prune.criterion == AUTO:
+            held_out = AUTO_SAMPLES
         return cls(
             seed=recipe.calibration.seed,
             scoring=recipe.calibration.samples,
-            held_out=MAX_DROP_SAMPLES if prune.budget.max_drop is not None else HELD_OUT_SAMPLES * automatic,
+            held_out=held_out if prune.budget.max_drop is None else MAX_DROP_SAMPLES,
             compensation=0 if prune.compensation is None else prune.compensation.samples,
+            apart=prune.criterion == AUTO,
         )
 
 
@@ -165,12 +173,29 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
 
 
 def _check_kinds(recipe: PruningRecipe, modules: tuple[PrunableModule, ...]) -> None:
-    """Refuse a criterion that cannot score some kind of module."""
-    criterion = CRITERIA.get(recipe.prune.criterion)
-    beyond = sorted({module.kind for module in modules} - set(criterion.kinds)) if criterion else []
-    if criterion and beyond:
-        kinds = " and ".join(criterion.kinds)
-        raise RecipeError([f"{criterion.name} scores {kinds}, got {' and '.join(beyond)}; choose another criterion"])
+    """Refuse criteria that cannot score the modules, and towers without modules of a kind.
+
+    Raises:
+        RecipeError: The criterion scores heads and the recipe prunes neurons only, or needs whole key/value groups.
+        RequestError: The chosen towers have no modules of a kind that the recipe names.
+    """
+    prune, criterion = recipe.prune, CRITERIA.get(recipe.prune.criterion)
+    if criterion and not set(criterion.kinds) & set(prune.modules):
+        able = [name for name, known in CRITERIA.items() if set(known.kinds) & set(prune.modules)]
+        raise RecipeError(
+            [
+                f"criterion {criterion.name} scores heads, but prune.modules is [{', '.join(prune.modules)}]; choose "
+                f"one of {', '.join((*able, COMPENSATED, AUTO))}"
+            ]
+        )
+    grouped = any(module.group_size > 1 for module in modules)
+    if prune.criterion in (*COMPENSATED_NAMES, AUTO) and prune.unit == "query" and grouped:
+        raise RecipeError(
+            [f"criterion {prune.criterion} removes whole key/value groups, got unit: query; set unit: group"]
+        )
+    for kind in prune.modules:
+        if kind not in {module.kind for module in modules}:
+            raise RequestError(f"prune.modules names {kind}, but the towers to prune have none; change prune.modules")
 
 
 def _check_budget(recipe: PruningRecipe, modules: tuple[PrunableModule, ...]) -> None:
@@ -219,11 +244,11 @@ def _check_runtimes(recipe: PruningRecipe) -> tuple[str, ...]:
 
 def _warn_without_compensation(recipe: PruningRecipe) -> None:
     """Warn if the criterion assumes compensation and the recipe has none."""
-    if recipe.prune.criterion == COMPENSATED and recipe.prune.compensation is None:
+    if recipe.prune.criterion in (*COMPENSATED_NAMES, AUTO) and recipe.prune.compensation is None:
         logger.warning(
-            "%s ranks heads by the errors that least squares leaves, but prune.compensation is not set, so "
+            "%s ranks units by the errors that least squares leaves, but prune.compensation is not set, so "
             "nothing makes up for them; add compensation: {method: least_squares}",
-            COMPENSATED,
+            recipe.prune.criterion,
         )
 
 
@@ -242,12 +267,16 @@ def _reader(recipe: PruningRecipe, config: Any) -> Reader:
 def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
     """Load the samples of the calibration split, and divide them by use."""
     split = recipe.calibration.split
-    most = max(draws.scoring + draws.held_out, draws.compensation)
+    most = max(draws.scoring + draws.held_out, draws.compensation + draws.held_out * draws.apart)
     source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
     drawn = reader.load(split, samples=most, shuffle_seed=draws.seed, **source)
     if draws.held_out and len(drawn) <= draws.scoring:
         max_drop = recipe.prune.budget.max_drop is not None
-        what, remedy = ("max_drop", "choose another budget") if max_drop else ("alpha: auto", "set alpha")
+        what, remedy = ("alpha: auto", "set alpha")
+        if recipe.prune.criterion == AUTO:
+            what, remedy = "criterion: auto", "choose a criterion"
+        if max_drop:
+            what, remedy = "max_drop", "choose another budget"
         raise RequestError(
             f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {len(drawn)}; "
             f"lower calibration.samples or {remedy}"
@@ -256,9 +285,10 @@ def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
     def part(start: int, count: int) -> datasets.Dataset:
         return drawn.select(list(range(start, min(start + count, len(drawn)))))
 
+    behind = max(draws.scoring, min(draws.compensation, len(drawn) - draws.held_out) if draws.apart else 0)
     return _Samples(
         scoring=part(0, draws.scoring),
-        held_out=part(draws.scoring, draws.held_out),
+        held_out=part(behind, draws.held_out),
         compensation=part(0, draws.compensation),
     )
 
@@ -285,7 +315,7 @@ def _warn_of_one_class(batches: Sequence[Batch], *, regression: bool) -> None:
 def _in_towers(
     model: PreTrainedModel, modules: tuple[PrunableModule, ...], towers: tuple[str, ...]
 ) -> tuple[PrunableModule, ...]:
-    """Return the attention modules in the given towers of a composite model; by default in the language model."""
+    """Return the modules in the given towers of a composite model; by default in the language model."""
     of = {module.name: tower_of(model, module) for module in modules}
     known = list(dict.fromkeys(of.values()))
     for tower in towers:

@@ -15,6 +15,7 @@ from ..errors import DropError
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.predict import predict
+from ..kinds import ATTENTION
 from ..measure.environment import environment
 from ..model.tokens import first_samples
 from ..onnx.export import OnnxExport
@@ -22,21 +23,22 @@ from ..progress import SILENT, Clock, Progress
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
 from ..report.html import render_html
+from ..report.maps import head_map, neuron_counts
 from ..report.markdown import render_markdown
-from ..report.report import Quality, Report, UnitCounts
-from ..report.rows import head_map
+from ..report.report import Quality, Report, plan_counts
 from ..runtimes.ort import require_onnxruntime
 from ..slim.check import compare_cut
 from ..slim.config import is_slim
 from ..slim.cut import prune_units
-from ..slim.refit import LayerFit, compensate
+from ..slim.refit import Compensation, LayerFit, compensate
 from ..tasks import TASKS
 from ..values import PruningPlan
 from .budgets import BudgetOutcome, CostOutcome, MaxDropOutcome
-from .choose import Choice, choose, compensation_of, head_numbers, write_choice
+from .choose import Choice, choose, head_numbers, write_choice
 from .measure import Measurements, export, measure_both
-from .prepare import Prepared, prepare
+from .prepare import GIB, Prepared, prepare
 from .quality import Evaluation, Refit, evaluate
+from .refitting import compensation_of
 from .search import quality_loss
 
 
@@ -67,7 +69,15 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = 
             choice = choose(prepared, recipe, progress=progress)
         write_choice(folder, choice)
         with clock("cut"):
-            pruned = prune(prepared, choice.plan, recipe, folder / "slim", refit=choice.refit, progress=progress)
+            pruned = prune(
+                prepared,
+                choice.plan,
+                recipe,
+                folder / "slim",
+                compensation=choice.compensation,
+                refit=choice.refit,
+                progress=progress,
+            )
             choice = replace(choice, refit=None)  # its moments may be gigabytes
             budget = confirm_max_drop(prepared, pruned.slim, recipe, choice.budget, progress=progress)
         evaluation = evaluate_run(prepared, pruned.slim, choice.plan, recipe, progress=progress)
@@ -77,7 +87,9 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = 
         with clock("measure"):
             measured = measure_both(prepared, pruned.slim, onnx, recipe, progress=progress)
         if isinstance(budget, CostOutcome):
-            budget = budget.with_measured(measured.flops, measured.latency)
+            budget = budget.with_measured(
+                flops=measured.flops, parameters=measured.parameters, latency=measured.latency
+            )
         done = _Done(prepared, choice, pruned, evaluation, onnx, measured, budget)
         report = _report(recipe, done, clock.seconds)
         _write_report(folder, report, recipe)
@@ -118,13 +130,15 @@ def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float]) -> Re
     """Return the report of a run."""
     plan, measured, evaluation = done.choice.plan, done.measured, done.evaluation
     metric = done.prepared.metrics[0]
+    heads, neurons = plan_counts(plan)
     return Report(
         model=recipe.model,
         task=recipe.task,
         criterion=plan.criterion,
         alpha=plan.alpha,
         seed=plan.seed,
-        heads=UnitCounts(plan.heads, plan.removed, [len(kept.units) for kept in plan.kept.values()]),
+        heads=heads,
+        neurons=neurons,
         parameters=measured.parameters,
         bytes=measured.bytes,
         flops=measured.flops,
@@ -146,16 +160,21 @@ def _details(recipe: PruningRecipe, done: _Done) -> dict[str, Any]:
     prepared, plan, onnx, evaluation = done.prepared, done.choice.plan, done.onnx, asdict(done.evaluation)
     calibration, split = done.choice.statistics.calibration, recipe.evaluation.split
     file = recipe.data.files[split.partition("[")[0]].name if recipe.data.files else None
+    # What is known of every neuron would fill megabytes.
+    heads = {name: numbers for name, numbers in head_numbers(done.choice).items() if plan.kept[name].kind == ATTENTION}
+    neurons = neuron_counts(plan)
     return {
         "base_model": None if Path(recipe.model).exists() else recipe.model,
         "head_map": head_map(plan),
-        "heads": head_numbers(done.choice),
+        "heads": heads,
+        **({"neurons": neurons} if neurons else {}),
         "budget": done.budget.details(),
         "metrics": evaluation["metrics"],
         "benchmarks": evaluation["benchmarks"],
         "uncompensated": evaluation["uncompensated"],
         "compensation": [asdict(fit) for fit in done.pruned.fits],
         "alpha_curve": done.choice.alpha_curve,
+        "tried": [asdict(tried) for tried in done.choice.tried],
         "stability_of": _prediction_name(recipe),
         "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
         "custom_code": is_slim(done.pruned.slim),
@@ -192,6 +211,7 @@ def prune(
     folder: Path,
     *,
     overwrite: bool = False,
+    compensation: Compensation | None = None,
     refit: Refit | None = None,
     progress: Progress,
 ) -> Pruned:
@@ -205,6 +225,7 @@ def prune(
         recipe: Says whether and how to compensate.
         folder: Where to save the checkpoint.
         overwrite: Replace an existing folder.
+        compensation: How to compensate, where the recipe leaves that to the choice of the plan.
         refit: Refits from moments of the same dense model that were collected earlier. Without it, and for
             `sequential`, moments are collected here.
         progress: Shows stages and loops.
@@ -226,7 +247,8 @@ def prune(
                 plan,
                 modules,
                 prepared.compensation,
-                compensation_of(section),
+                compensation or compensation_of(section),
+                limit_bytes=round(section.memory_gb * GIB),
                 progress=progress,
             )
     progress.stage("save")

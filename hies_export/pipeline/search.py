@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import PlanError
 from ..evaluate.judge import Judge, Judgement
 from ..evaluate.metrics import higher_is_better
+from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from ..values import Scores
 from .quality import Refit, predict_pruned
@@ -108,6 +109,72 @@ def choose_alpha(candidates: Iterable[Scores], select: Callable[[Scores], Select
     _, scores, selection, _ = max(good, key=lambda c: (c[3].stability, quality(c[3]), c[0]))
     curve = tuple({"alpha": alpha, **asdict(judgement)} for alpha, _, _, judgement in judged)
     return AlphaChoice(scores, selection, curve)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate of `criterion: auto`, cut at the budget, refitted and judged on held-out rows.
+
+    Attributes:
+        candidate: Position among the candidates.
+        criterion: Its criterion.
+        alpha: Weight of HIS in the criterion; None if it has no such weight.
+        steps: Number of rounds in which units were removed.
+        token_weights: How evenly the refit weighs tokens, see `Compensation`.
+        quality: The first metric; None without labels.
+        stability: Share of predictions that equal the dense model's, in [0, 1].
+        chosen: Whether it was chosen.
+    """
+
+    candidate: int
+    criterion: str
+    alpha: float | None
+    steps: int
+    token_weights: float
+    quality: float | None
+    stability: float
+    chosen: bool = False
+
+
+def choose_by_agreement(
+    candidates: Sequence[tuple[Scores, Selection]],
+    held_out: Mapping[float, HeldOut],
+    *,
+    steps: Sequence[int],
+    progress: Progress = SILENT,
+) -> tuple[Tried, ...]:
+    """Choose the candidate that agrees most with the dense model on held-out rows, and then the weights of tokens.
+
+    Of equally stable ones, that with the better metric is chosen, then the earlier one. All candidates are judged with
+    the first weights of tokens. The best is then judged with the others.
+
+    Args:
+        candidates: Scores and what they select.
+        held_out: Weights of tokens -> judge of selections refitted with these weights.
+        steps: Rounds of each candidate.
+        progress: Shows the loop over the candidates.
+
+    Returns:
+        Everything that was tried, in order; one is marked as chosen.
+    """
+    first, *others = held_out
+
+    def judged(number: int, weights: float) -> Tried:
+        scores, selection = candidates[number]
+        found = held_out[weights].judgement(selection)
+        alpha = scores.parameters.get("alpha")
+        return Tried(number, scores.criterion, alpha, steps[number], weights, found.quality, found.stability)
+
+    sign = 1.0 if higher_is_better(held_out[first].metric) else -1.0
+
+    def merit(tried: Tried) -> tuple[float, float]:
+        return tried.stability, 0.0 if tried.quality is None else sign * tried.quality
+
+    tried = [judged(number, first) for number in progress.track(range(len(candidates)), "choose criterion")]
+    best = max(tried, key=merit)
+    tried += [judged(best.candidate, weights) for weights in others]
+    best = max((t for t in tried if t.candidate == best.candidate), key=merit)
+    return tuple(replace(t, chosen=t is best) for t in tried)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
 """Find the units of a model that can be removed, and rehearse their removal.
 
-In go a model and a batch of inputs, out come `PrunableModule`s: for each attention layer, the rows and columns of its
-linear layers that belong to each head, and the attributes that count heads. No weight is read.
+In go a model and a batch of inputs, out come `PrunableModule`s: for each attention layer or feed-forward block, the
+rows and columns of its linear layers that belong to each head or neuron, and the attributes that count them. No weight
+is read.
 
-attention.py        `find_attention`: all of it; what cannot be cut is refused with the reason
+find.py             `find_modules`: every kind by its finder
+attention.py        `find_attention`: heads; what cannot be cut is refused with the reason
+mlp.py              `find_mlp`: neurons, likewise
 probe.py            a weightless copy of the model, and which feature reaches which head
 observe.py          one run of the copy: inputs and readers of every attention module
-rehearse.py         a run with fewer heads, to find the attributes that must change
+blocks.py           one run of the copy: what every linear layer reads, and which feature reaches which column
+rehearse.py         runs with fewer units, to find the attributes that must change
 follow.py           kept units -> kept rows and columns, and new values of attributes
 architectures.py    the table of tested model types, architectures.json
 """

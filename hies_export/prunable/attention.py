@@ -20,7 +20,7 @@ from ..model.attention import use_attention
 from ..units import PrunableModule, Slice, spans_of
 from .observe import SUPPORTED, FoundAttention, Observer
 from .probe import Probe
-from .rehearse import rehearsed
+from .rehearse import rehearsed_attention
 
 # Roles in which every feature must belong to one head. Heads may share some features of their keys (the rotary part of
 # multi-head latent attention).
@@ -64,7 +64,7 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
             f"{label} never called the attention function, so it has no attention that can be scored; "
             f"supported are {SUPPORTED}"
         )
-    return rehearsed(probe, batch, found, [_describe(f, label) for f in found], label)
+    return rehearsed_attention(probe, batch, found, [_describe(f, label) for f in found], label)
 
 
 def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:
@@ -72,9 +72,14 @@ def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:
 
     Returns:
         "language", or the name of the sub-config that the module reads, without "_config": "vision", "audio", ...
+        A module without a config reads that of the innermost module around it that has one.
     """
-    own = getattr(model.get_submodule(module.name), "config", None)
-    own = getattr(own, "_config", own)  # a slim layer's view of the model's config
+    own = None
+    path = module.name.split(".")
+    while own is None and path:
+        own = getattr(model.get_submodule(".".join(path)), "config", None)
+        own = getattr(own, "_config", own)  # a slim layer's view of the model's config
+        path.pop()
     for name in model.config.sub_configs:
         config = getattr(model.config, name, None)
         if config is not None and config is own:

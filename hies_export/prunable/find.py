@@ -7,17 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..kinds import ATTENTION, MLP
 from ..units import PrunableModule
 from .attention import find_attention
+from .mlp import find_mlp
 
 Finder = Callable[[PreTrainedModel, Mapping[str, Tensor]], tuple[PrunableModule, ...]]
 
-FINDERS: dict[str, Finder] = {"attention": find_attention}
+FINDERS: dict[str, Finder] = {ATTENTION: find_attention, MLP: find_mlp}
 """By kind, the function that finds the modules of that kind; a new kind adds its own."""
 
 
 def find_modules(
-    model: PreTrainedModel, batch: Mapping[str, Tensor], *, kinds: Sequence[str] = ("attention",)
+    model: PreTrainedModel, batch: Mapping[str, Tensor], *, kinds: Sequence[str] = (ATTENTION,)
 ) -> tuple[PrunableModule, ...]:
     """Find the prunable modules of a model, kind by kind.
 

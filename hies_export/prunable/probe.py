@@ -32,11 +32,15 @@ class Probe:
         kept: Linear layer -> indices of the output features it returns; a layer not named returns all. A feature has
             the same values in every run, whichever others are left out.
         kept_rows: Parameter -> indices of the rows (axis 0) it has in a run; a parameter not named has all.
+        positive: Whether the features are uniform instead of normal: in (0, 1) at every other token, where no common
+            activation is flat, and in (-1, 1) at the others. A ReLU is off for half of all normal features, and its
+            input then has no derivative.
         config_reads: Module -> the names that it read from its own config in the last run.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, *, positive: bool = False):
         self.model = _weightless(model).eval()
+        self.positive = positive
         self.kept: dict[str, Tensor] = {}
         self.kept_rows: dict[str, Tensor] = {}
         self.config_reads: dict[nn.Module, set[str]] = {}
@@ -46,10 +50,14 @@ class Probe:
                 self.config_reads[module] = set()
                 module.config = _RecordingConfig(config, self.config_reads[module])
 
+    def other_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters outside of linear layers."""
+        linear = _linear_parameters(self.model)
+        return [p for p in self.model.parameters() if id(p) not in linear]
+
     def small_parameters(self) -> list[nn.Parameter]:
         """Return the parameters outside of linear layers that have a value of their own for every element."""
-        linear = _linear_parameters(self.model)
-        return [p for p in self.model.parameters() if id(p) not in linear and p.numel() <= _LARGEST_REAL_PARAMETER]
+        return [p for p in self.other_parameters() if p.numel() <= _LARGEST_REAL_PARAMETER]
 
     def features(self, name: str) -> int:
         """Return the number of output features of a linear layer, before any are left out."""
@@ -61,7 +69,7 @@ class Probe:
         *,
         before: Callable[[str, Tensor], None] | None = None,
         after: Callable[[str, Tensor], None] | None = None,
-    ) -> None:
+    ) -> Any:
         """Run one forward pass.
 
         Args:
@@ -69,6 +77,9 @@ class Probe:
             before: Called with the name and the input of every linear layer, before it runs.
             after: Called with the name and the features of every linear layer, (..., out_features), after it ran. The
                 features are a leaf that requires a gradient.
+
+        Returns:
+            What the model returns.
         """
         calls: dict[str, int] = {}
 
@@ -80,9 +91,13 @@ class Probe:
                     before(name, x)
                 calls[name] = calls.get(name, -1) + 1
                 seed = zlib.crc32(f"{name} {calls[name]}".encode())
-                features = torch.randn(
-                    *x.shape[:-1], out_features, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
-                )
+                generator = torch.Generator().manual_seed(seed)
+                shape = (*x.shape[:-1], out_features)
+                if self.positive:
+                    features = torch.rand(shape, generator=generator, dtype=torch.float32)
+                    features.view(-1, out_features)[1::2].mul_(2).sub_(1)
+                else:
+                    features = torch.randn(shape, generator=generator, dtype=torch.float32)
                 if name in self.kept:
                     features = features[..., self.kept[name]]
                 features.requires_grad_()
@@ -98,7 +113,7 @@ class Probe:
         rows = {name: self.model.get_parameter(name).detach()[kept] for name, kept in self.kept_rows.items()}
         forwards = {module: stand_in(name, module) for name, module in layers}
         with _forwards(forwards), _parameters(self.model, rows), torch.enable_grad():
-            self.model(**{name: tensor.cpu() for name, tensor in batch.items() if name != "labels"})
+            return self.model(**{name: tensor.cpu() for name, tensor in batch.items() if name != "labels"})
 
 
 def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -220,7 +220,7 @@ class MultipleOf(Section):
 
 
 class CompensationSection(Section):
-    """How the output projections are refitted after the cut, without training; see `compensate_heads`.
+    """How the output projections are refitted after the cut, without training; see `compensate`.
 
     Attributes:
         method: "least_squares" refits weights and bias. "bias" only adds what the removed heads wrote on average.
@@ -229,12 +229,27 @@ class CompensationSection(Section):
             one with the smallest error on held-out tokens is chosen for every layer.
         sequential: Fit layer by layer, with inputs from the layers already cut and refitted. This takes one pass of
             both models for each layer instead of one for all.
+        token_weights: How evenly least squares weighs tokens, in (0, 1]. 1 weighs all alike. Below, the rest of the
+            weight follows the squared gradient of the prediction at each token, which helps where few tokens are read,
+            as in a ViT with a class token. By default 1; `criterion: auto` then chooses it on held-out rows.
+        memory_gb: Largest size of the moments that are held at once. Where those of all layers are larger, they are
+            collected in several passes over the rows.
     """
 
     method: Literal["bias", "least_squares"] = "least_squares"
     samples: int = Field(512, ge=5)
     ridge: float | None = Field(None, gt=0)
     sequential: bool = False
+    token_weights: float | None = Field(None, gt=0, le=1)
+    memory_gb: float = Field(4.0, gt=0)
+
+    @model_validator(mode="after")
+    def _weighs_tokens_in_one_pass(self) -> CompensationSection:
+        if self.sequential and self.token_weights not in (None, 1):
+            raise ValueError(
+                f"sequential refits weigh all tokens alike, got token_weights: {self.token_weights:g}; leave out one"
+            )
+        return self
 
 
 class PruneSection(Section):
@@ -242,8 +257,10 @@ class PruneSection(Section):
 
     Attributes:
         modules: What loses units: "attention" (heads), "mlp" (feed-forward neurons), or both under one budget.
-        criterion: What heads are ranked by. `hies-compensated` presumes `compensation`, uses neither alpha nor labels,
-            and wants `calibration.samples: 256`; see `score_compensated`.
+        criterion: What units are ranked by. HIES and other criteria of attention rank heads among themselves; neurons
+            beside them are then ranked by `fisher`. `compensated` presumes `compensation`, uses neither alpha nor
+            labels, and wants `calibration.samples: 256`; see `score_compensated`. `auto` cuts, refits and judges what
+            several criteria would choose, on held-out rows.
         alpha: The weight of importance against entropy, in [0, 1), or "auto" to choose it on held-out rows.
         normalize: Whether the terms of HIES are scaled over all heads of the model or within each layer.
         budget: See `BudgetSection`.
@@ -324,7 +341,7 @@ class PruneSection(Section):
         budget = self.budget.kind
         of_heads = budget == "heads"
         given = {
-            f"a budget of {budget}": budget not in ("heads", "flops", "parameters"),
+            f"a budget of {budget}": budget == "max_drop",
             f"multiple_of {self.multiple_of.heads}": of_heads and self.multiple_of.heads > 1,
             # With one query head left in each group, the next step would remove whole groups.
             "unit query": self.unit == "query",
@@ -332,7 +349,7 @@ class PruneSection(Section):
         if self.steps > 1 and any(given.values()):
             reasons = " and ".join(name for name, is_given in given.items() if is_given)
             raise ValueError(
-                f"steps: {self.steps} needs a budget of heads, flops or parameters in units of groups, got {reasons}; "
+                f"steps: {self.steps} needs a budget of heads or of cost in units of groups, got {reasons}; "
                 "set steps: 1"
             )
         return self

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from .jinja import render_report
 from .report import Report
 from .rows import comparison_table
-from .text import title
+from .text import named_units, title
 
 # Metadata that the card of a slim model inherits from the dense model's.
 LICENSE_KEYS = ("license", "license_name", "license_link")
@@ -84,7 +84,7 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
         base_model_relation="finetune" if origin.get("base_model") else None,
         library_name="transformers",
         pipeline_tag=report.task,
-        tags=["hies-export", "pruning", "attention-heads"],
+        tags=["hies-export", "pruning", *(name.replace(" ", "-") for name, _ in named_units(report))],
         datasets=dataset if data.get("name") else None,
         metrics=list(metrics),
         model_name=title(report) if results else None,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..measure.rows import LatencyRow
-from .rows import CUT, UnitMap
+from .maps import CUT, UnitBars, UnitMap
 
 
 class Cell(NamedTuple):
@@ -38,6 +39,30 @@ class MapFigure:
     def widest(self) -> int:
         """Units of the layer that has most."""
         return max(len(row) for row in self.rows)
+
+
+class Bar(NamedTuple):
+    """The bar of a layer: the share of its units that stay, what is written beside it, and what it says on its own."""
+
+    share: float
+    text: str
+    note: str
+
+
+@dataclass(frozen=True)
+class BarFigure:
+    """A bar per layer, layers down.
+
+    Attributes:
+        title, note: What is shown, and how to read it.
+        rows: The bars; None leaves a row free, where the map beside it has a module and there is no bar.
+        text_width: Width of the longest text beside a bar, in units of the map.
+    """
+
+    title: str
+    note: str
+    rows: Sequence[Bar | None]
+    text_width: int
 
 
 class Dot(NamedTuple):
@@ -99,6 +124,58 @@ def shaded(marks: Mapping[str, str], shades: Sequence[Sequence[float]]) -> list[
         [Cell(row[unit] if unit < len(row) else 0.0, mark == CUT) for unit, mark in enumerate(line)]
         for line, row in zip(marks.values(), shades, strict=True)
     ]
+
+
+def bar_figure(bars: UnitBars, *, beside: Sequence[str] = ()) -> BarFigure:
+    """Return the bars, each at the height of its layer in the map beside them.
+
+    Where layers do not match, the bars stand one below the other.
+
+    Args:
+        bars: What stays of every module.
+        beside: Modules of that map, in its order.
+    """
+    lines = bars.lines
+    same = len({line.total for line in lines}) == 1
+    drawn = {
+        line.module: Bar(
+            line.kept / line.total,
+            f"{line.kept:,}" if same else f"{line.kept:,} of {line.total:,}",
+            f"{line.module}: {line.kept:,} of {line.total:,} {bars.unit}s kept ({line.kept / line.total:.0%})",
+        )
+        for line in lines
+    }
+    places = _places(list(drawn), beside)
+    rows: list[Bar | None] = list(drawn.values())
+    if places:
+        rows = [None] * len(beside)
+        for place, bar in zip(places, drawn.values(), strict=True):
+            rows[place] = bar
+    every = f" of {lines[0].total:,} in every layer" if same else ""
+    note = f"kept{every}; grey: cut"
+    return BarFigure(f"{bars.unit.capitalize()}s", note, rows, 8 + 7 * max(len(bar.text) for bar in drawn.values()))
+
+
+def _places(modules: Sequence[str], beside: Sequence[str]) -> list[int]:
+    """Return for each module the first row that is of its layer: the one whose name begins most like its own.
+
+    Returns:
+        The rows, ascending; nothing if two modules share one or their order differs.
+    """
+    if not beside:
+        return []
+    places = []
+    for module in modules:
+        alike = [_parts_alike(module, other) for other in beside]
+        places.append(alike.index(max(alike)))
+    ascending = all(first < second for first, second in itertools.pairwise(places))
+    return places if ascending else []
+
+
+def _parts_alike(first: str, second: str) -> int:
+    """Return how many parts two dotted names have in common at their beginnings."""
+    pairs = zip(first.split("."), second.split("."), strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def latency_scale(rows: Sequence[LatencyRow]) -> Callable[[float], float]:

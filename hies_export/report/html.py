@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import json
 
-from .drawing import Curve, Dot, MapFigure, curve_places, latency_scale, number_figure, plan_figure
-from .jinja import render_report
-from .report import Report
-from .rows import (
-    CUT,
-    UnitMap,
-    check_table,
-    environment_table,
-    percentile_table,
-    quality_table,
-    row_name,
-    size_rows,
-    unit_maps,
+from .drawing import (
+    BarFigure,
+    Curve,
+    Dot,
+    MapFigure,
+    bar_figure,
+    curve_places,
+    latency_scale,
+    number_figure,
+    plan_figure,
 )
-from .text import agreement, criterion_text, model_name
+from .jinja import render_report
+from .maps import CUT, UnitBars, UnitMap, unit_maps
+from .report import Report
+from .rows import check_table, environment_table, percentile_table, quality_table, row_name, size_rows
+from .text import agreement, criterion_text, model_name, named_units
 
 # Numbers of a head that have a map: title, and how to read it.
 MAPS = {
@@ -39,14 +40,17 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         report: What to show.
         location: The folder or Hub id that the slim checkpoint is loaded from.
     """
+    heads = next((units for units in unit_maps(report) if isinstance(units, UnitMap)), None)
     return render_report(
         "report.html.j2",
         report,
         subtitle=f"{model_name(report)} · {report.task} · {criterion_text(report)} · seed {report.seed}",
         location=location,
         tiles=_tiles(report),
-        figures={units.unit: _figures(units) for units in unit_maps(report)},
-        numbers={units.unit: _numbers(units) for units in unit_maps(report)},
+        heads=heads,
+        figures=_figures(heads) if heads else [],
+        numbers=_numbers(heads) if heads else None,
+        bars=_bars(report, heads),
         quality=quality_table(report),
         stability_of=report.details.get("stability_of", "prediction"),
         uncompensated=report.details.get("uncompensated"),
@@ -61,9 +65,9 @@ def render_html(report: Report, *, location: str = "slim") -> str:
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
     """Return the numbers at the top of the page: name, number, remark."""
-    heads, quality = report.heads, report.quality
+    quality = report.quality
     tiles = [
-        ("attention heads", f"{heads.kept}", f"of {heads.total}"),
+        *((name, f"{units.kept:,}", f"of {units.total:,}") for name, units in named_units(report)),
         (quality.metric, f"{quality.slim:.4g}", f"dense {quality.dense:.4g}"),
         (agreement(report), f"{report.stability:.1%}", "of the dense model's"),
     ]
@@ -79,6 +83,12 @@ def _figures(units: UnitMap) -> list[MapFigure]:
     """Return the plan, and a map of every number that is known of the units."""
     figures = [number_figure(units, kind, title=name, note=note) for kind, (name, note) in MAPS.items()]
     return [plan_figure(units), *(figure for figure in figures if figure is not None)]
+
+
+def _bars(report: Report, heads: UnitMap | None) -> BarFigure | None:
+    """Return the bars of the neurons, at the height of their layers in the map of the heads; None without neurons."""
+    found = next((units for units in unit_maps(report) if isinstance(units, UnitBars)), None)
+    return bar_figure(found, beside=list(heads.marks) if heads else []) if found else None
 
 
 def _numbers(units: UnitMap) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from .maps import unit_maps
 from .report import Report
-from .rows import latency_table, layer_table, pair_text, ratio_text, row_name, unit_maps
-from .text import budget_text, criterion_text, latency_text, method_text, model_name, title
+from .rows import latency_table, layer_table, pair_text, ratio_text, row_name, tried_table
+from .text import budget_text, counts_text, criterion_text, kinds_text, latency_text, method_text, model_name, title
 
 
 def render(template: str, **values: Any) -> str:
@@ -29,6 +30,10 @@ def render_report(template: str, report: Report, **values: Any) -> str:
         criterion=criterion_text(report),
         budget=budget_text(report),
         method=method_text(report),
+        counts=counts_text(report),
+        kinds=kinds_text(report),
+        kinds_or=kinds_text(report, joined="or"),
+        tried=tried_table(report),
         maps=unit_maps(report),
         latency=latency_table(report.latency) if report.latency else None,
         latency_note=latency_text(report.latency) if report.latency else "",

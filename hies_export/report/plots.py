@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from ..measure.rows import LatencyRow
+from .maps import CUT, KEPT, UnitBars, UnitMap, unit_maps
 from .report import Report
-from .rows import CUT, KEPT, row_name, unit_maps
+from .rows import row_name
 from .style import COLOURS, MARKERS, head_map, new_figure, require_matplotlib, write_figures
 
 # Numbers of a head that have a panel, and their titles.
 MAPS = {"his": "importance (HIS)", "entropy": "attention entropy", "score": "score"}
 CAPTIONS = {
     "head-maps": "Numbers of every head, and the plan; crosses mark the heads that were cut",
+    "neurons": "Feed-forward neurons that every layer keeps",
     "latency": "Time of the slim model relative to the dense one, beside the dense one against itself",
     "alpha": "Quality and stability on held-out samples by alpha",
 }
@@ -36,6 +38,7 @@ def draw_report(report: Report, folder: Path) -> list[Path]:
     require_matplotlib()
     drawings = {
         "head-maps": lambda: head_maps(report),
+        "neurons": lambda: neuron_bars(report),
         "latency": lambda: latency(report.latency),
         "alpha": lambda: alpha_curve(report),
     }
@@ -43,8 +46,14 @@ def draw_report(report: Report, folder: Path) -> list[Path]:
 
 
 def head_maps(report: Report) -> Any:
-    """Draw HIS, entropy, score and plan of all heads, a panel each, with crosses on the heads that were cut."""
-    (heads,) = unit_maps(report)
+    """Draw HIS, entropy, score and plan of all heads, a panel each, with crosses on the heads that were cut.
+
+    Returns:
+        The figure, or None where the run left heads alone.
+    """
+    heads = next((units for units in unit_maps(report) if isinstance(units, UnitMap)), None)
+    if heads is None:
+        return None
     marks, numbers = heads.marks, heads.numbers
     cut = {module: [head for head, mark in enumerate(line) if mark == CUT] for module, line in marks.items()}
     known = {kind: {m: numbers[m][kind] for m in marks if numbers.get(m, {}).get(kind)} for kind in MAPS}
@@ -66,6 +75,32 @@ def head_maps(report: Report) -> Any:
     head_map(axes[-1], kept, cut, title=plan, colours="Blues")
     for axis in axes:
         axis.set(xlabel="head", ylabel="layer")
+    return figure
+
+
+def neuron_bars(report: Report) -> Any:
+    """Draw how many neurons every layer keeps, over how many it had; return None where the run left neurons alone."""
+    neurons = next((units for units in unit_maps(report) if isinstance(units, UnitBars)), None)
+    if neurons is None or report.neurons is None:
+        return None
+    lines = neurons.lines
+    figure = new_figure(5.0, 1.1 + 0.26 * len(lines))
+    axis = figure.subplots()
+    places = range(len(lines))
+    axis.barh(places, [line.total for line in lines], height=0.6, color=COLOURS[-1], alpha=0.35, label="cut")
+    axis.barh(places, [line.kept for line in lines], height=0.6, color=COLOURS[0], label="kept")
+    for place, line in enumerate(lines):
+        axis.annotate(
+            f"{line.kept:,}", (line.total, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    # Layers go up, as in the maps of the heads.
+    axis.set_yticks(range(0, len(lines), max(1, len(lines) // 6)))
+    axis.set(xlabel="neurons", ylabel="layer")
+    axis.margins(x=0.12)
+    axis.set_axisbelow(True)
+    axis.grid(False, axis="y")
+    axis.set_title(f"{report.neurons.removed:,} of {report.neurons.total:,} neurons removed", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 

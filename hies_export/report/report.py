@@ -12,10 +12,12 @@ from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..errors import RequestError
+from ..kinds import ATTENTION, MLP
 from ..measure.counts import Both, FlopCount, StoredBytes
 from ..measure.record import Record
 from ..measure.rows import LatencyRow
-from ..values import dump_json
+from ..units import Selection
+from ..values import PruningPlan, dump_json
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +27,8 @@ class UnitCounts(Record):
     Attributes:
         total: Units of the dense model.
         removed: Those that the slim model lacks.
-        kept_per_layer: Units that each module keeps; of attention, query heads.
+        kept_per_layer: Units that each module keeps; of attention, query heads. Empty where the run left this kind of
+            unit alone.
     """
 
     total: int
@@ -36,6 +39,19 @@ class UnitCounts(Record):
     def kept(self) -> int:
         """Units of the slim model."""
         return self.total - self.removed
+
+    @classmethod
+    def of(cls, selection: Selection) -> UnitCounts:
+        """Return the counts of a selection."""
+        kept = [len(module.units) for module in selection.values()]
+        total = sum(module.total for module in selection.values())
+        return cls(total, total - sum(kept), kept)
+
+
+def plan_counts(plan: PruningPlan) -> tuple[UnitCounts, UnitCounts | None]:
+    """Return the counts of heads and of neurons; None for neurons where the plan covers no feed-forward block."""
+    neurons = plan.of_kind(MLP)
+    return UnitCounts.of(plan.of_kind(ATTENTION)), UnitCounts.of(neurons) if neurons else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +73,11 @@ class Report:
     Attributes:
         model: Path or Hub id of the dense model.
         task: Task of the recipe.
-        criterion: What the heads were chosen by.
+        criterion: What the units were chosen by.
         alpha: Weight of the importance in that criterion; None where it has none.
         seed: Seed of the run.
-        heads: Query heads.
+        heads: Query heads; none where the run left them alone.
+        neurons: Feed-forward neurons; None where the run left them alone.
         parameters: Number of parameters.
         bytes: Size of the weights.
         flops: Floating-point operations of one forward pass.
@@ -73,7 +90,8 @@ class Report:
         latency: One row per runtime, precision, phase and shape.
         environment: Hardware and library versions that the numbers were measured with.
         cache_bytes_per_token: Bytes that a token adds to the key/value cache; None for a model without a cache.
-        details: What the renderings show beyond the summary: marks and numbers of every head, all metrics, data.
+        details: What the renderings show beyond the summary: marks and numbers of every head, neurons of
+            every layer, all metrics, data.
     """
 
     model: str
@@ -82,6 +100,7 @@ class Report:
     alpha: float | None
     seed: int
     heads: UnitCounts
+    neurons: UnitCounts | None = field(default=None, kw_only=True)
     parameters: Both[int]
     bytes: StoredBytes
     flops: FlopCount
@@ -97,12 +116,14 @@ class Report:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """Return everything but `details`, as plain values."""
-        return {name: value for name, value in asdict(self).items() if name != "details"}
+        """Return everything but `details`, as plain values, and `neurons` only where the run could remove some."""
+        values = asdict(self)
+        left_out = ("details",) if self.neurons else ("details", "neurons")
+        return {name: value for name, value in values.items() if name not in left_out}
 
     def to_json(self) -> str:
         """Return the whole report as JSON text."""
-        return dump_json(asdict(self))
+        return dump_json({**self.summary(), "details": asdict(self)["details"]})
 
     @classmethod
     def from_file(cls, path: str | Path) -> Report:

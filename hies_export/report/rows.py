@@ -1,19 +1,22 @@
-"""The tables that every rendering shows, and the maps of which units were removed, as text in rows and columns."""
+"""The tables that every rendering shows, as text in rows and columns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..measure.counts import Both
 from ..measure.rows import LatencyRow
-from ..values import PruningPlan
 from .report import Report
-from .text import agreement
+from .text import agreement, named_units
 
-KEPT, CUT = "■", "·"
-FLOP_PARTS = ("projections", "products", "other")
+# Parts of a layer's FLOPs, and what the table calls them.
+FLOP_PARTS = {
+    "projections": "projections",
+    "products": "attention products",
+    "feed_forward": "feed-forward",
+    "other": "other",
+}
 
 
 class Table(NamedTuple):
@@ -21,26 +24,6 @@ class Table(NamedTuple):
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True)
-class UnitMap:
-    """Which units of every module stay, and what was computed of each.
-
-    Attributes:
-        unit: What a mark stands for.
-        marks: Module -> one mark per unit, `KEPT` or `CUT`.
-        numbers: Module -> name -> one number per unit; what was not computed is missing.
-    """
-
-    unit: str
-    marks: Mapping[str, str]
-    numbers: Mapping[str, Mapping[str, Sequence[float]]]
-
-    @property
-    def kept_per_layer(self) -> list[int]:
-        """Units that each module keeps."""
-        return [line.count(KEPT) for line in self.marks.values()]
 
 
 class SizeRow(NamedTuple):
@@ -51,19 +34,6 @@ class SizeRow(NamedTuple):
     slim: str
     change: str
     ratio: float
-
-
-def head_map(plan: PruningPlan) -> dict[str, str]:
-    """Return one mark per head of every attention module: ■ kept, · cut."""
-    return {
-        name: "".join(KEPT if head in kept.query else CUT for head in range(kept.heads))
-        for name, kept in plan.kept.items()
-    }
-
-
-def unit_maps(report: Report) -> tuple[UnitMap, ...]:
-    """Return a map for every kind of unit that the run could remove. Every rendering draws all of them."""
-    return (UnitMap("head", report.details["head_map"], report.details.get("heads", {})),)
 
 
 def size_rows(report: Report) -> list[SizeRow]:
@@ -83,11 +53,14 @@ def size_rows(report: Report) -> list[SizeRow]:
 
 
 def comparison_table(report: Report) -> Table:
-    """Return everything that both models have a value of: heads, sizes, the first metric, stability, benchmarks."""
-    heads, quality = report.heads, report.quality
+    """Return everything that both models have a value of: units, sizes, the first metric, stability, benchmarks."""
+    quality = report.quality
     before = report.details.get("uncompensated")
     rows = [
-        ("attention heads", f"{heads.total}", f"{heads.kept}", _change(heads.total, heads.kept)),
+        *(
+            (name, f"{units.total:,}", f"{units.kept:,}", _change(units.total, units.kept))
+            for name, units in named_units(report)
+        ),
         *(size[:4] for size in size_rows(report)),
         _quality_row(quality.metric, quality),
         (agreement(report), "", f"{report.stability:.1%}", ""),
@@ -112,6 +85,28 @@ def quality_table(report: Report) -> Table:
     rows.append([agreement(report), "", f"{report.stability:.1%}", "", f"{before['stability']:.1%}" if before else ""])
     columns = 5 if before else 4
     return Table(("", "dense", "slim", "change", "cut alone")[:columns], [row[:columns] for row in rows])
+
+
+def tried_table(report: Report) -> Table | None:
+    """Return what `criterion: auto` tried and how it was judged on held-out rows; None where nothing was.
+
+    Columns without values are left out.
+    """
+    tried = report.details.get("tried")
+    if not tried:
+        return None
+    columns = {
+        "criterion": lambda row: row["criterion"],
+        "alpha": lambda row: _plain(row.get("alpha")),
+        "steps": lambda row: _plain(row.get("steps")),
+        "token weights": lambda row: _plain(row.get("token_weights")),
+        report.quality.metric: lambda row: "" if row.get("quality") is None else f"{row['quality']:.4f}",
+        agreement(report): lambda row: "" if row.get("stability") is None else f"{row['stability']:.1%}",
+        "chosen": lambda row: "chosen" if row.get("chosen") else "",
+    }
+    shown = [(name, [cell(row) for row in tried]) for name, cell in columns.items()]
+    shown = [("" if name == "chosen" else name, cells) for name, cells in shown if any(cells)]
+    return Table([name for name, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
 
 
 def check_table(report: Report) -> Table:
@@ -181,14 +176,16 @@ def layer_table(dense: Sequence[Mapping[str, Any]], slim: Sequence[Mapping[str, 
         slim: The same of the slim model; a cell then shows both numbers, "dense → slim".
     """
     models = [list(rows) for rows in (dense, slim) if rows is not None]
-    sums = [{"layer": "all", **{part: sum(row[part] for row in rows) for part in FLOP_PARTS}} for rows in models]
+    # Older reports know no feed-forward part, and a model may lack another.
+    parts = [part for part in FLOP_PARTS if any(row.get(part) for rows in models for row in rows)]
+    sums = [{"layer": "all", **{part: sum(row.get(part, 0) for row in rows) for part in parts}} for rows in models]
     lines = []
     for rows in (*zip(*models, strict=True), tuple(sums)):
-        cells = [[row[part] for row in rows] for part in FLOP_PARTS]
-        cells.append([sum(row[part] for part in FLOP_PARTS) for row in rows])
-        shown = [" → ".join(dict.fromkeys(f"{value / 1e6:.4g}" for value in cell)) for cell in cells]
+        cells = [[row.get(part, 0) for row in rows] for part in parts]
+        cells.append([sum(row.get(part, 0) for part in parts) for row in rows])
+        shown = [" → ".join(dict.fromkeys(_millions(value) for value in cell)) for cell in cells]
         lines.append([rows[0]["layer"] or "outside the layers", *shown])
-    return Table(("MFLOPs", "projections", "attention products", "other", "all"), lines)
+    return Table(("MFLOPs", *(FLOP_PARTS[part] for part in parts), "all"), lines)
 
 
 def row_name(row: LatencyRow) -> str:
@@ -232,3 +229,13 @@ def _quality_row(name: str, values: Mapping[str, Any]) -> tuple[str, str, str, s
 
 def _change(dense: float, slim: float) -> str:
     return f"{(slim - dense) / dense:+.1%}"
+
+
+def _millions(number: float) -> str:
+    """Return a number in millions, with four significant digits, or whole where it has more."""
+    return f"{number / 1e6:,.0f}" if number >= 1e9 else f"{number / 1e6:.4g}"
+
+
+def _plain(value: Any) -> str:
+    """Return a number, a word, or nothing, as a cell."""
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

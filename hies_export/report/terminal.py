@@ -1,15 +1,16 @@
-"""The report, and any table or head map, on a terminal."""
+"""The report, and any table or map, on a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .maps import CUT, KEPT, Map, unit_maps
 from .report import Report
-from .rows import CUT, KEPT, comparison_table, latency_table, unit_maps
+from .rows import comparison_table, latency_table, tried_table
 from .text import budget_text, latency_text
 
 
@@ -17,9 +18,13 @@ def print_report(report: Report, console: Console) -> None:
     """Print the maps of what was cut, and the tables."""
     for units in unit_maps(report):
         console.print()
-        console.print(head_map_text(units.marks, unit=units.unit))
+        console.print(map_text(units))
     console.print()
     console.print(plain_table(*comparison_table(report)))
+    tried = tried_table(report)
+    if tried:
+        console.print("\nwhat was tried, on held-out rows")
+        console.print(plain_table(*tried))
     if budget_text(report):
         console.print(f"\n{budget_text(report)}", markup=False)
     if report.latency:
@@ -28,22 +33,18 @@ def print_report(report: Report, console: Console) -> None:
         console.print(latency_text(report.latency), markup=False, style="dim")
 
 
-def head_map_text(marks: Mapping[str, str], *, unit: str = "head") -> Text:
-    """Return a map for the terminal, layers down and units across.
-
-    Args:
-        marks: Module -> one mark per unit, as `head_map` returns them.
-        unit: What a mark stands for.
-    """
+def map_text(units: Map) -> Text:
+    """Return a map for the terminal: a line of marks per layer, and how many units the layer keeps."""
     text = Text()
-    text.append(f"{unit}s  ", style="bold")
+    text.append(f"{units.unit}s  ", style="bold")
     text.append(f"{KEPT} kept  ", style="green")
     text.append(f"{CUT} cut", style="red")
-    for index, (name, line) in enumerate(marks.items()):
+    width = max(2, *(len(f"{line.kept:,}") for line in units.lines))
+    for index, line in enumerate(units.lines):
         text.append(f"\n  {index:>3}  ", style="dim")
-        for mark in line:
-            text.append(mark + " ", style="green" if mark == KEPT else "red")
-        text.append(f" {line.count(KEPT):>2} of {len(line)}  {name}", style="dim")
+        for mark in line.marks:
+            text.append(mark, style={KEPT: "green", CUT: "red"}.get(mark, ""))
+        text.append(f"  {line.kept:>{width},} of {line.total:,}  {line.module}", style="dim")
     return text
 
 

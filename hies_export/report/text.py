@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..measure.rows import LatencyRow
-from .report import Report
+from .report import Report, UnitCounts
 
 
 def model_name(report: Report) -> str:
@@ -16,9 +16,36 @@ def model_name(report: Report) -> str:
     return path.name if path.is_absolute() or path.exists() else report.model
 
 
+def removed_text(heads: UnitCounts, neurons: UnitCounts | None = None) -> str:
+    """Return how much was removed, such as "20 of 72 heads and 4,300 of 9,216 neurons removed".
+
+    A kind without units is left out.
+    """
+    counts = [(heads, "heads"), (neurons, "neurons")]
+    shown = [f"{units.removed:,} of {units.total:,} {name}" for units, name in counts if units and units.total]
+    return f"{' and '.join(shown) or 'nothing'} removed"
+
+
+def named_units(report: Report) -> list[tuple[str, UnitCounts]]:
+    """Return full name and counts of every kind of unit that the run could remove."""
+    counts = [("attention heads", report.heads), ("feed-forward neurons", report.neurons)]
+    return [(name, units) for name, units in counts if units and units.total]
+
+
+def kinds_text(report: Report, *, joined: str = "and") -> str:
+    """Return the units that the run could remove: "heads", "neurons", or both, joined by a word."""
+    return f" {joined} ".join(name.split()[-1] for name, _ in named_units(report))
+
+
 def title(report: Report) -> str:
     """Return the report's headline."""
-    return f"{model_name(report)}, {report.heads.removed / report.heads.total:.0%} of its attention heads removed"
+    shares = [f"{units.removed / units.total:.0%} of its {name}" for name, units in named_units(report)]
+    return f"{model_name(report)}, {' and '.join(shares) or 'nothing'} removed"
+
+
+def counts_text(report: Report) -> str:
+    """Return how much was removed, as the beginning of the card says it: "20 of the 72 attention heads"."""
+    return " and ".join(f"{units.removed:,} of the {units.total:,} {name}" for name, units in named_units(report))
 
 
 def criterion_text(report: Report) -> str:
@@ -45,21 +72,21 @@ def budget_text(report: Report) -> str:
             f"{budget['dense']:.4f}, {judged} {budget[judged]:.4f}, slim {budget['slim']:.4f}; {len(budget['judged'])} "
             "plans were tried."
         )
-    if kind not in ("flops", "latency"):
+    of = {"flops": "the FLOPs", "parameters": "the parameters", "latency": "the time"}
+    if kind not in of:
         return ""
-    what = "the FLOPs" if kind == "flops" else "the time"
     where = f" on {budget['runtime']} at {budget['batch']} x {budget['sequence']}" if kind == "latency" else ""
     off = abs(budget["measured"] - budget["predicted"])
     measured = "too noisy to measure" if budget.get("noisy") else f"measured {budget['measured']:.3f}"
-    apart = "" if budget.get("noisy") or kind == "flops" else f", {100 * off:.1f} points apart"
+    apart = "" if budget.get("noisy") or kind != "latency" else f", {100 * off:.1f} points apart"
     return (
-        f"Budget: at most {budget['target']:g} of {what} of the dense model{where}. "
+        f"Budget: at most {budget['target']:g} of {of[kind]} of the dense model{where}. "
         f"Predicted {budget['predicted']:.3f}, {measured}{apart}."
     )
 
 
 def method_text(report: Report) -> str:
-    """Return which data the heads were scored on, which data quality was measured on, and the environment."""
+    """Return which data the units were scored on, which data quality was measured on, and the environment."""
     data = report.details.get("data", {})
     lines = []
     if data:
@@ -69,8 +96,8 @@ def method_text(report: Report) -> str:
         asked, used = data.get("calibration_batch_asked", 0), data.get("calibration_batch", 0)
         halved = f" ({used} at once: {asked} did not fit into memory)" if used < asked else ""
         lines.append(
-            f"Heads were scored on {data['calibration_samples']} samples{halved} with {labels}; quality is over "
-            f"{data['evaluation_samples']} samples of {data['evaluation_split']}."
+            f"{kinds_text(report).capitalize()} were scored on {data['calibration_samples']} samples{halved} with "
+            f"{labels}; quality is over {data['evaluation_samples']} samples of {data['evaluation_split']}."
         )
     lines.append(environment_text(report.environment))
     return " ".join(lines)

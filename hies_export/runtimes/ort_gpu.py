@@ -20,7 +20,7 @@ import torch
 
 from ..checkpoint.folders import user_cache
 from ..errors import ExportError
-from .base import Provider, register_runtime
+from .base import GPU_WIDTH_STEP, Provider, register_runtime
 from .ort import BoundFeed, OnnxRuntime
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class CudaOnnxRuntime(OnnxRuntime):
     # Loading is slow (it captures a graph or builds an engine), and copies are not known to differ in time on a GPU.
     loads: ClassVar[int] = 1
     fused_for: ClassVar[Provider] = "cuda"
+    width_step: ClassVar[int] = GPU_WIDTH_STEP
 
     def __init__(self, source: str | Path, *, threads: int):
         self._memory_bytes, self._captured = 0, 0

@@ -7,26 +7,62 @@ For a consumer y = W x + b with kept inputs K and removed inputs M, least square
 
     delta_t = (W'_K x_t,K + b') - y_t = -W_M r_t,   r_t = (x_t,M - mu_M) - C_MK (C_KK + lambda I)^-1 (x_t,K - mu_K)
 
-at token t. (A consumer without a bias has mu = 0 and uncentred moments C.) To first order, the error changes a sample's
-prediction by sum_t <g_t, delta_t> = -sum_t <h_t,M, r_t>. Here g and h = W^T g are the gradients of the prediction with
-respect to the consumer's output and input. The effect of keeping K is e(K) = E_x (sum_t <h_t,M, r_t>)^2, in the same
-unit for every layer. Groups are removed one by one, each time the one that raises the sum of e over the layers least.
+at token t. (A consumer without a bias has mu = 0 and uncentred moments C.) To first order, the error at token t changes
+the prediction by d_t = <g_t, delta_t> = -<h_t,M, r_t>. Here g and h = W^T g are the gradients of the prediction with
+respect to the consumer's output and input. The effect of keeping K is
+
+    e(K) = E_x [ sum_t d_t^2 + (sum_t d_t)^2 ]
+
+in the same unit for every consumer. The second term is what the prediction of the sample feels. Within a sample the
+errors of tokens cancel on the calibration rows and need not elsewhere; the first term does not let them. (Each alone
+was worse somewhere; see dev/LOG.md.) The text of a language model is no single prediction, so only the first term
+counts there. Units are removed step by step, each time those that raise e least.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..calibrate.effects import Effects, LayerEffects
+from ..calibrate.moments import Spread
 from ..errors import RecipeError
+from ..kinds import ATTENTION
 from ..progress import SILENT, Progress
 from ..units import PrunableModule
-from ..values import Scores
+from ..values import Chain, Removal, Scores
 from .criteria import COMPENSATED
+from .merge import merged
+
+# Neurons are removed this share of a layer at a time.
+SHARE_PER_STEP = 0.01
+
+
+@dataclass(frozen=True)
+class RemovalOptions:
+    """Options of greedy removal.
+
+    Attributes:
+        ridge: lambda relative to the mean of the diagonal of C over all inputs of the module. (`compensate` takes the
+            mean over the kept inputs.) A fixed lambda lets every e(K) follow from one inverse by downdating.
+        per_sample: Whether a sample has a single prediction, so that the effects of its tokens also add up.
+
+    Raises:
+        RecipeError: The ridge is not positive.
+    """
+
+    ridge: float = 0.1
+    per_sample: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.ridge > 0:
+            raise RecipeError([f"ridge must be above 0, got {self.ridge}"])
+
+
+DEFAULT = RemovalOptions()
 
 
 def score_compensated(
@@ -34,117 +70,182 @@ def score_compensated(
     modules: Sequence[PrunableModule],
     *,
     ridge: float = 0.1,
-    squared: bool = True,
+    per_sample: bool = True,
+    spreads: Mapping[str, Spread] | None = None,
     progress: Progress = SILENT,
 ) -> Scores:
-    """Score every unit by its rank in a greedy removal of all groups, divided by the number of groups.
-
-    A budget then removes the first groups of that order. The units of a group share its score. The last group of every
-    module ranks after all others, because every module keeps one; these are ordered by the effect of their removal.
+    """Score every unit by its rank in a greedy removal of all units of its kind.
 
     Args:
         effects: From `collect_effects`.
         modules: The modules that `effects` were collected of.
-        ridge: lambda relative to the mean of the diagonal of C over all inputs of the module. (`compensate` takes the
-            mean over the kept inputs.) A fixed lambda lets every e(K) follow from one inverse by downdating.
-        squared: Whether to average the square of each sample's effect, or its absolute value.
+        ridge, per_sample: See `RemovalOptions`.
+        spreads: Module -> mu and C of its consumer's inputs, from more tokens than the effects have; see
+            `LayerMoments.spread`. With few tokens, an order takes neurons to be free that are not. By default those of
+            the effects' own tokens.
         progress: Shows the loop over the modules.
 
     Returns:
-        Scores in [0, 1), (units,) float64 per module.
+        See `scores_of_chains`.
 
     Raises:
         RecipeError: The ridge is not positive.
 
     Examples:
         >>> score_compensated(collect_effects(model, batches, modules), modules).criterion
-        'hies-compensated'
+        'compensated'
     """
-    if not ridge > 0:
-        raise RecipeError([f"ridge must be above 0, got {ridge}"])
-    orders = [
-        removal_order(effects.layers[module.name], module.groups, effects.samples, ridge=ridge, squared=squared)
+    options = RemovalOptions(ridge, per_sample)
+    chains = [
+        removal_chain(
+            effects.layers[module.name],
+            module,
+            effects.samples,
+            spread=None if spreads is None else spreads[module.name],
+            options=options,
+        )
         for module in progress.track(modules, "greedy removal")
     ]
-    ranks = [[0] * module.groups for module in modules]
-    for rank, (i, group) in enumerate(_merged(orders)):
-        ranks[i][group] = rank
-    total = sum(module.groups for module in modules)
-    scores = {
-        module.name: (torch.tensor(ranks[i], dtype=torch.float64) / total).repeat_interleave(module.group_size)
-        for i, module in enumerate(modules)
-    }
-    return Scores(criterion=COMPENSATED, parameters={"ridge": ridge, "squared": squared}, scores=scores)
+    return scores_of_chains(modules, chains, options)
 
 
-def removal_order(
-    layer: LayerEffects, groups: int, samples: int, *, ridge: float, squared: bool
-) -> list[tuple[int, float]]:
-    """Return the order in which greedy removal takes the groups of one module.
+def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], options: RemovalOptions) -> Scores:
+    """Return the scores that removal chains stand for.
 
-    Let G be the inverse of C_KK + lambda I. Removing a kept group g leaves the residual G_gg^-1 (G x_K)_g, and the
-    gradients of the others become h_K + P^T h_g with P = -G_gg^-1 G_gK. The inverse without g is
-    G_KK - G_Kg G_gg^-1 G_gK (optimal brain surgeon, Hassibi and Stork 1992). So judging a candidate takes only a system
-    as large as one group.
+    Args:
+        modules: The modules.
+        chains: From `removal_chain`, in the same order.
+        options: What the chains were made with.
+
+    Returns:
+        The chains, and as score of a unit its rank among the units of its kind, in [0, 1): (units,) float64 per module.
+    """
+    parameters = {"ridge": options.ridge, "per_sample": options.per_sample}
+    return Scores(COMPENSATED, parameters, _ranks(modules, chains), chains=tuple(chains))
+
+
+def removal_chain(
+    layer: LayerEffects,
+    module: PrunableModule,
+    samples: int,
+    *,
+    spread: Spread | None = None,
+    options: RemovalOptions = DEFAULT,
+) -> Chain:
+    """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
+
+    Heads go one group at a time, and neurons 1 % of a layer at a time.
 
     Args:
         layer: Inputs and gradients of the module's consumer.
-        groups: Number of groups.
-        samples: Number of samples.
-        ridge, squared: As in `score_compensated`.
-
-    Returns:
-        Every group and how much its removal raises e, in the order of removal; of equals the later group goes first.
+        module: The module.
+        samples: Number of samples that the effects were collected on.
+        spread: mu and C from more tokens than the effects have, see `score_compensated`.
+        options: See `RemovalOptions`.
     """
-    gradient, read = layer.gradients.double(), layer.inputs.double()  # (tokens, kept inputs)
-    if layer.centred:
-        read = read - read.mean(0)
-    moments = read.T @ read / len(read)
-    # If all inputs are zero, any damping above zero will do.
-    damping = ridge * (moments.diagonal().mean().item() or 1.0)
-    identity = torch.eye(len(moments), dtype=moments.dtype)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments + damping * identity))
-    read = read @ inverse
-    width = len(moments) // groups
-    kept, order = list(range(groups)), []
-    effect = torch.zeros(samples, dtype=torch.float64)
-
-    def size(effect: Tensor) -> float:
-        return (effect.square() if squared else effect.abs()).mean().item()
-
-    while kept:
-        candidates = []
-        for position in range(len(kept)):
-            block = slice(position * width, (position + 1) * width)
-            residual = torch.linalg.solve(inverse[block, block], read[:, block], left=False)
-            moved = (gradient[:, block] * residual).sum(1)
-            candidates.append(effect.index_add(0, layer.sample, moved))
-        sizes = [size(candidate) for candidate in candidates]
-        position = min(range(len(kept)), key=lambda p: (sizes[p], -p))
-        order.append((kept.pop(position), sizes[position] - size(effect)))
-        effect = candidates[position]
-        gone = slice(position * width, (position + 1) * width)
-        stay = torch.ones(len(inverse), dtype=torch.bool)
-        stay[gone] = False
-        taken_over = torch.linalg.solve(inverse[gone, gone], inverse[gone][:, stay])  # -P
-        gradient = gradient[:, stay] - gradient[:, gone] @ taken_over
-        read = read[:, stay] - read[:, gone] @ taken_over
-        inverse = inverse[stay][:, stay] - inverse[stay][:, gone] @ taken_over
-    return order
+    state = _Greedy(layer, module, samples, spread, options)
+    step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
+    chain = []
+    while state.left:
+        groups, effect = state.remove(step)
+        units = tuple(g * module.group_size + i for g in groups for i in range(module.group_size))
+        chain.append(Removal(module.name, units, effect))
+    return tuple(chain)
 
 
-def _merged(orders: Sequence[Sequence[tuple[int, float]]]) -> Iterator[tuple[int, int]]:
-    """Yield (module, group) in the order of greedy removal from all modules; of equals the later module goes first.
+class _Greedy:
+    """The state of a greedy removal: effects so far, and what the remaining groups would add.
 
-    A module's effect does not depend on what the others keep, so only the next removal of each module is compared.
+    Let G be the inverse of C_KK + lambda I. Removing kept columns S leaves the residual (G_SS)^-1 (G x_K)_S, and the
+    gradients of the others become h_K + P^T h_S with P = -(G_SS)^-1 G_SK. The inverse without S is
+    G_KK - G_KS (G_SS)^-1 G_SK (optimal brain surgeon, Hassibi and Stork 1992). So judging a candidate takes only a
+    system as large as one group.
     """
-    waiting = [(order[0][1], -i, 0) for i, order in enumerate(orders) if len(order) > 1]
-    heapq.heapify(waiting)
-    while waiting:
-        _, negative, position = heapq.heappop(waiting)
-        order = orders[-negative]
-        yield -negative, order[position][0]
-        if position + 2 < len(order):
-            heapq.heappush(waiting, (order[position + 1][1], negative, position + 1))
-    last = sorted((order[-1][1], -i, order[-1][0]) for i, order in enumerate(orders))
-    yield from ((-negative, group) for _, negative, group in last)
+
+    def __init__(
+        self,
+        layer: LayerEffects,
+        module: PrunableModule,
+        samples: int,
+        spread: Spread | None,
+        options: RemovalOptions,
+    ):
+        self._width = module.unit_width * module.group_size
+        self._samples, self._sample, self._per_sample = samples, layer.sample, options.per_sample
+        # A neuron's numbers are many and its system is one by one, so single precision is enough and twice as fast.
+        dtype = torch.float64 if self._width > 1 else torch.float32
+        spread = spread or Spread.of(layer.inputs, centred=layer.centred)
+        mean, moments = spread.mean.cpu(), spread.moments.cpu()
+        read = layer.inputs.double() - mean if layer.centred else layer.inputs.double()
+        # If all inputs are zero, any damping above zero will do.
+        damping = options.ridge * (moments.diagonal().mean().item() or 1.0)
+        identity = torch.eye(len(moments), dtype=moments.dtype)
+        self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments + damping * identity))
+        self._read = (read @ self._inverse).to(dtype)  # (tokens, kept columns)
+        self._gradient = layer.gradients.to(dtype)  # (tokens, kept columns)
+        self._of_token = torch.zeros(len(read), dtype=dtype)
+        self.left = list(range(module.groups))
+
+    def remove(self, count: int) -> tuple[list[int], float]:
+        """Remove the `count` groups that raise the effect least, least first; return them and the effect now.
+
+        Of equals the later group goes first.
+        """
+        sizes = self._candidates().tolist()
+        places = sorted(range(len(sizes)), key=lambda p: (sizes[p], -p))[:count]
+        groups = [self.left[place] for place in places]
+        columns = (torch.tensor(places)[:, None] * self._width + torch.arange(self._width)).flatten()
+        solved = torch.linalg.inv(self._inverse[columns][:, columns])  # (G_SS)^-1
+        residual = self._read[:, columns] @ solved.to(self._read)
+        self._of_token += (self._gradient[:, columns] * residual).sum(1)
+        stay = torch.ones(len(self._inverse), dtype=torch.bool)
+        stay[columns] = False
+        taken_over = solved @ self._inverse[columns][:, stay]  # -P
+        self._inverse = self._inverse[stay][:, stay].addmm(self._inverse[stay][:, columns], taken_over, alpha=-1)
+        moved = taken_over.to(self._read)
+        gone_read, gone_gradient = self._read[:, columns], self._gradient[:, columns]
+        self._read = self._read[:, stay].addmm_(gone_read, moved, alpha=-1)
+        self._gradient = self._gradient[:, stay].addmm_(gone_gradient, moved, alpha=-1)
+        self.left = [group for place, group in enumerate(self.left) if place not in set(places)]
+        return groups, self._size(self._of_token[:, None])[0].item()
+
+    def _candidates(self) -> Tensor:
+        """Return the effect after the removal of each remaining group alone, (groups left,)."""
+        if self._width == 1:
+            moved = self._gradient * self._read / self._inverse.diagonal().to(self._read)
+            return self._size(moved.add_(self._of_token[:, None]))
+        effects = []
+        for place in range(len(self.left)):
+            block = slice(place * self._width, (place + 1) * self._width)
+            residual = torch.linalg.solve(self._inverse[block, block], self._read[:, block], left=False)
+            effects.append(self._of_token + (self._gradient[:, block] * residual).sum(1))
+        return self._size(torch.stack(effects, 1))
+
+    def _size(self, of_token: Tensor) -> Tensor:
+        """Return e, (candidates,), from the change of the prediction at each token, (tokens, candidates)."""
+        size = of_token.square().sum(0).double()
+        if self._per_sample:
+            of_sample = torch.zeros(self._samples, of_token.shape[1], dtype=of_token.dtype)
+            size += of_sample.index_add_(0, self._sample, of_token).square().sum(0).double()
+        return size / self._samples
+
+
+def _ranks(modules: Sequence[PrunableModule], chains: Sequence[Chain]) -> dict[str, Tensor]:
+    """Return scores in [0, 1): the rank of each unit in the merged chains of its kind, divided by their number.
+
+    The last removal of every module ranks after all others, because every module keeps something.
+    """
+    scores = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
+    for kind in dict.fromkeys(module.kind for module in modules):
+        of_kind = [chain for module, chain in zip(modules, chains, strict=True) if module.kind == kind]
+        order = [*merged([chain[:-1] for chain in of_kind])]
+        order += sorted((chain[-1] for chain in of_kind), key=lambda removal: removal.effect)
+        total = sum(len(removal.units) for removal in order)
+        rank = 0
+        for removal in order:
+            scores[removal.module][list(removal.units)] = torch.tensor(
+                [(rank + i) / total for i in range(len(removal.units))] if kind != ATTENTION else rank / total,
+                dtype=torch.float64,
+            )
+            rank += len(removal.units)
+    return scores

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
+from ..kinds import ATTENTION, KINDS
+from ..units import Units
 from ..values import Scores, Statistics
 from .normalize import NORMALIZE, min_max
 
@@ -28,12 +30,17 @@ class Criterion:
             of shape (units,) per module.
         needs: Statistics it reads, by their names in `collect_statistics`.
         kinds: Kinds of modules it can score, see `PrunableModule.kind`.
+        effect: Statistic in whose unit a removal is compared across kinds of modules.
+        ranks: Whether the scores only order the units of one kind. If not, the effects order the units as the scores
+            do, and are compared across modules.
     """
 
     name: str
     function: ScoreFunction
     needs: tuple[str, ...]
     kinds: tuple[str, ...]
+    effect: str = "fisher"
+    ranks: bool = True
 
     @cached_property
     def options(self) -> tuple[str, ...]:
@@ -48,8 +55,13 @@ class Criterion:
 CRITERIA: dict[str, Criterion] = {}
 """Name -> criterion; `criterion` adds entries."""
 
-# Not in `CRITERIA`, because it needs more than averages per unit; see `score_compensated`.
-COMPENSATED = "hies-compensated"
+# Not in `CRITERIA`, because they need more than averages per unit; see `score_compensated`. The second name is older.
+COMPENSATED = "compensated"
+COMPENSATED_NAMES = (COMPENSATED, "hies-compensated")
+# Scores the kinds of modules that a criterion cannot score.
+FALLBACK = "fisher"
+# Chooses among criteria on held-out rows; see `pipeline.auto`.
+AUTO = "auto"
 
 
 def criterion(
@@ -57,7 +69,9 @@ def criterion(
     *,
     name: str | None = None,
     needs: tuple[str, ...] = ("his", "entropy", "weight_l2"),
-    kinds: tuple[str, ...] = ("attention",),
+    kinds: tuple[str, ...] = (ATTENTION,),
+    effect: str = "fisher",
+    ranks: bool = True,
 ) -> Any:
     """Register a criterion, so that recipes, the command line and sweeps find it by its name.
 
@@ -69,6 +83,7 @@ def criterion(
         name: Name in recipes; by default the function's name, with hyphens for underscores.
         needs: Statistics it reads.
         kinds: Kinds of modules it can score.
+        effect, ranks: See `Criterion`.
 
     Returns:
         The function itself.
@@ -83,7 +98,7 @@ def criterion(
 
     def register(function: ScoreFunction) -> ScoreFunction:
         key = name or function.__name__.replace("_", "-")
-        CRITERIA[key] = Criterion(key, function, needs, kinds)
+        CRITERIA[key] = Criterion(key, function, needs, kinds, effect, ranks)
         return function
 
     return register if function is None else register(function)
@@ -97,10 +112,16 @@ def hies(statistics: Statistics, *, alpha: float, normalize: str) -> Mapping[str
     return {name: alpha * importance[name] + (1 - alpha) * (1 - entropy[name]) for name in importance}
 
 
-@criterion(needs=("his",))
+@criterion(needs=("his",), kinds=KINDS, effect="his", ranks=False)
 def his(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """HIS^_h alone (Michel et al. 2019): heads to which the loss is least sensitive go first."""
+    """HIS^_h alone (Michel et al. 2019): units to which the loss is least sensitive go first."""
     return min_max(statistics["his"], normalize=normalize, what="HIS")
+
+
+@criterion(needs=("fisher",), kinds=KINDS, ranks=False)
+def fisher(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """Mean squared gradient of each sample's loss to a mask on the unit (Kwon et al. 2022, Eq. 6)."""
+    return min_max(statistics["fisher"], normalize=normalize, what="Fisher information")
 
 
 @criterion(needs=("entropy",))
@@ -109,13 +130,13 @@ def ad(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
     return min_max(statistics["entropy"], normalize=normalize, what="entropy")
 
 
-@criterion(needs=("weight_l2",))
+@criterion(needs=("weight_l2",), kinds=KINDS)
 def l2(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """L2 norm of the head's q/k/v/o weights: small heads go first."""
+    """L2 norm of the unit's weights in producers and consumer: units with small weights go first."""
     return min_max(statistics["weight_l2"], normalize=normalize, what="weight norm")
 
 
-@criterion(needs=("his",))
+@criterion(needs=("his",), kinds=KINDS)
 def random(statistics: Statistics, *, seed: int) -> Mapping[str, Tensor]:
     """Uniform random scores: the baseline that every criterion must beat."""
     generator = torch.Generator().manual_seed(seed)
@@ -125,15 +146,18 @@ def random(statistics: Statistics, *, seed: int) -> Mapping[str, Tensor]:
     }
 
 
-@criterion(needs=("activation_l2",))
+@criterion(needs=("activation_l2",), kinds=KINDS)
 def activation_l2(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """Mean norm of the head's output: heads with a small output go first."""
+    """Mean norm of the unit's output: units with a small output go first."""
     return min_max(statistics["activation_l2"], normalize=normalize, what="activation norm")
 
 
-@criterion(needs=("output_norm",))
+CRITERIA["activation"] = replace(CRITERIA["activation-l2"], name="activation")
+
+
+@criterion(needs=("output_norm",), kinds=KINDS)
 def output_norm(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """E |W_h x_h|, the mean norm of the head's share of the projected output; needs no gradients."""
+    """E |W_u x_u|, the mean norm of the unit's share of the projected output; needs no gradients."""
     return min_max(statistics["output_norm"], normalize=normalize, what="output norm")
 
 
@@ -166,7 +190,7 @@ def ae_and_activation_l2(statistics: Statistics, *, alpha: float, normalize: str
 
 def criterion_names() -> tuple[str, ...]:
     """Return the names of all criteria that a recipe may use."""
-    return (*CRITERIA, COMPENSATED)
+    return (*CRITERIA, *COMPENSATED_NAMES, AUTO)
 
 
 def needs_of(*names: str) -> tuple[str, ...]:
@@ -177,6 +201,49 @@ def needs_of(*names: str) -> tuple[str, ...]:
 def uses_alpha(name: str) -> bool:
     """Return whether a criterion weighs two terms by alpha."""
     return name in CRITERIA and "alpha" in CRITERIA[name].options
+
+
+def score_modules(
+    statistics: Statistics,
+    modules: Sequence[Units],
+    *,
+    criterion: str = "hies",
+    alpha: float = 0.9,
+    normalize: str = "model",
+    seed: int = 0,
+) -> Scores:
+    """Score the units of modules of several kinds, and say what removing each unit costs in a unit common to all.
+
+    A criterion that cannot score neurons, such as HIES, ranks the heads among themselves. Neurons are then scored by
+    `fisher`.
+
+    Args:
+        statistics: From `collect_statistics`.
+        modules: The modules that may lose units.
+        criterion, alpha, normalize, seed: As in `score_units`.
+
+    Returns:
+        The scores and effects of all modules.
+
+    Raises:
+        RecipeError: As in `score_units`.
+    """
+    options: dict[str, Any] = {"alpha": alpha, "normalize": normalize, "seed": seed}
+    scores: dict[str, Tensor] = {}
+    ranked = []
+    parameters: Mapping[str, Any] = {}
+    for kind in dict.fromkeys(module.kind for module in modules):
+        names = [module.name for module in modules if module.kind == kind]
+        known = CRITERIA.get(criterion)
+        covered = known is None or kind in known.kinds
+        found = score_units(statistics.of(names), criterion=criterion if covered else FALLBACK, **options)
+        scores.update(found.scores)
+        parameters = found.parameters if covered else parameters
+        if CRITERIA[found.criterion].ranks:
+            ranked.append(kind)
+    # Ranks say nothing of how kinds compare: the criterion's own effect does, or the Fisher information.
+    effects = statistics[CRITERIA[criterion].effect]
+    return Scores(criterion, parameters, scores, {name: effects[name] for name in scores}, tuple(ranked))
 
 
 def score_units(
@@ -209,7 +276,8 @@ def score_units(
     """
     problems = []
     if criterion not in CRITERIA:
-        remedy = f"; {COMPENSATED} is scored by score_compensated" if criterion == COMPENSATED else ""
+        compensated = criterion in COMPENSATED_NAMES
+        remedy = f"; {criterion} is scored by score_compensated" if compensated else ""
         problems.append(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}{remedy}")
     if not 0 <= alpha < 1:
         problems.append(f"alpha must be in [0, 1), got {alpha}; for importance alone use criterion: his")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import PlanError
+from ..kinds import UNIT_NAMES
 from ..units import Units
 from ..values import Scores
 from .bundles import bundle_count, lost_scores
@@ -15,6 +18,8 @@ from .knapsack import least_loss
 
 # The knapsack counts costs in units of 1 / GRID of the dense model's cost, rounded so that no budget is exceeded.
 GRID = 100_000
+# Shares that are tried one by one are at most so many.
+MOST_SHARES = 1000
 
 
 @dataclass(frozen=True)
@@ -22,19 +27,33 @@ class CostTable:
     """The cost that each module saves by losing bundles, as a share of the dense model's cost.
 
     Attributes:
-        what: Name of the cost in messages: "FLOPs", or "latency" with the device.
+        what: Name of the cost in messages: "FLOPs", "parameters", or "latency" with the runtime.
         saved: Dotted name of a module -> share saved by losing 0, 1, 2, ... bundles.
-        measured: The timings behind a table of latency, one row each: kept (share of the bundles), ratio, ratio_low,
-            ratio_high, control_low, control_high. Empty for FLOPs.
+        measured: The timings behind a table of latency, one row each: kind, kept (share of the bundles), ratio,
+            ratio_low, ratio_high, control_low, control_high. Empty for other costs.
     """
 
     what: str
     saved: Mapping[str, tuple[float, ...]]
-    measured: tuple[Mapping[str, float], ...] = ()
+    measured: tuple[Mapping[str, Any], ...] = ()
 
     def ratio(self, counts: Mapping[str, int]) -> float:
         """Return the predicted share of the dense model's cost, for the number of bundles that each module loses."""
         return 1.0 - sum(self.saved[name][count] for name, count in counts.items())
+
+    def after(self, counts: Mapping[str, int]) -> CostTable:
+        """Return the table of a model that has lost bundles already, still in shares of the dense model's cost.
+
+        Its `ratio` leaves out what they saved.
+
+        Args:
+            counts: Number of bundles that each module has lost.
+        """
+        saved = {
+            name: tuple(share - row[counts.get(name, 0)] for share in row[counts.get(name, 0) :])
+            for name, row in self.saved.items()
+        }
+        return replace(self, saved=saved)
 
 
 def counts_within(
@@ -65,7 +84,7 @@ def counts_within(
     """
     check_reachable(modules, table, ratio=ratio, constraints=constraints)
     if constraints.allocation == "uniform":
-        return next(c for c in _uniform_counts(modules, constraints) if _ratio(table, modules, c) <= ratio)
+        return next(c for c in uniform_counts(modules, constraints) if _ratio(table, modules, c) <= ratio)
     options = removable_counts(modules, constraints)
     saved = [[table.saved[module.name][k] for k in option] for module, option in zip(modules, options, strict=True)]
     # Timings need not fall with every bundle, so costs are relative to the most that a module can save.
@@ -86,34 +105,41 @@ def check_reachable(
     Raises:
         PlanError: No selection meets the budget; the message says the lowest cost within reach.
     """
-    if constraints.allocation == "uniform":
-        best = min((_ratio(table, modules, counts) for counts in _uniform_counts(modules, constraints)), default=1.0)
-    else:
-        options = removable_counts(modules, constraints)
-        best = 1.0 - sum(
-            max(table.saved[module.name][k] for k in option) for module, option in zip(modules, options, strict=True)
-        )
+    best = lowest_ratio(modules, table, constraints)
     if best > ratio:
         given = {name: getattr(constraints, name) for name in ("unit", "min_heads", "keep_layers", "multiple_of")}
+        given["multiple_of neurons"] = constraints.neurons_multiple_of
         limits = ", ".join(f"{name} {value}" for name, value in given.items() if value not in (1, (), [], "group"))
+        units = " and ".join(dict.fromkeys(f"{UNIT_NAMES[module.kind]}s" for module in modules))
         raise PlanError(
-            f"the budget asks for {table.what} at most {ratio:g} of dense, but cutting all heads that may go"
+            f"the budget asks for {table.what} at most {ratio:g} of dense, but cutting all {units} that may go"
             f"{f' ({limits})' if limits else ''} gives {best:.3f}, the best there is; raise the target"
             + (" or loosen the constraints" if limits else "")
         )
 
 
+def lowest_ratio(modules: Sequence[Units], table: CostTable, constraints: Constraints) -> float:
+    """Return the lowest cost that the constraints allow, as a share of the dense model's."""
+    if constraints.allocation == "uniform":
+        return min((_ratio(table, modules, counts) for counts in uniform_counts(modules, constraints)), default=1.0)
+    options = removable_counts(modules, constraints)
+    return 1.0 - sum(
+        max(table.saved[module.name][k] for k in option) for module, option in zip(modules, options, strict=True)
+    )
+
+
 def shares_to_try(modules: Sequence[Units], constraints: Constraints) -> list[float]:
     """Return the shares of heads that remove 1, 2, 3, ... bundles, up to all but one.
 
-    The bundles are those of all modules under `global`, and those of the largest module under `uniform`.
+    The bundles are those of all modules under `global`, and those of the largest module under `uniform`. Of more than
+    `MOST_SHARES` bundles, as many shares are tried.
     """
     bundles = [bundle_count(module, constraints.unit) for module in modules]
-    most = sum(bundles) if constraints.allocation == "global" else max(bundles)
+    most = min(sum(bundles) if constraints.allocation == "global" else max(bundles), MOST_SHARES)
     return [k / most for k in range(1, most)]
 
 
-def _uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[list[int]]:
+def uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[list[int]]:
     """Return the counts per module for every share that all modules can lose, ascending."""
     options = removable_counts(modules, constraints)
     found: list[list[int]] = []
@@ -122,11 +148,11 @@ def _uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[
             round(share * bundle_count(module, constraints.unit)) if len(option) > 1 else 0
             for module, option in zip(modules, options, strict=True)
         ]
-        counts = [max(k for k in o if k <= w) for o, w in zip(options, wanted, strict=True)]
+        counts = [o[bisect_right(o, w) - 1] for o, w in zip(options, wanted, strict=True)]
         # A module that min_heads stops would lose a smaller share than the others.
         if any(w > o[-1] for w, o in zip(wanted, options, strict=True)):
             break
-        if any(counts) and counts not in found:
+        if any(counts) and counts != (found or [None])[-1]:
             found.append(counts)
     return found
 

@@ -4,7 +4,8 @@ In go a dense model and a `PruningPlan` or `Selection`, out comes a slim model: 
 
 mask.py      `masked_units`: the same removal by multiplying with zero, as a reference
 cut.py       `prune_units`: the removal itself
-config.py    a config that describes the slim model: uniform, or with a `hies_export` block
+uniform.py   a config whose plain fields describe a uniformly cut model
+config.py    a config with a `hies_export` block, and a slim class, for all others
 check.py     whether a plan fits a model, and `compare_cut`: the cut model against the masked one
 refit.py     `compensate`: refit the consumers by least squares, without training
 """

@@ -6,12 +6,14 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import CutMismatchError, PlanError
+from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..model.linear import weight_of
 from ..model.modes import evaluating
 from ..units import PrunableModule, Selection
@@ -19,6 +21,9 @@ from ..values import PruningPlan
 from .mask import masked_units
 
 TOLERANCE = 1e-4
+
+_MODULES = {ATTENTION: "attention modules", MLP: "feed-forward blocks"}
+_SHOWN = 200  # more indices than that say no more in a message
 
 
 def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> None:
@@ -29,32 +34,47 @@ def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> 
             repeated or out of order, or the groups of a module keep different numbers of units.
     """
     if list(selection) != [module.name for module in modules]:
+        names = {module.name for module in modules}
         missing = [module.name for module in modules if module.name not in selection]
-        extra = [name for name in selection if name not in {module.name for module in modules}]
+        extra = [name for name in selection if name not in names]
+        kinds = " and ".join(_MODULES[kind] for kind in dict.fromkeys(module.kind for module in modules))
         raise PlanError(
-            f"a plan must name the attention modules of its model, but {len(missing)} are missing from it "
+            f"a plan must name the {kinds} of its model, in the model's order, but {len(missing)} are missing from it "
             f"{missing[:2]} and {len(extra)} are not in the model {extra[:2]}; make a plan for this model"
         )
     for module in modules:
         kept = selection[module.name]
-        if (kept.total, kept.groups) != (module.units, module.groups):
+        if (kept.total, kept.groups, kept.kind) != (module.units, module.groups, module.kind):
             raise PlanError(
-                f"the plan is for {kept.total} query and {kept.groups} key/value heads in {module.name}, but "
-                f"the model has {module.units} and {module.groups}; make a plan for this model"
+                f"the plan is for {_counts(kept.kind, kept.total, kept.groups)} in {module.name}, but the model has "
+                f"{_counts(module.kind, module.units, module.groups)}; make a plan for this model"
             )
-        units = kept.units
-        if not units or list(units) != sorted(set(units)) or not 0 <= units[0] <= units[-1] < module.units:
-            raise PlanError(
-                f"kept heads must be ascending indices in [0, {module.units}), at least one, got {list(units)} for "
-                f"{module.name}"
-            )
-        sizes = list(Counter(unit // module.group_size for unit in units).values())
-        if len(set(sizes)) > 1:
-            raise PlanError(
-                f"every key/value head that stays must keep as many query heads as the others, but in {module.name} "
-                f"the plan keeps query heads {list(units)}, {sizes} per key/value head; cut whole groups (unit: group) "
-                "or the same number in every group (unit: query)"
-            )
+        _check_units(kept.units, module)
+
+
+def _check_units(units: Sequence[int], module: PrunableModule) -> None:
+    """Refuse the kept units of one module if they are out of range or order, or uneven over its groups."""
+    unit = UNIT_NAMES[module.kind]
+    ascending = all(one < other for one, other in pairwise(units))
+    if not units or not ascending or not 0 <= units[0] <= units[-1] < module.units:
+        shown = str(list(units)) if len(units) <= _SHOWN else f"{len(units)} of them"
+        raise PlanError(
+            f"kept {unit}s must be ascending indices in [0, {module.units}), at least one, got {shown} for "
+            f"{module.name}"
+        )
+    if module.group_size == 1:
+        return
+    sizes = list(Counter(number // module.group_size for number in units).values())
+    if len(set(sizes)) > 1:
+        raise PlanError(
+            f"every key/value head that stays must keep as many query heads as the others, but in {module.name} "
+            f"the plan keeps query heads {list(units)}, {sizes} per key/value head; cut whole groups (unit: group) "
+            "or the same number in every group (unit: query)"
+        )
+
+
+def _counts(kind: str, units: int, groups: int) -> str:
+    return f"{units} query and {groups} key/value heads" if kind == ATTENTION else f"{units} {UNIT_NAMES[kind]}s"
 
 
 def weight_norms(model: nn.Module, modules: Sequence[PrunableModule]) -> dict[str, float]:
@@ -95,7 +115,7 @@ def compare_cut(
         dense: The model before the cut.
         slim: The model after it.
         plan: The units that stayed.
-        modules: From `find_attention` on the dense model.
+        modules: From `find_modules` on the dense model.
         batch: Inputs of the model.
 
     Returns:

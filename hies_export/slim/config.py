@@ -1,21 +1,16 @@
-"""Describe a slim model in its config: by a uniform config alone, or by a `hies_export` block and a slim class."""
+"""Describe a slim model in its config, by a `hies_export` block and a slim class; `uniform` has the other way."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..model import modeling_hies
 from ..model.auto import auto_classes, has_auto_base
-from ..units import PrunableModule, Selection
 
 
 def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -50,73 +45,6 @@ class Shapes:
     linear: dict[str, list[int]] = field(default_factory=dict)
     parameters: dict[str, list[int]] = field(default_factory=dict)
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def write_uniform_config(model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]) -> bool:
-    """Change the config of a uniformly cut model so that it alone describes the model, if it can.
-
-    The changed config is tried first: the stock class, built from it on the meta device, must have the slim model's
-    shapes. Each config and sub-config describes the modules that hold it, so the towers of a model may differ.
-
-    Returns:
-        Whether the config was changed and now describes the model.
-    """
-    if is_slim(model):
-        return False
-    configs = {id(config): config for config in _configs(model.config)}
-    settings = _uniform_settings(model, selection, modules, configs)
-    if settings is None:
-        return False
-    candidate = copy.deepcopy(model.config)
-    try:
-        for config, copied in zip(_configs(model.config), _configs(candidate), strict=True):
-            for name, value in settings.get(id(config), {}).items():
-                setattr(copied, name, value)
-            copied.validate()  # an invalid config cannot be saved (LLaMA: hidden size not a multiple of heads)
-        with torch.device("meta"):
-            stock = type(model)(candidate)
-    except (StrictDataclassError, ValueError, AttributeError, TypeError, RuntimeError):
-        return False
-    if _shapes(stock) != _shapes(model):
-        return False
-    for key, values in settings.items():
-        for name, value in values.items():
-            setattr(configs[key], name, value)
-    return True
-
-
-def _uniform_settings(
-    model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule], configs: Mapping[int, Any]
-) -> dict[int, dict[str, Any]] | None:
-    """Return id of a config -> its new fields, or None if modules with the same config keep different numbers."""
-    owned: dict[int, list[PrunableModule]] = {}
-    for module in modules:
-        config = getattr(model.get_submodule(module.name), "config", model.config)
-        owned.setdefault(id(config) if id(config) in configs else id(model.config), []).append(module)
-    settings: dict[int, dict[str, Any]] = {}
-    for key, group in owned.items():
-        counts = {(len(selection[m.name].units), len(selection[m.name].kept_groups)) for m in group}
-        widths = {(m.key_width, m.unit_width) for m in group}
-        if len(counts) != 1 or len(widths) != 1:
-            return None
-        heads, key_value_heads = counts.pop()
-        if heads == group[0].units:
-            continue
-        settings[key] = {"num_attention_heads": heads, "head_dim": widths.pop()[0]}
-        if hasattr(configs[key], "num_key_value_heads"):
-            settings[key]["num_key_value_heads"] = key_value_heads
-    return settings
-
-
-def _configs(config: Any) -> list[Any]:
-    """Return a config and all its sub-configs."""
-    children = [getattr(config, key, None) for key in config.sub_configs]
-    return [config, *(c for child in children if child is not None for c in _configs(child))]
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    # Buffers too, because some, such as rotary frequencies, are computed from the number of heads.
-    return {n: t.shape for n, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
 
 
 def become_slim(model: PreTrainedModel, shapes: Shapes) -> None:

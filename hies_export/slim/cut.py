@@ -13,7 +13,8 @@ from ..prunable.follow import feature_cuts, row_cuts, set_attributes
 from ..units import PrunableModule, Selection
 from ..values import PruningPlan, selection_of
 from .check import check_selection, check_weights, weight_norms
-from .config import Shapes, become_slim, write_uniform_config
+from .config import Shapes, become_slim
+from .uniform import write_uniform_config
 
 
 def prune_units(
@@ -33,7 +34,7 @@ def prune_units(
     Args:
         model: The dense model.
         plan: The units that stay. The weight norms of a plan are checked; a bare selection has none.
-        modules: From `find_attention` on this model.
+        modules: From `find_modules` on this model.
         inplace: Cut `model` itself instead of a copy.
 
     Returns:

@@ -23,7 +23,7 @@ def masked_units(
     Args:
         model: The dense model; restored after the block.
         plan: The units that stay.
-        modules: From `find_attention` on this model.
+        modules: From `find_modules` on this model.
 
     Examples:
         >>> with masked_units(model, plan, modules):

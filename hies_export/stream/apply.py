@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..errors import ReloadMismatchError, RequestError
+from ..kinds import ATTENTION
 from ..model.linear import weight_axis
 from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
@@ -70,10 +71,10 @@ def apply_plan(
     experts), and that the result needs merged, are held whole, one group at a time.
 
     Args:
-        plan: The heads that stay.
+        plan: The units that stay.
         model: The dense checkpoint, a folder or a Hub id. Its weights are written in the dtype that `load` gives them.
         folder: Where to write; appears only when everything is written and checked.
-        batch: Two short samples, on which the attention is found; by default random ones.
+        batch: Two short samples, on which the modules are found; by default random ones.
         max_shard_size: Bytes, or such as "5GB", as in `save_pretrained`.
         overwrite: Replace an existing folder.
         progress: Follows the tensors as they are written.
@@ -84,7 +85,7 @@ def apply_plan(
     Raises:
         PlanError: The plan is not for this model, or for other weights.
         RequestError: The checkpoint has no safetensors, or they are damaged, incomplete or not the model's.
-        UnsupportedModelError: The attention of this model cannot be cut.
+        UnsupportedModelError: Modules of the plan's kinds cannot be cut in this model.
         OutputExistsError: The folder exists and `overwrite` is off.
         ReloadMismatchError: What was written is not what the slim model needs; nothing is kept.
 
@@ -122,14 +123,15 @@ def apply_plan(
 def _find_modules(
     model: PreTrainedModel, plan: PruningPlan, batch: Mapping[str, Tensor] | None
 ) -> tuple[PrunableModule, ...]:
-    """Return the attention modules, those of an image tower included where the plan names them."""
-    found = find_modules(model, batch or synthetic_batch(model, batch=2, sequence=3))
+    """Return the modules of the plan's kinds, those of an image tower included where the plan names them."""
+    kinds = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values())) or (ATTENTION,)
+    found = find_modules(model, batch or synthetic_batch(model, batch=2, sequence=3), kinds=kinds)
     modules = {module.name: module for module in found}
     for name, tower in model.named_modules():
         inside = [n for n in plan.kept if n not in modules and n.startswith(f"{name}.")]
         if batch is None and name and inside and getattr(tower, "main_input_name", "") == "pixel_values":
             assert isinstance(tower, PreTrainedModel)
-            for module in find_modules(tower, synthetic_batch(tower, batch=2)):
+            for module in find_modules(tower, synthetic_batch(tower, batch=2), kinds=kinds):
                 module = _inside(name, module)
                 modules.setdefault(module.name, module)
     order = {name: position for position, name in enumerate(plan.kept)}

@@ -1,4 +1,4 @@
-"""Predict heads, FLOPs and quality of plans that a finished run or sweep did not evaluate.
+"""Predict units, FLOPs and quality of plans that a finished run or sweep did not evaluate.
 
 No model is loaded. Scores and plans are computed from the statistics in the folder. Quality is predicted from the plans
 that the run or sweep evaluated, as a function of the share of importance (HIS) that the removed heads hold.
@@ -18,6 +18,7 @@ from sklearn.isotonic import IsotonicRegression
 
 from ..calibrate.collect import DEFAULT_NEEDS
 from ..errors import RequestError
+from ..kinds import ATTENTION, MLP
 from ..report.report import Report
 from ..score.criteria import score_units
 from ..select.constraints import Constraints
@@ -52,10 +53,11 @@ class Exploration:
 
     Attributes:
         model: Path or Hub id of the dense model; empty if the folder does not name it.
-        statistics: Statistics of every head that may be removed.
+        statistics: Statistics of every head that may be removed, and of every neuron if neurons may be.
         normalize: Normalisation of the criterion, as in recipes.
         plan: The folder's own plan; all other plans have its modules, seed and model.
         flops_per_head: Share of the dense model's FLOPs that a query head costs, averaged over the removed heads.
+        flops_per_neuron: The same of a feed-forward neuron; 0 if no neurons may be removed.
         shape: Shape at which FLOPs were counted, as "batch x sequence"; empty if the folder does not name it.
         metric: Name of the metric of quality.
         measured: The evaluated plans that quality is predicted from.
@@ -69,38 +71,81 @@ class Exploration:
     shape: str
     metric: str
     measured: tuple[Measured, ...] = ()
+    flops_per_neuron: float = 0.0
 
     @property
     def modules(self) -> tuple[Units, ...]:
         """The modules of the folder's plan, in its order."""
-        return tuple(Units(name=name, units=kept.total, groups=kept.groups) for name, kept in self.plan.kept.items())
+        return tuple(
+            Units(name=name, units=kept.total, groups=kept.groups, kind=kept.kind)
+            for name, kept in self.plan.kept.items()
+        )
 
     @property
     def unit(self) -> str:
         """The unit that the folder's plan removes: "group" (key/value groups) or "query" (heads of each group)."""
-        cut = [kept for kept in self.plan.kept.values() if kept.removed]
+        cut = [kept for kept in self.plan.of_kind(ATTENTION).values() if kept.removed]
         return "query" if any(not kept.removed_groups for kept in cut) else "group"
 
     @property
     def allocation(self) -> str:
-        """The allocation of the folder's plan: "uniform" if all modules keep equally many heads, else "global"."""
-        counts = {len(self.plan.kept[name].units) for name in self.statistics["his"]}
-        return "uniform" if len(counts) == 1 else "global"
+        """The allocation of the folder's plan: "uniform" if all modules keep equally many units, else "global"."""
+        counts = {
+            (kept.kind, len(kept.units)) for name, kept in self.plan.kept.items() if name in self.statistics["his"]
+        }
+        return "uniform" if len(counts) == len({kind for kind, _ in counts}) else "global"
+
+    @property
+    def ranks_neurons(self) -> bool:
+        """Whether the folder has the importance of the neurons, so that other shares of them can be removed."""
+        return any(name in self.statistics["his"] for name in self.plan.of_kind(MLP))
 
     def scores(self, alpha: float) -> Scores:
-        """Return the HIES of every head at an alpha."""
-        return score_units(self.statistics, criterion="hies", alpha=alpha, normalize=self.normalize)
+        """Return the HIES of every head at an alpha, and the HIS of every neuron; heads and neurons do not compare."""
+        found = [
+            score_units(statistics, criterion=criterion, alpha=alpha, normalize=self.normalize)
+            for kind, criterion in ((ATTENTION, "hies"), (MLP, "his"))
+            if (statistics := self._statistics_of(kind))["his"]
+        ]
+        scores = {name: values for part in found for name, values in part.scores.items()}
+        return replace(found[0], scores=scores)
 
-    def plan_at(self, alpha: float, sparsity: float, allocation: str) -> PruningPlan:
-        """Return the plan that `hies-export run` would make for an alpha and a share of heads to remove.
+    def _statistics_of(self, kind: str) -> Statistics:
+        modules = self.plan.of_kind(kind)
+        values = {
+            what: {name: numbers for name, numbers in found.items() if name in modules}
+            for what, found in self.statistics.values.items()
+        }
+        return Statistics(values, self.statistics.calibration)
+
+    def plan_at(self, alpha: float, sparsity: float, allocation: str, *, neurons: float | None = None) -> PruningPlan:
+        """Return a plan for an alpha and a share of heads to remove; heads go as `hies-export run` would remove them.
+
+        Args:
+            alpha: Weight of importance in the scores of heads, in [0, 1).
+            sparsity: Share of heads to remove, in (0, 1). A folder without heads ignores it.
+            allocation: "global" or "uniform", of heads and of neurons.
+            neurons: Share of neurons to remove, in [0, 1), those of smallest HIS first; by default, and where the
+                folder does not have their HIS, the neurons that the folder's own plan removes.
 
         Raises:
             PlanError: The allocation does not allow that share.
         """
         constraints = Constraints(allocation=allocation, unit=self.unit)
+        scores = self.scores(alpha)
+        kept = dict(self.plan.kept)
+        shares = {ATTENTION: sparsity, MLP: neurons if self.ranks_neurons else None}
+        for kind, share in shares.items():
+            modules = [module for module in self.modules if module.kind == kind]
+            if share is not None and modules:
+                kept |= (
+                    select_units(scores, modules, heads=share, constraints=constraints)
+                    if share
+                    else {module.name: module.kept(range(module.units)) for module in modules}
+                )
         known = {key: getattr(self.statistics.calibration, key) for key in ("samples", "labels", "fingerprint")}
         return PruningPlan(
-            kept=select_units(self.scores(alpha), self.modules, heads=sparsity, constraints=constraints),
+            kept=kept,
             criterion="hies",
             alpha=alpha,
             seed=self.plan.seed,
@@ -110,8 +155,10 @@ class Exploration:
         )
 
     def flops_ratio(self, plan: PruningPlan) -> float:
-        """Return the FLOPs of a plan's model as a share of the dense model's; exact if all heads cost the same."""
-        return 1 - self.flops_per_head * plan.removed
+        """Return the FLOPs of a plan's model as a share of the dense model's; exact if all units of a
+        kind cost the same.
+        """
+        return 1 - self.flops_per_head * plan.removed - self.flops_per_neuron * plan.removed_neurons
 
 
 @dataclass(frozen=True)
@@ -169,7 +216,7 @@ def predict(lost: Sequence[float], values: Sequence[float], at: float, *, higher
 
 
 def lost_share(his: Mapping[str, torch.Tensor], plan: PruningPlan) -> float:
-    """Return the share of the model's HIS that the heads removed by a plan hold, in [0, 1]."""
+    """Return the share of the model's HIS that the units removed by a plan hold, in [0, 1]."""
     total = sum(float(values.sum()) for values in his.values())
     stays = sum(float(values[list(plan.kept[name].units)].sum()) for name, values in his.items())
     return 1 - stays / total if total else 0.0
@@ -205,12 +252,14 @@ def _of_run(folder: Path) -> Exploration:
         {name: _tensors(written[name]) for name in DEFAULT_NEEDS},
         Calibration(written["samples"], written["labels"], written["fingerprint"]),
     )
+    per_head, per_neuron = _flops_per_unit(report, plan)
     found = Exploration(
         model=report.model,
         statistics=statistics,
         normalize=written["parameters"].get("normalize", "model"),
         plan=plan,
-        flops_per_head=(1 - report.flops["slim"] / report.flops["dense"]) / plan.removed,
+        flops_per_head=per_head,
+        flops_per_neuron=per_neuron,
         shape=" x ".join(str(size) for size in report.flops["shape"]),
         metric=report.quality["metric"],
     )
@@ -234,6 +283,26 @@ def _of_run(folder: Path) -> Exploration:
             )
         )
     return replace(found, measured=tuple(measured))
+
+
+def _flops_per_unit(report: Report, plan: PruningPlan) -> tuple[float, float]:
+    """Return the share of the dense model's FLOPs that a head and a neuron cost.
+
+    It is averaged over the removed units; over all units where none was removed.
+    """
+    dense, slim = report.flops.dense, report.flops.slim
+    if not plan.neurons:
+        return (1 - slim / dense) / plan.removed, 0.0
+    layers = report.details["flops_per_layer"]
+
+    def cost(parts: Sequence[str], total: int, removed: int) -> float:
+        before, after = (sum(row.get(part, 0) for row in layers[side] for part in parts) for side in ("dense", "slim"))
+        return ((before - after) / removed if removed else before / max(1, total)) / dense
+
+    return (
+        cost(("projections", "products"), plan.heads, plan.removed),
+        cost(("feed_forward",), plan.neurons, plan.removed_neurons),
+    )
 
 
 def _of_sweep(folder: Path) -> Exploration:

@@ -1,4 +1,4 @@
-"""Serve a page on which sliders redraw a plan's heads, predicted quality and FLOPs. Needs Gradio, the extra `ui`."""
+"""Serve a page on which sliders redraw a plan's heads and neurons, its FLOPs and predicted quality. Needs Gradio."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from typing import Any
 from ..checkpoint.folders import replace_file
 from ..errors import PlanError, require_package
 from ..evaluate.metrics import higher_is_better
-from ..report.drawing import Curve, Dot, MapFigure, curve_places, shaded
+from ..report.drawing import BarFigure, Curve, Dot, MapFigure, bar_figure, curve_places, shaded
 from ..report.jinja import environment
-from ..report.rows import Table, head_map
+from ..report.maps import UnitBars, UnitMap, plan_maps
+from ..report.report import plan_counts
+from ..report.rows import Table
+from ..report.text import removed_text
 from ..studies.explore import Exploration, Measured, fit, lost_share, predict, read_exploration
+from ..values import PruningPlan
 
 
 def require_gradio() -> None:
@@ -67,14 +71,35 @@ def _page(exploration: Exploration, folder: Path) -> Any:
     import gradio
 
     plan = exploration.plan
-    start = round(min(0.95, max(0.05, plan.removed / plan.heads)), 2)
     with gradio.Blocks(title=f"hies-export: {folder.name}", analytics_enabled=False) as page:
         gradio.Markdown(f"## {folder.name}\nOther plans: what they keep and cost, and their predicted quality.")
         with gradio.Row():
             controls = [
-                gradio.Slider(0, 0.99, plan.alpha or 0.5, step=0.01, label="alpha (0: entropy, 1: importance)"),
-                gradio.Slider(0.01, 0.99, start, step=0.01, label="sparsity (share of heads to remove)"),
+                gradio.Slider(
+                    0,
+                    0.99,
+                    plan.alpha or 0.5,
+                    step=0.01,
+                    label="alpha (0: entropy, 1: importance)",
+                    visible=plan.heads > 0,
+                ),
+                gradio.Slider(
+                    0.01,
+                    0.99,
+                    round(min(0.95, max(0.05, plan.removed / max(1, plan.heads))), 2),
+                    step=0.01,
+                    label="sparsity (share of heads to remove)",
+                    visible=plan.heads > 0,
+                ),
                 gradio.Radio(["global", "uniform"], value=exploration.allocation, label="allocation"),
+                gradio.Slider(
+                    0,
+                    0.99,
+                    round(min(0.95, plan.removed_neurons / max(1, plan.neurons)), 2),
+                    step=0.01,
+                    label="share of feed-forward neurons to remove",
+                    visible=exploration.ranks_neurons,
+                ),
             ]
         drawn = gradio.HTML(draw(exploration, *(control.value for control in controls)))
         button, saved = gradio.Button("Save this plan", variant="primary"), gradio.HTML()
@@ -90,37 +115,74 @@ def _page(exploration: Exploration, folder: Path) -> Any:
     return page
 
 
-def draw(exploration: Exploration, alpha: float, sparsity: float, allocation: str) -> str:
-    """Return as HTML the heads that a plan keeps, its cost and predicted quality; or why there is no such plan."""
+def draw(exploration: Exploration, alpha: float, sparsity: float, allocation: str, neurons: float | None = None) -> str:
+    """Return as HTML what a plan keeps, its cost and predicted quality; or why there is no such plan.
+
+    Args:
+        exploration: The finished run or sweep.
+        alpha, sparsity, allocation, neurons: See `Exploration.plan_at`.
+    """
     try:
-        plan = exploration.plan_at(alpha, sparsity, allocation)
+        plan = exploration.plan_at(alpha, sparsity, allocation, neurons=neurons)
     except PlanError as error:
         return _render("message.html.j2", text=str(error))
     lost = lost_share(exploration.statistics["his"], plan)
     at = f" at {exploration.shape}" if exploration.shape else ""
+    counts = [("heads", plan.heads, plan.removed), ("neurons", plan.neurons, plan.removed_neurons)]
     rows = [
-        ("heads kept", f"{plan.heads - plan.removed} of {plan.heads}"),
+        *((f"{name} kept", f"{total - removed:,} of {total:,}") for name, total, removed in counts if total),
         (f"FLOPs{at}, of dense", f"{exploration.flops_ratio(plan):.3f}"),
         ("importance (HIS) removed", f"{lost:.1%}"),
     ]
-    marks = {name: line for name, line in head_map(plan).items() if name in exploration.statistics["his"]}
-    scores = exploration.scores(alpha).scores
-    figure = MapFigure("score", "Score", "", shaded(marks, [scores[name].tolist() for name in marks]))
+    figure, bars = _figures(exploration, plan, alpha)
     predictions = [_predicted(exploration, measured, lost) for measured in exploration.measured]
-    return _render("plan.html.j2", cost=Table((), rows), figure=figure, predictions=predictions)
+    return _render(
+        "plan.html.j2",
+        cost=Table((), rows),
+        figure=figure,
+        bars=bars,
+        ranks_neurons=exploration.ranks_neurons,
+        predictions=predictions,
+    )
 
 
-def save(exploration: Exploration, folder: Path, alpha: float, sparsity: float, allocation: str) -> str:
+def _figures(exploration: Exploration, plan: PruningPlan, alpha: float) -> tuple[MapFigure | None, BarFigure | None]:
+    """Return the map of the heads and the bars of the neurons; None for what the folder's plan leaves alone."""
+    scores, known = exploration.scores(alpha).scores, exploration.statistics["his"]
+    figure: MapFigure | None = None
+    bars: BarFigure | None = None
+    modules: list[str] = []
+    for units in plan_maps(plan):
+        if isinstance(units, UnitMap):
+            marks = {name: line for name, line in units.marks.items() if name in known}
+            modules = list(marks)
+            figure = MapFigure("score", "Score", "", shaded(marks, [scores[name].tolist() for name in marks]))
+        if isinstance(units, UnitBars):
+            bars = bar_figure(units, beside=modules)
+    return figure, bars
+
+
+def save(
+    exploration: Exploration,
+    folder: Path,
+    alpha: float,
+    sparsity: float,
+    allocation: str,
+    neurons: float | None = None,
+) -> str:
     """Write a plan into the folder; return as HTML where it is and the commands that cut by it."""
     try:
-        plan = exploration.plan_at(alpha, sparsity, allocation)
+        plan = exploration.plan_at(alpha, sparsity, allocation, neurons=neurons)
     except PlanError as error:
         return _render("message.html.j2", text=str(error))
-    file = folder / f"plan-alpha{alpha:g}-{allocation}-{sparsity:g}.json"
+    share = f"-neurons-{neurons:g}" if neurons is not None and exploration.ranks_neurons else ""
+    file = folder / f"plan-alpha{alpha:g}-{allocation}-{sparsity:g}{share}.json"
     replace_file(file, plan.to_json())
     model = exploration.model or "MODEL"
     commands = f"hies-export apply {file} {model} -o SLIM\nhies-export prune RECIPE.yaml --plan {file} -o SLIM"
-    return _render("message.html.j2", text="Saved. To cut by it:", commands=commands)
+    return _render(
+        "message.html.j2", text=f"Saved: {removed_text(*plan_counts(plan))}. To cut by it:", commands=commands
+    )
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,11 @@ def test_moments_are_those_of_a_loop_over_weighted_tokens(
         seen.append(module)
         tokens = naive(model, module, batches)
         assert found.counted == len(tokens.x)
-        np.testing.assert_allclose(found.covariance(centred=True), np.cov(tokens.x.T, bias=True), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            found.spread(centred=True).moments, np.cov(tokens.x.T, bias=True), rtol=1e-3, atol=1e-4
+        )
         second = tokens.x.T @ tokens.x / len(tokens.x)
-        np.testing.assert_allclose(found.covariance(centred=False), second, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(found.spread(centred=False).moments, second, rtol=1e-3, atol=1e-4)
         columns = torch.randperm(tokens.x.shape[1])[:11]
         for mix in (1.0, 0.3):
             whole, part = found.mixed(mix), found.mixed(mix, columns)

@@ -16,7 +16,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from hies_export import find_attention, load, prune_heads, select_heads
 from hies_export.calibrate import moments
 from hies_export.cli.main import main
-from hies_export.cost.flops import cut_bundles, flops_table
+from hies_export.cost.cut import cut_bundles
+from hies_export.cost.flops import flops_table
 from hies_export.cost.latency import WIDEST_INTERVAL, TimedCut, TimedOn, latency_table
 from hies_export.errors import PlanError, RecipeError
 from hies_export.legacy import AttentionSite
@@ -243,7 +244,7 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ({}, "exactly one of heads, flops, latency, max_drop must be given, got none"),
+        ({}, "exactly one of heads, flops, parameters, latency, max_drop must be given, got none"),
         ({"heads": 0.3, "flops": 0.8}, "exactly one of .* got heads and flops"),
         ({"flops": 1.2}, r"flops must be in \(0, 1\), a share of the dense model's, got 1.2"),
         ({"latency": {"ratio": 1.1}}, r"ratio must be in \(0, 1\), a share of the dense model's, got 1.1"),
@@ -315,9 +316,8 @@ def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypa
     assert budget["dense"] - budget["slim"] <= 0.05 + 1e-9
     assert budget["slim"] == pytest.approx(budget["masked"])
     # Where heads are compensated, that is what was judged: the cut model keeps to it again, by the same moments.
-    passes, collect = [], moments.collect_moments
-    for user in ("pipeline.choose", "slim.refit"):
-        monkeypatch.setattr(f"hies_export.{user}.collect_moments", lambda *a, **k: passes.append(a) or collect(*a, **k))
+    passes, collect = [], moments._collect
+    monkeypatch.setattr(moments, "_collect", lambda *a, **k: passes.append(a) or collect(*a, **k))
     compensated = ("prune.compensation={samples: 60}", f"output={project / 'compensated'}")
     assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}, *compensated) == 0
     assert len(passes) == 1

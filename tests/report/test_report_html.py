@@ -19,9 +19,9 @@ from hies_export.errors import RequestError
 from hies_export.report.bench import Bench, print_bench, read_report, render_bench
 from hies_export.report.card import render_card
 from hies_export.report.html import render_html
+from hies_export.report.maps import KEPT
 from hies_export.report.markdown import render_markdown
 from hies_export.report.report import Report
-from hies_export.report.rows import KEPT
 from hies_export.report.terminal import print_report
 
 
@@ -161,7 +161,7 @@ def test_figures_of_a_run_are_drawn_the_same_twice(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
     from hies_export.report import plots as figures
 
-    report = make_report()
+    report = make_report(neurons=64)
     files = figures.draw_report(report, tmp_path)
     assert [file.name for file in files] == [f"{n}.{e}" for n in figures.CAPTIONS for e in ("png", "svg")]
     before = {file: file.read_bytes() for file in files}
@@ -301,10 +301,24 @@ def browse(chromium: str, folder: Path, page: str, *, width: int, script: str = 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, False), (390, True)])
 def test_a_browser_shows_it_whole(chromium: str, tmp_path: Path, width: int, dark: bool) -> None:
-    page = render_html(make_report(layers=24, heads=16))
+    page = render_html(make_report(layers=24, heads=16, neurons=4096))
     script = "const RESULT={wide:document.documentElement.scrollWidth,seen:innerWidth}"
     result = json.loads(browse(chromium, tmp_path, page, width=width, script=script, dark=dark))
     assert result == {"wide": width, "seen": width}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "heads"), [(3, 4), (24, 16)])
+def test_bars_are_at_the_height_of_their_heads(chromium: str, tmp_path: Path, layers: int, heads: int) -> None:
+    page = render_html(make_report(layers=layers, heads=heads, neurons=4096))
+    script = (
+        "const middle=e=>{const b=e.getBoundingClientRect();return Math.round(b.top+b.height/2)};"
+        "const RESULT={bars:[...document.querySelectorAll('.layers .gone')].map(middle),"
+        "heads:[...document.querySelectorAll('.plan rect[data-i$=\",0\"]')].map(middle)}"
+    )
+    result = json.loads(browse(chromium, tmp_path, page, width=1280, script=script))
+    assert len(result["heads"]) == layers
+    assert result["bars"] == pytest.approx(result["heads"], abs=1)
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_heads_are_cut_in_steps_with_refits_and_alpha_chosen(tmp_path: Path) -> 
 def test_later_steps_see_the_refitted_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, steps=2, compensation={"samples": 40})
     seen: list[Any] = []
-    from hies_export.pipeline import choose as module
+    from hies_export.pipeline import candidates as module
 
     collect = module.collect_statistics
 
@@ -165,13 +165,15 @@ def random_scores(sites: Any) -> Scores:
 @pytest.mark.parametrize(
     ("prune", "given"),
     [
-        ({"budget": {"latency": {"ratio": 0.9}}}, "a budget of latency"),
+        ({"budget": {"max_drop": {"metric": "accuracy", "by": 0.1}}}, "a budget of max_drop"),
         ({"budget": {"heads": 0.5}, "multiple_of": 2, "unit": "query"}, "multiple_of 2 and unit query"),
     ],
 )
 def test_other_budgets_take_no_steps(prune: dict[str, Any], given: str) -> None:
     data = {"files": {"train": "a.jsonl"}, "text": "sentence"}
-    with pytest.raises(RecipeError, match=f"steps: 2 needs a budget of heads, flops or parameters in units of groups, got {given}; set"):
+    with pytest.raises(
+        RecipeError, match=f"steps: 2 needs a budget of heads or of cost in units of groups, got {given}; set"
+    ):
         PruningRecipe(model="m", task="text-classification", data=data, prune={"steps": 2, **prune})
 
 

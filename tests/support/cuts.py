@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hies_export.legacy import AttentionSite, select_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.cut import prune_units
+from hies_export.units import Kept, PrunableModule
 from hies_export.values import PruningPlan, Scores
 
 
@@ -34,3 +35,15 @@ def random_cut(
     sites = find_attention(dense, batch)
     plan = random_plan(sites, uniform=uniform)
     return prune_units(dense, plan, sites), plan, sites
+
+
+def random_neurons(modules: Sequence[PrunableModule], *, uniform: bool, seed: int = 0) -> dict[str, Kept]:
+    """Return a selection that removes about a third of the neurons, and of the head groups, of every module."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = {}
+    for module in modules:
+        most = module.groups
+        stay = most * 2 // 3 if uniform else int(torch.randint(most // 3 + 1, most + 1, (1,), generator=generator))
+        groups = set(torch.randperm(most, generator=generator)[: max(1, stay)].tolist())
+        kept[module.name] = module.kept(u for u in range(module.units) if u // module.group_size in groups)
+    return kept

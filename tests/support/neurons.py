@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export import find_attention
 from hies_export.kinds import MLP
 from hies_export.units import PrunableModule, Selection, Slice, Span
+from support.models import bert, causal_lm, text_batch
+
+Case = tuple[PreTrainedModel, tuple[PrunableModule, ...], dict[str, torch.Tensor]]
+"""A tiny model, its modules of both kinds, and a batch."""
 
 # Name of a consumer -> names of its module and producers.
 NAMES = (
@@ -22,6 +27,13 @@ NAMES = (
 )
 
 
+def block(name: str, units: int, *, producers: Sequence[str], consumer: str) -> PrunableModule:
+    """Return a block in which neuron i owns row i of every producer and column i of the consumer."""
+    rows = (Span(0, units, 0, 1, 1),)
+    slices = tuple(Slice(producer, 0, rows) for producer in producers)
+    return PrunableModule(name=name, units=units, kind=MLP, unit_width=1, consumer=consumer, slices=slices)
+
+
 def neurons(model: PreTrainedModel) -> tuple[PrunableModule, ...]:
     """Return the feed-forward blocks of a tiny BERT, ViT, CLIP, OPT or LLaMA."""
     found = []
@@ -30,10 +42,10 @@ def neurons(model: PreTrainedModel) -> tuple[PrunableModule, ...]:
             match = re.fullmatch(pattern, name)
             if match:
                 units = layer.weight.shape[1]
-                slices = tuple(Slice(p.format(match[1]), 0, (Span(0, units, 0, 1, 1),)) for p in producers)
-                owner = module.format(match[1])
                 found.append(
-                    PrunableModule(name=owner, units=units, kind=MLP, unit_width=1, consumer=name, slices=slices)
+                    block(
+                        module.format(match[1]), units, producers=[p.format(match[1]) for p in producers], consumer=name
+                    )
                 )
                 break
     return tuple(found)
@@ -68,3 +80,16 @@ def one_by_one(batches: Sequence[dict[str, Tensor]]) -> Iterator[dict[str, Tenso
                 real = one["attention_mask"][0].bool()
                 one = {k: v[:, real] if v.shape == one["attention_mask"].shape else v for k, v in one.items()}
             yield one
+
+
+def bert_case() -> Case:
+    """Return a BERT, with its attention modules in front of its blocks."""
+    model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
+    return model, (*find_attention(model, batch), *neurons(model)), batch
+
+
+def llama_case() -> Case:
+    """Return a decoder with grouped queries and tied embeddings, with modules of both kinds in turn."""
+    model, batch = causal_lm(tie_word_embeddings=True), {"input_ids": torch.randint(5, 30, (2, 9))}
+    modules = zip(find_attention(model, batch), neurons(model), strict=True)
+    return model, tuple(module for pair in modules for module in pair), batch

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hies_export.report.maps import CUT, KEPT
 from hies_export.report.report import Report
-from hies_export.report.rows import CUT, KEPT
 
 
 def latency_row(runtime: str, ratio: float, **other: Any) -> dict[str, Any]:
@@ -18,7 +18,8 @@ def latency_row(runtime: str, ratio: float, **other: Any) -> dict[str, Any]:
     return row | other
 
 
-def make_report(*, layers: int = 3, heads: int = 4, **details: Any) -> Report:
+def make_report(*, layers: int = 3, heads: int = 4, neurons: int = 0, **details: Any) -> Report:
+    """Make a report of a model with so many heads, and neurons if any, in every layer; layer i loses i / 8 of these."""
     modules = [f"encoder.layer.{i}" for i in range(layers)]
     lines = {m: "".join(CUT if (i + h) % 4 == 0 else KEPT for h in range(heads)) for i, m in enumerate(modules)}
     numbers = {
@@ -30,6 +31,9 @@ def make_report(*, layers: int = 3, heads: int = 4, **details: Any) -> Report:
         for i, m in enumerate(modules)
     }
     kept = [line.count(KEPT) for line in lines.values()]
+    stay = [neurons - neurons * (i % 8) // 8 for i in range(layers)]
+    blocks = {f"{m}.output": {"kept": count, "total": neurons} for m, count in zip(modules, stay, strict=True)}
+    counts = {"total": layers * neurons, "removed": layers * neurons - sum(stay), "kept_per_layer": stay}
     return Report(
         model="some/model",
         task="text-classification",
@@ -37,6 +41,7 @@ def make_report(*, layers: int = 3, heads: int = 4, **details: Any) -> Report:
         alpha=0.5,
         seed=0,
         heads={"total": layers * heads, "removed": layers * heads - sum(kept), "kept_per_layer": kept},
+        neurons=counts if neurons else None,
         parameters={"dense": 1000, "slim": 800},
         bytes={"dense": 4000, "slim": 3200, "onnx": 3300},
         flops={"dense": 10**9, "slim": 8 * 10**8, "shape": [8, 128]},
@@ -55,6 +60,7 @@ def make_report(*, layers: int = 3, heads: int = 4, **details: Any) -> Report:
         details={
             "head_map": lines,
             "heads": numbers,
+            **({"neurons": blocks} if neurons else {}),
             "metrics": {"accuracy": {"dense": 0.9, "slim": 0.89}, "f1": {"dense": 0.8, "slim": 0.81}},
             "alpha_curve": [{"alpha": a, "quality": 0.8 + a / 10, "stability": 0.9} for a in (0.0, 0.5, 0.9)],
             "uncompensated": {"metrics": {"accuracy": 0.85, "f1": 0.7}, "stability": 0.8},

@@ -27,7 +27,7 @@ from hies_export.errors import MissingRuntimeError, RequestError
 from hies_export.legacy import HeadStatistics
 from hies_export.measure.counts import count_flops
 from hies_export.model.tokens import synthetic_batch
-from hies_export.report.rows import CUT
+from hies_export.report.maps import CUT
 from hies_export.studies.explore import Exploration, lost_share, predict, read_exploration
 from hies_export.ui.page import draw, save, show
 from hies_export.values import PruningPlan
@@ -46,7 +46,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
         measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
     )
     with pytest.MonkeyPatch.context() as patch, without_tracing():
-        patch.setattr("hies_export.pipeline.choose.ALPHAS", (0.0, 0.5, 0.9))  # fewer to judge
+        patch.setattr("hies_export.pipeline.candidates.ALPHAS", (0.0, 0.5, 0.9))  # fewer to judge
         assert main(["run", str(folder / "recipe.yaml")]) == 0
     return folder / "out"
 

@@ -1,0 +1,106 @@
+"""Score the units of a prepared model by the criteria that a recipe allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
+from ..calibrate.effects import EffectStream
+from ..calibrate.moments import MomentStream
+from ..progress import Progress
+from ..recipe import PruningRecipe
+from ..score.compensated import RemovalOptions, removal_chain, scores_of_chains
+from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, needs_of, score_modules, uses_alpha
+from ..tasks import TASKS
+from ..values import Scores, Statistics
+from .prepare import GIB, Prepared
+from .search import ALPHAS
+
+# Criteria that `criterion: auto` tries beside `compensated`, and the alphas of HIES. Fewer alphas than `alpha: auto`
+# tries, because each is cut and refitted.
+AUTO_CRITERIA = ("hies", "his", "fisher")
+AUTO_ALPHAS = (0.3, 0.6, 0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What the units of a model can be chosen by; the statistics are collected once.
+
+    Attributes:
+        prepared: The model and its data.
+        recipe: The criteria and their options.
+        progress: Shows stages and loops.
+        moments: Moments of the model's consumers, if its compensation rows were read already.
+    """
+
+    prepared: Prepared
+    recipe: PruningRecipe
+    progress: Progress
+    moments: MomentStream | None = None
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """The statistics of the calibration rows."""
+        self.progress.stage("score")
+        tried = AUTO_CRITERIA if self.recipe.prune.criterion == AUTO else (self.recipe.prune.criterion,)
+        return collect_statistics(
+            self.prepared.model,
+            self.prepared.calibration,
+            self.prepared.scored,
+            needs=(*DEFAULT_NEEDS, *needs_of(*tried)),
+            progress=self.progress,
+        )
+
+    def all(self) -> list[Scores]:
+        """Return the scores to choose from: one per alpha under `alpha: auto`, more under `criterion: auto`."""
+        prune = self.recipe.prune
+        if prune.criterion in COMPENSATED_NAMES:
+            return [self.compensated()]
+        if prune.criterion == AUTO:
+            kinds = set(prune.modules)
+            simple = [
+                self._by(name, alpha)
+                for name in AUTO_CRITERIA
+                if name != "hies" or "attention" in kinds
+                for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
+            ]
+            return [self.compensated(), *simple]
+        if prune.alpha != "auto":
+            return [self._by(prune.criterion, prune.alpha)]
+        return [self._by(prune.criterion, alpha) for alpha in (ALPHAS if uses_alpha(prune.criterion) else (0.0,))]
+
+    def _by(self, criterion: str, alpha: float) -> Scores:
+        options: dict[str, Any] = {"normalize": self.recipe.prune.normalize, "seed": self.recipe.calibration.seed}
+        return score_modules(self.statistics, self.prepared.scored, criterion=criterion, alpha=alpha, **options)
+
+    def compensated(self) -> Scores:
+        """Return the scores of greedy removal, module by module within the memory limit of the compensation."""
+        prepared, section = self.prepared, self.recipe.prune.compensation
+        limit = round((4.0 if section is None else section.memory_gb) * GIB)
+        effects = EffectStream(
+            prepared.model, prepared.calibration, prepared.scored, limit_bytes=limit, progress=self.progress
+        )
+        moments = self.moments
+        if moments is None and prepared.compensation:
+            moments = MomentStream(
+                prepared.model, prepared.scored, prepared.compensation, limit_bytes=limit, progress=self.progress
+            )
+        options = RemovalOptions(per_sample=not TASKS[self.recipe.task].generative)
+        names = {module.name for module in prepared.scored}
+        known = iter(()) if moments is None else moments.of(names)
+        chains = []
+        self.progress.stage("greedy removal")
+        # Both streams yield the modules in the model's order.
+        for (module, layer), pair in zip_longest(effects, known):
+            spread = None if pair is None else pair[1].spread(centred=layer.centred)
+            chains.append(removal_chain(layer, module, effects.samples, spread=spread, options=options))
+        return scores_of_chains(prepared.scored, chains, options)
+
+
+def criterion_of(scores: Scores, recipe: PruningRecipe) -> str:
+    """Return the name of the criterion of scores, as the recipe has it where it names one."""
+    same = scores.criterion == COMPENSATED and recipe.prune.criterion in COMPENSATED_NAMES
+    return recipe.prune.criterion if same else scores.criterion

@@ -1,0 +1,95 @@
+"""Refit cut models from the moments of the dense model, which are collected once where memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from ..calibrate.moments import MomentStream
+from ..progress import Progress
+from ..recipe import CompensationSection, PruningRecipe
+from ..slim.refit import Compensation, LayerFit, refit
+from ..units import Selection
+from .prepare import GIB, Prepared
+from .quality import Refit
+
+# Weights of tokens that `criterion: auto` tries, see `Compensation`.
+TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
+
+
+def compensation_of(section: CompensationSection, *, token_weights: float | None = None) -> Compensation:
+    """Return the `Compensation` that a recipe's section describes.
+
+    Args:
+        section: The section.
+        token_weights: What to take where the section leaves the weights of tokens open.
+    """
+    weights = section.token_weights or token_weights or 1.0
+    return Compensation(
+        method=section.method, ridge=section.ridge, sequential=section.sequential, token_weights=weights
+    )
+
+
+class Refitting:
+    """Refits of models cut from one dense model.
+
+    Args:
+        prepared: The dense model and the rows to refit on.
+        recipe: Says how to compensate.
+        progress: Shows the loop over the rows.
+    """
+
+    def __init__(self, prepared: Prepared, recipe: PruningRecipe, progress: Progress):
+        self._prepared, self._section, self._progress = prepared, recipe.prune.compensation, progress
+        self._tried = self._token_weights(recipe)
+        self._moments: MomentStream | None = None
+
+    @property
+    def moments(self) -> MomentStream | None:
+        """The moments of the dense model; None if the recipe does not compensate."""
+        if self._moments is None and self._section is not None:
+            self._moments = MomentStream(
+                self._prepared.model,
+                self._prepared.sites,
+                self._prepared.compensation,
+                limit_bytes=round(self._section.memory_gb * GIB),
+                weighted=min(self._tried) < 1,
+                progress=self._progress,
+            )
+        return self._moments
+
+    @property
+    def collected(self) -> bool:
+        """Whether moments are at hand, or were collected once and can be collected again."""
+        return self._moments is not None and self._moments.passes > 0
+
+    @property
+    def tried(self) -> tuple[float, ...]:
+        """The weights of tokens to choose from; a single one where there is no choice."""
+        return self._tried
+
+    def _token_weights(self, recipe: PruningRecipe) -> tuple[float, ...]:
+        section = recipe.prune.compensation
+        if section is None or section.method != "least_squares" or section.sequential:
+            return (1.0,)
+        if section.token_weights is not None:
+            return (section.token_weights,)
+        return TOKEN_WEIGHTS if recipe.prune.criterion == "auto" else (1.0,)
+
+    def compensation(self, token_weights: float | None = None) -> Compensation | None:
+        """Return how to compensate; None if the recipe does not."""
+        if self._section is None:
+            return None
+        return compensation_of(self._section, token_weights=token_weights or self._tried[0])
+
+    def by(self, token_weights: float | None = None) -> Refit | None:
+        """Return what refits a cut model with the given weights of tokens; None if the recipe does not compensate."""
+        how, moments, sites = self.compensation(token_weights), self.moments, self._prepared.sites
+        if how is None or moments is None:
+            return None
+
+        def refitted(slim: PreTrainedModel, selection: Selection) -> Sequence[LayerFit]:
+            return refit(slim, selection, sites, moments, how)
+
+        return refitted

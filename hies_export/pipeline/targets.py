@@ -1,0 +1,210 @@
+"""Work out how much a budget removes, in one round or several, and select the units that stay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..cost.flops import flops_table
+from ..cost.latency import TimedOn, latency_table
+from ..cost.parameters import parameters_table
+from ..errors import PlanError
+from ..kinds import MLP
+from ..measure.timing import Timing
+from ..progress import Progress
+from ..recipe import PruningRecipe
+from ..select import iterative
+from ..select.budget import CostTable, check_reachable, counts_within, lowest_ratio, shares_to_try
+from ..select.bundles import bundle_count
+from ..select.constraints import check_budget
+from ..select.joint import select_within
+from ..select.select import select_units
+from ..units import Selection
+from ..values import Scores
+from .budgets import BudgetOutcome, CostOutcome, HeadsOutcome
+from .measure import export
+from .prepare import Prepared, constraints_of
+
+# Under a budget of max_drop over several kinds, FLOPs are removed in so many parts of what can be removed.
+DROP_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Round:
+    """How much one round removes from a model: a share of heads, bundles of each module, or cost.
+
+    Attributes:
+        prepared: The model that the previous rounds left, and the data.
+        heads: Share of heads to remove.
+        counts: Number of bundles of each module to remove.
+        ratio: Greatest cost left, as a share of the dense model's, not counting what earlier rounds saved.
+        table: What removals save; given with `ratio`.
+        before: The units of the dense model that the previous rounds kept; None in the first round.
+    """
+
+    prepared: Prepared
+    heads: float | None = None
+    counts: Sequence[int] | None = None
+    ratio: float | None = None
+    table: CostTable | None = None
+    before: Selection | None = None
+
+    def of_dense(self, selection: Selection) -> Selection:
+        """Return a selection of this round's model as one of the dense model."""
+        return selection if self.before is None else iterative.compose(self.before, selection)
+
+
+# What all rounds up to one remove together: a share of heads, or the greatest cost left.
+Goal = iterative.Round | float
+
+
+class Targets:
+    """How much a recipe's budget removes from a dense model.
+
+    Args:
+        prepared: The dense model and its data.
+        recipe: The budget and constraints.
+        progress: Shows the timing of cuts.
+
+    Raises:
+        PlanError: The constraints do not allow a cut that meets the budget.
+    """
+
+    def __init__(self, prepared: Prepared, recipe: PruningRecipe, progress: Progress):
+        self._prepared, self._recipe, self._progress = prepared, recipe, progress
+        self._constraints = constraints_of(recipe)
+        self._table = self._cost_table()
+
+    @property
+    def ratio(self) -> float | None:
+        """Target of a budget of cost, as a share of the dense model's; None for other budgets."""
+        budget = self._recipe.prune.budget
+        return budget.latency.ratio if budget.latency is not None else budget.flops or budget.parameters
+
+    def goals(self, count: int) -> list[Goal]:
+        """Return the goals of a number of rounds, without those that would remove nothing."""
+        if self.ratio is not None:
+            return [1 - (1 - self.ratio) * number / count for number in range(1, count + 1)]
+        heads, scored = self._recipe.prune.budget.heads, self._prepared.scored
+        assert heads is not None
+        return [*iterative.rounds_of(scored, heads=heads, count=count, constraints=self._constraints)]
+
+    def round(self, goal: Goal, *, before: Selection | None = None, left: Prepared | None = None) -> Round:
+        """Return the round that reaches a goal.
+
+        Args:
+            goal: One of `goals`.
+            before: The units of the dense model that the previous rounds kept.
+            left: The model that they left.
+        """
+        current = left or self._prepared
+        if isinstance(goal, iterative.Round):
+            heads, counts = goal.size(current.scored)
+            return Round(current, heads=heads, counts=counts, before=before)
+        assert self._table is not None
+        if before is None:
+            return Round(current, ratio=goal, table=self._table)
+        lost = self._lost(before)
+        already = 1 - self._table.ratio(lost)
+        return Round(current, ratio=goal + already, table=self._table.after(lost), before=before)
+
+    def of_max_drop(self) -> list[Round]:
+        """Return rounds that remove more and more of the dense model, for a budget of max_drop to choose from.
+
+        Of heads alone, each removes one more; of several kinds of units, a hundredth of the FLOPs that can be removed.
+
+        Raises:
+            PlanError: The constraints allow no removal.
+        """
+        prepared, scored = self._prepared, self._prepared.scored
+        found: list[Round] = []
+        if any(module.kind == MLP for module in scored):
+            table = self._flops_table()
+            least = lowest_ratio(scored, table, self._constraints)
+            if least < 1:
+                ratios = [1 - (1 - least) * step / DROP_STEPS for step in range(1, DROP_STEPS + 1)]
+                found = [Round(prepared, ratio=ratio, table=table) for ratio in ratios]
+        else:
+            for share in shares_to_try(scored, self._constraints):
+                with contextlib.suppress(PlanError):  # more than the constraints allow
+                    check_budget(scored, heads=share, constraints=self._constraints)
+                    found.append(Round(prepared, heads=share))
+        if not found:
+            raise PlanError("max_drop needs units that may go, but the constraints leave none; loosen them")
+        return found
+
+    def select(self, scores: Scores, part: Round) -> Selection:
+        """Return the units of a round's model that scores keep."""
+        sites, scored = part.prepared.sites, part.prepared.scored
+        if part.table is None or part.ratio is None:
+            size: dict[str, Any] = {"heads": part.heads, "counts": part.counts}
+            return select_units(scores, sites, **size, constraints=self._constraints)
+        within: dict[str, Any] = {"ratio": part.ratio, "constraints": self._constraints}
+        if scores.chains or any(module.kind == MLP for module in scored):
+            return select_within(scores, sites, scored, part.table, **within)
+        counts = counts_within(scores, scored, part.table, **within)
+        return select_units(scores, sites, counts=counts, constraints=self._constraints)
+
+    def _cost_table(self) -> CostTable | None:
+        """Return the cost table for a budget of FLOPs, parameters or time; None for other budgets.
+
+        Raises:
+            PlanError: The constraints do not allow a cut that meets the budget.
+        """
+        prepared, recipe, budget = self._prepared, self._recipe, self._recipe.prune.budget
+        unit = recipe.prune.unit
+        if budget.latency is not None:
+            self._progress.stage("time cuts")
+            where = TimedOn(
+                runtime=budget.latency.runtime,
+                batch=prepared.measured[self._budget_shape()],
+                timing=Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds),
+                export=lambda model, folder: export(prepared, model, recipe, folder),
+            )
+            table = latency_table(prepared.model, prepared.scored, where, unit=unit, progress=self._progress)
+        elif budget.flops is not None:
+            table = self._flops_table()
+        elif budget.parameters is not None:
+            table = parameters_table(prepared.model, prepared.scored, unit=unit)
+        else:
+            return None
+        assert self.ratio is not None
+        check_reachable(prepared.scored, table, ratio=self.ratio, constraints=self._constraints)
+        return table
+
+    def _flops_table(self) -> CostTable:
+        prepared, unit = self._prepared, self._recipe.prune.unit
+        return flops_table(prepared.model, prepared.scored, batch=next(iter(prepared.measured.values())), unit=unit)
+
+    def _budget_shape(self) -> tuple[int, int]:
+        """Return the measured (batch, sequence) of a budget of time.
+
+        For images and prompts only the batch is compared, because every batch has the same sequence.
+        """
+        wanted = self._recipe.prune.budget.latency
+        assert wanted is not None
+        of_batch = [shape for shape in self._prepared.measured if shape[0] == wanted.batch]
+        return next((shape for shape in of_batch if shape[1] == wanted.sequence), of_batch[0])
+
+    def _lost(self, selection: Selection) -> dict[str, int]:
+        """Return how many bundles each module loses."""
+        return {
+            module.name: bundle_count(module, self._constraints.unit)
+            * len(selection[module.name].removed)
+            // module.units
+            for module in self._prepared.scored
+        }
+
+    def outcome(self, selection: Selection) -> BudgetOutcome:
+        """Return the budget with what the cost table predicts; `run` adds what is measured."""
+        budget, table = self._recipe.prune.budget, self._table
+        if table is None or self.ratio is None:
+            return HeadsOutcome("heads", budget.heads)
+        predicted = table.ratio(self._lost(selection))
+        if budget.latency is None:
+            return CostOutcome(budget.kind, self.ratio, predicted)
+        batch, sequence = self._budget_shape()
+        runtime = budget.latency.runtime
+        return CostOutcome("latency", self.ratio, predicted, runtime, batch, sequence, table.measured)

@@ -1,0 +1,61 @@
+"""Merge chains of removals into one order, by what each part of a chain costs in quality for what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..values import Chain, Removal
+
+
+class Edge(NamedTuple):
+    """An edge of the lower convex hull of a chain's (saving, effect) points.
+
+    Attributes:
+        slope: Rise of the effect per unit saved.
+        start, end: Positions in the chain; the edge takes the removals from `start` up to, not including, `end`.
+    """
+
+    slope: float
+    start: int
+    end: int
+
+
+def hull(saved: Sequence[float], effects: Sequence[float]) -> list[Edge]:
+    """Return the lower convex hull of a chain's points, from (0, 0) on; slopes ascend.
+
+    A point that saves no more than an earlier one is never the end of an edge. Where an estimated effect falls, it
+    counts as level.
+
+    Args:
+        saved: What the first 1, 2, ... removals of a chain save together.
+        effects: Effect of the same removals.
+    """
+    points = [(0.0, 0.0, 0)]
+    highest = 0.0
+    for end, (total, effect) in enumerate(zip(saved, effects, strict=True), start=1):
+        highest = max(highest, effect)
+        if total <= points[-1][0]:
+            continue
+        points.append((total, highest, end))
+        while len(points) > 2 and _slope(points[-2], points[-1]) <= _slope(points[-3], points[-2]):
+            del points[-2]
+    return [Edge(_slope(one, other), one[2], other[2]) for one, other in pairwise(points)]
+
+
+def _slope(one: tuple[float, float, int], other: tuple[float, float, int]) -> float:
+    return (other[1] - one[1]) / (other[0] - one[0])
+
+
+def merged(chains: Sequence[Chain]) -> Iterator[Removal]:
+    """Yield the removals of all chains in the order of the least effect per unit; of equals the later chain's first."""
+    edges = []
+    for number, chain in enumerate(chains):
+        units, saved = 0, []
+        for removal in chain:
+            units += len(removal.units)
+            saved.append(units)
+        edges += [(edge.slope, -number, edge) for edge in hull(saved, [removal.effect for removal in chain])]
+    for _, number, edge in sorted(edges):
+        yield from chains[-number][edge.start : edge.end]

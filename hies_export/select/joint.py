@@ -1,0 +1,225 @@
+"""Choose the units of several kinds that stay within one budget of cost, by the slopes of their removal curves.
+
+Every chain of removals has a curve: the cost that its first 1, 2, ... removals save, and their effect on quality. One
+point of every curve is chosen, so that the cost fits the budget and the effects add up to the least: a multiple-choice
+knapsack. Up to `MOST_OPTIONS` points it is solved exactly. Beyond, as in large models, the lower convex hull of each
+curve is cut into edges, and the edges of all chains are taken in the order of their slope, effect per cost saved
+(Sinha and Zoltners 1979). Curves are then so fine that the last edge makes no difference.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..score.merge import hull
+from ..units import Selection, Units
+from ..values import Chain, Removal, Scores
+from .budget import GRID, CostTable, check_reachable, uniform_counts
+from .bundles import bundle_count, ranked_bundles
+from .constraints import NONE, Constraints, check_constraints, removable_counts
+from .knapsack import least_loss
+
+# Up to so many points of all curves, the choice is exact, which takes seconds.
+MOST_OPTIONS = 20_000
+
+# What the first 1, 2, ... blocks of a chain save together, and their effect.
+_Curve = tuple[list[float], list[float]]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Bundles that one module loses together, and by how much that raises the effect of the chain."""
+
+    module: str
+    units: tuple[int, ...]
+    bundles: int
+    rise: float
+
+
+def select_within(
+    scores: Scores,
+    modules: Sequence[Units],
+    scored: Sequence[Units],
+    table: CostTable,
+    *,
+    ratio: float,
+    constraints: Constraints = NONE,
+) -> Selection:
+    """Select the units of all kinds that stay when the cost may be at most a share of the dense model's.
+
+    Args:
+        scores: From `score_modules` or `score_compensated`.
+        modules: All modules of the plan; those that are not among `scored` keep all units.
+        scored: The modules that may lose units.
+        table: The cost that they save.
+        ratio: Greatest allowed cost, as a share of the dense model's.
+        constraints: Constraints of the selection. Under `uniform`, every module loses the smallest share of its units
+            that meets the budget.
+
+    Returns:
+        The units that stay, for every module. Equal inputs give equal selections.
+
+    Raises:
+        RecipeError: A constraint is out of range.
+        PlanError: No selection meets the budget; the message says the lowest cost within reach.
+    """
+    check_constraints(scored, constraints)
+    check_reachable(scored, table, ratio=ratio, constraints=constraints)
+    chains = chains_of(scores, scored, unit=constraints.unit)
+    if constraints.allocation == "uniform":
+        gone = _uniform(chains, scored, table, ratio, constraints)
+    else:
+        gone = _global(chains, scored, table, ratio, constraints)
+    return {
+        module.name: module.kept(set(range(module.units)).difference(gone.get(module.name, ()))) for module in modules
+    }
+
+
+def chains_of(scores: Scores, modules: Sequence[Units], *, unit: str = "group") -> tuple[Chain, ...]:
+    """Return the chains of removals that scores stand for.
+
+    Scores with chains of their own return these. Otherwise, modules of a kind that the scores rank form one chain, in
+    the order of the scores of their bundles. Every other module is a chain, in the order of its scores. A removal's
+    effect is the sum of its units' effects.
+
+    Args:
+        scores: The scores.
+        modules: The modules that may lose units.
+        unit: As in `Constraints`.
+    """
+    if scores.chains:
+        return scores.chains
+    chains = []
+    for kind in dict.fromkeys(module.kind for module in modules):
+        of_kind = [module for module in modules if module.kind == kind]
+        for together in [of_kind] if kind in scores.ranked else [[module] for module in of_kind]:
+            order = sorted(
+                (score, -number, place, units)
+                for number, module in enumerate(together)
+                for place, (score, units) in enumerate(ranked_bundles(scores.scores[module.name], module, unit))
+            )
+            effect, chain = 0.0, []
+            effects = {module.name: scores.effects[module.name].tolist() for module in together}
+            for _, number, _, units in order:
+                name = together[-number].name
+                effect += sum(effects[name][u] for u in units)
+                chain.append(Removal(name, units, effect))
+            chains.append(tuple(chain))
+    return tuple(chains)
+
+
+def _global(
+    chains: Sequence[Chain], modules: Sequence[Units], table: CostTable, ratio: float, constraints: Constraints
+) -> dict[str, set[int]]:
+    """Return the units that go, so that the effects of all chains add up to the least."""
+    blocks = [list(_blocks(chain, modules, constraints)) for chain in chains]
+    curves = [_curve(chain, table) for chain in blocks]
+    options = sum(len(chain) + 1 for chain in blocks)
+    solve = _exactly if options <= MOST_OPTIONS else _by_slopes
+    gone: dict[str, set[int]] = {}
+    for chain, count in zip(blocks, solve(curves, 1 - ratio), strict=True):
+        for block in chain[:count]:
+            gone.setdefault(block.module, set()).update(block.units)
+    return gone
+
+
+def _exactly(curves: Sequence[_Curve], wanted: float) -> list[int]:
+    """Return how many blocks each chain loses, by dynamic programming; costs are rounded to 1 / GRID."""
+    most = [max((0.0, *saved)) for saved, _ in curves]
+    costs = [
+        [math.ceil((top - share) * GRID - 1e-6) for share in (0.0, *saved)]
+        for top, (saved, _) in zip(most, curves, strict=True)
+    ]
+    limit = math.floor((sum(most) - wanted) * GRID + 1e-6)
+    best, trace = least_loss(costs, [[0.0, *effects] for _, effects in curves], limit)
+    if not np.isfinite(best).any():  # within rounding of the least cost there is
+        return [saved.index(top) + 1 if top > 0 else 0 for top, (saved, _) in zip(most, curves, strict=True)]
+    return trace(int(best.argmin()))
+
+
+def _by_slopes(curves: Sequence[_Curve], wanted: float) -> list[int]:
+    """Return how many blocks each chain loses, by taking the edges of all hulls in the order of their slopes."""
+    edges = [(edge.slope, -number, edge) for number, curve in enumerate(curves) for edge in hull(*curve)]
+    taken = [0] * len(curves)
+    total = 0.0
+    for _, negative, edge in sorted(edges):
+        if total >= wanted:
+            break
+        saved = curves[-negative][0]
+        before = saved[edge.start - 1] if edge.start else 0.0
+        # All of an edge; of the last one, as little as is enough.
+        enough = (p for p in range(edge.start + 1, edge.end) if total + saved[p - 1] - before >= wanted)
+        taken[-negative] = next(enough, edge.end)
+        total += saved[taken[-negative] - 1] - before
+    return taken
+
+
+def _curve(chain: Sequence[_Block], table: CostTable) -> _Curve:
+    """Return what the first 1, 2, ... blocks of a chain save, as a share of the dense cost, and their effect."""
+    lost: dict[str, int] = {}
+    saved, effects, total, effect = [], [], 0.0, 0.0
+    for block in chain:
+        before = lost.get(block.module, 0)
+        lost[block.module] = before + block.bundles
+        total += table.saved[block.module][before + block.bundles] - table.saved[block.module][before]
+        effect += block.rise
+        saved.append(total)
+        effects.append(effect)
+    return saved, effects
+
+
+def _blocks(chain: Chain, modules: Sequence[Units], constraints: Constraints) -> Iterator[_Block]:
+    """Yield the removals of a chain in blocks that leave every module a number of units that the constraints allow.
+
+    A unit waits until its module has lost enough others with it. Units beyond what a module may lose stay.
+    """
+    by_name = {module.name: module for module in modules}
+    options = dict(zip(by_name, removable_counts(modules, constraints), strict=True))
+    lost = dict.fromkeys(by_name, 0)
+    waiting: dict[str, list[tuple[tuple[int, ...], float]]] = {name: [] for name in by_name}
+    before = 0.0
+    for removal in chain:
+        name, rise, before = removal.module, removal.effect - before, removal.effect
+        bundles = _bundles(removal, by_name[name], constraints)
+        for units in bundles:
+            waiting[name].append((units, rise / len(bundles)))
+            reached = lost[name] + len(waiting[name])
+            place = bisect_right(options[name], reached) - 1
+            if options[name][place] == reached:
+                yield _Block(
+                    name,
+                    tuple(unit for units, _ in waiting[name] for unit in units),
+                    len(waiting[name]),
+                    sum(rise for _, rise in waiting[name]),
+                )
+                lost[name], waiting[name] = reached, []
+
+
+def _bundles(removal: Removal, module: Units, constraints: Constraints) -> list[tuple[int, ...]]:
+    """Return the bundles of a removal, in its order."""
+    size = module.units // bundle_count(module, constraints.unit)
+    return [removal.units[i : i + size] for i in range(0, len(removal.units), size)]
+
+
+def _uniform(
+    chains: Sequence[Chain], modules: Sequence[Units], table: CostTable, ratio: float, constraints: Constraints
+) -> dict[str, set[int]]:
+    """Return the units that go when every module loses the smallest share that meets the budget."""
+    order: dict[str, list[int]] = {module.name: [] for module in modules}
+    for chain in chains:
+        for removal in chain:
+            order[removal.module].extend(removal.units)
+    counts = next(c for c in uniform_counts(modules, constraints) if table.ratio(_by_name(modules, c)) <= ratio)
+    return {
+        module.name: set(order[module.name][: count * (module.units // bundle_count(module, constraints.unit))])
+        for module, count in zip(modules, counts, strict=True)
+    }
+
+
+def _by_name(modules: Sequence[Units], counts: Sequence[int]) -> dict[str, int]:
+    return {module.name: count for module, count in zip(modules, counts, strict=True)}

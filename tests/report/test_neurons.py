@@ -1,0 +1,212 @@
+"""Reports of runs that removed neurons: counts by hand, in every rendering, with and without heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.reports import make_report
+
+from hies_export.report.card import render_card
+from hies_export.report.drawing import Bar, bar_figure
+from hies_export.report.html import render_html
+from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, UnitBars, head_map, neuron_counts, plan_maps
+from hies_export.report.markdown import render_markdown
+from hies_export.report.report import Report, UnitCounts, plan_counts
+from hies_export.report.rows import comparison_table, layer_table, tried_table
+from hies_export.report.terminal import print_report
+from hies_export.report.text import method_text, removed_text, title
+from hies_export.units import Kept
+from hies_export.values import PruningPlan
+
+PLAN = PruningPlan(
+    {
+        "layer.0.attention": Kept((0, 2, 3), 4),
+        "layer.1.attention": Kept((1,), 4),
+        "layer.0": Kept(tuple(range(1000)), 1536, kind="mlp"),
+        "layer.1": Kept(tuple(range(1536)), 1536, kind="mlp"),
+    },
+    criterion="hies",
+    alpha=0.5,
+)
+TRIED = [
+    {"criterion": "hies", "alpha": 0.25, "steps": 1, "token_weights": 1.0, "quality": 0.86123, "stability": 0.951}
+    | {"chosen": False},
+    {"criterion": "<b>|", "alpha": None, "steps": 2, "token_weights": 0.1, "quality": 0.9, "stability": 1.0}
+    | {"chosen": True},
+]
+
+
+def without_heads(report: Report) -> Report:
+    heads = {"total": 0, "removed": 0, "kept_per_layer": []}
+    return dataclasses.replace(report, heads=heads, details={**report.details, "head_map": {}, "heads": {}})
+
+
+def test_a_plan_is_counted_by_kind() -> None:
+    heads, neurons = plan_counts(PLAN)
+    assert heads == {"total": 8, "removed": 4, "kept_per_layer": [3, 1]}
+    assert neurons == {"total": 3072, "removed": 536, "kept_per_layer": [1000, 1536]}
+    assert removed_text(heads, neurons) == "4 of 8 heads and 536 of 3,072 neurons removed"
+    assert removed_text(heads) == "4 of 8 heads removed"
+    assert removed_text(UnitCounts(0, 0, []), neurons) == "536 of 3,072 neurons removed"
+    of_heads = dataclasses.replace(PLAN, kept=PLAN.of_kind("attention"))
+    assert plan_counts(of_heads) == (heads, None)
+    assert [units.unit for units in plan_maps(of_heads)] == ["head"]
+
+
+def test_heads_have_marks_and_neurons_bars() -> None:
+    assert head_map(PLAN) == {"layer.0.attention": "■·■■", "layer.1.attention": "·■··"}
+    assert neuron_counts(PLAN) == {"layer.0": {"kept": 1000, "total": 1536}, "layer.1": {"kept": 1536, "total": 1536}}
+    heads, neurons = plan_maps(PLAN)
+    assert heads.lines[1] == ("layer.1.attention", "· ■ · ·", 1, 4)
+    assert neurons.lines[0] == ("layer.0", KEPT * 15 + CUT * 9, 1000, 1536)  # 24 * 1000 / 1536 = 15.6
+
+
+@pytest.mark.parametrize(("kept", "marks"), [(0, 0), (1, 1), (64, 1), (1535, 23), (1536, 24)])
+def test_a_bar_is_full_or_empty_only_where_the_layer_is(kept: int, marks: int) -> None:
+    (line,) = UnitBars("neuron", {"layer": (kept, 1536)}).lines
+    assert line.marks == KEPT * marks + CUT * (BAR_WIDTH - marks)
+
+
+def test_the_file_has_neurons_only_where_they_could_go(tmp_path: Path) -> None:
+    report = make_report(neurons=64)
+    assert report.summary()["neurons"] == {"total": 192, "removed": 24, "kept_per_layer": [64, 56, 48]}
+    (tmp_path / "report.json").write_text(report.to_json())
+    assert Report.from_file(tmp_path) == report
+    names = list(json.loads(report.to_json()))
+    assert names[names.index("heads") + 1] == "neurons"
+    assert "neurons" not in make_report().summary()
+    assert "neurons" not in json.loads(make_report().to_json())
+
+
+def test_texts_name_both_kinds() -> None:
+    report = make_report(
+        neurons=64,
+        data={"labels": "data", "calibration_samples": 8, "evaluation_samples": 9} | {"evaluation_split": "test"},
+    )
+    assert title(report) == "some/model, 25% of its attention heads and 12% of its feed-forward neurons removed"
+    assert method_text(report).startswith("Heads and neurons were scored on 8 samples with their labels; quality is")
+    assert title(without_heads(report)) == "some/model, 12% of its feed-forward neurons removed"
+    assert method_text(without_heads(report)).startswith("Neurons were scored on 8")
+    rows = [tuple(row) for row in comparison_table(report).rows[:2]]
+    assert rows == [
+        ("attention heads", "12", "9", "-25.0%"),
+        ("feed-forward neurons", "192", "168", "-12.5%"),
+    ]
+    card = render_card(report)
+    assert "3 of the 12 attention heads and 24 of the 192 feed-forward neurons of `some/model` were removed" in card
+    assert "- attention-heads\n- feed-forward-neurons\n" in card
+    assert "  1  ■■■■■■■■■■■■■■■■■■■■■···  56/64\n" in card
+    uneven = render_card(make_report(neurons=64, custom_code=True))
+    assert "Its layers have different numbers of heads or neurons, which a plain config cannot describe" in uneven
+
+
+def test_every_rendering_draws_the_bars() -> None:
+    report = make_report(neurons=1536)
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=140))
+    bar = "■" * 21 + "···"
+    assert f"    1  {bar}  1,344 of 1,536  encoder.layer.1.output\n" in out.getvalue()
+    assert f"  1  {bar}  1,344/1,536\n" in render_markdown(report)
+    page = render_html(report)
+    assert page.count('class="stays"') == page.count('class="gone"') == 3
+    assert "<title>encoder.layer.1.output: 1,344 of 1,536 neurons kept (88%)</title>" in page
+    full, part, _ = (float(width) for width in re.findall(r'class="stays" [^>]*width="([\d.]+)"', page))
+    assert part / full == pytest.approx(0.875, abs=1e-3)
+    assert {float(width) for width in re.findall(r'class="gone" [^>]*width="([\d.]+)"', page)} == {full}
+    assert "<span>feed-forward neurons</span><b>4,032</b><span>of 4,608</span>" in page
+
+
+def test_bars_stand_beside_the_heads_of_their_layer() -> None:
+    def rows(modules: list[str], beside: list[str]) -> list[str | None]:
+        figure = bar_figure(UnitBars("neuron", {name: (i + 1, 8) for i, name in enumerate(modules)}), beside=beside)
+        return [bar and bar.text for bar in figure.rows]
+
+    bert = [f"bert.encoder.layer.{i}" for i in range(12)]
+    assert rows(bert, [f"{name}.attention.self" for name in bert]) == [str(i + 1) for i in range(12)]
+    # T5: a decoder layer has two attentions, and numbers inside of its layers.
+    attention = [f"encoder.block.{i}.layer.0.SelfAttention" for i in (0, 1)]
+    attention += [f"decoder.block.{i}.layer.{j}.Attention" for i in (0, 1) for j in (0, 1)]
+    blocks = [f"encoder.block.{i}.layer.1.DenseReluDense" for i in (0, 1)]
+    blocks += [f"decoder.block.{i}.layer.2.DenseReluDense" for i in (0, 1)]
+    assert rows(blocks, attention) == ["1", "2", "3", None, "4", None]
+    # A layer without attention has no row beside it: then no bar stands beside a head.
+    assert rows([f"layers.{i}.mlp" for i in range(3)], ["layers.0.attention", "layers.2.attention"]) == ["1", "2", "3"]
+    assert rows(bert[:2], []) == ["1", "2"]
+    different = bar_figure(UnitBars("neuron", {"a": (3, 4), "b": (2000, 8000)}))
+    assert different.rows == [
+        Bar(0.75, "3 of 4", "a: 3 of 4 neurons kept (75%)"),
+        Bar(0.25, "2,000 of 8,000", "b: 2,000 of 8,000 neurons kept (25%)"),
+    ]
+    assert different.note == "kept; grey: cut"
+
+
+def test_a_run_that_left_heads_alone_renders() -> None:
+    report = without_heads(make_report(neurons=64))
+    page = render_html(report)
+    assert page.count('class="stays"') == 3
+    assert 'id="heads"' not in page
+    assert "<script" not in page
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=140))
+    for text in (page, render_markdown(report), render_card(report), out.getvalue()):
+        assert "attention heads" not in text
+        assert "feed-forward neurons" in text
+
+
+def test_figures_of_neurons(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
+    from hies_export.report import plots
+
+    axis = plots.neuron_bars(make_report(neurons=64)).axes[0]
+    assert [patch.get_width() for patch in axis.patches] == [64, 64, 64, 64, 56, 48]
+    assert axis.get_title() == "24 of 192 neurons removed"
+    assert plots.neuron_bars(make_report()) is None
+    files = plots.draw_report(without_heads(make_report(neurons=64)), tmp_path)
+    assert [file.name for file in files if file.suffix == ".png"] == ["neurons.png", "latency.png", "alpha.png"]
+
+
+def test_what_was_tried_is_a_table() -> None:
+    report = make_report(tried=TRIED)
+    table = tried_table(report)
+    assert table is not None
+    assert list(table.header) == ["criterion", "alpha", "steps", "token weights", "accuracy", "same prediction", ""]
+    assert [list(row) for row in table.rows] == [
+        ["hies", "0.25", "1", "1", "0.8612", "95.1%", ""],
+        ["<b>|", "", "2", "0.1", "0.9000", "100.0%", "chosen"],
+    ]
+    markdown, page = render_markdown(report), render_html(report)
+    assert "## What was tried, on held-out rows\n\n| criterion | alpha |" in markdown
+    assert "| &lt;b>\\| |  | 2 | 0.1 | 0.9000 | 100.0% | chosen |" in markdown
+    assert "<td>&lt;b&gt;|</td>" in page
+    without_labels = [{**row, "quality": None} for row in TRIED]
+    assert "accuracy" not in tried_table(make_report(tried=without_labels)).header
+    for nothing in (make_report(), make_report(tried=[])):
+        assert tried_table(nothing) is None
+        assert "What was tried" not in render_html(nothing) + render_markdown(nothing)
+
+
+def test_layers_show_their_feed_forward_blocks() -> None:
+    def layer(**parts: float) -> dict[str, Any]:
+        return {"layer": "layer.0", "projections": 3e6, "products": 1e6, "other": 2e6, **parts}
+
+    old = layer_table([layer()])
+    assert list(old.header) == ["MFLOPs", "projections", "attention products", "other", "all"]
+    table = layer_table([layer(feed_forward=12e9)], [layer(feed_forward=6e9)])
+    assert list(table.header) == ["MFLOPs", "projections", "attention products", "feed-forward", "other", "all"]
+    assert table.rows[0] == ["layer.0", "3", "1", "12,000 → 6,000", "2", "12,006 → 6,006"]
+
+
+@pytest.mark.parametrize("kind", ["flops", "parameters"])
+def test_a_budget_of_what_is_counted(kind: str) -> None:
+    report = make_report(neurons=64, budget={"kind": kind, "target": 0.6, "predicted": 0.59, "measured": 0.591})
+    what = {"flops": "FLOPs", "parameters": "parameters"}[kind]
+    sentence = f"Budget: at most 0.6 of the {what} of the dense model. Predicted 0.590, measured 0.591."
+    assert sentence in render_markdown(report)
+    assert sentence in render_card(report)
