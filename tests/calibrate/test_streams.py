@@ -15,7 +15,7 @@ from support.neurons import half, neurons, one_by_one
 from torch import Tensor
 from transformers import OPTConfig, OPTForSequenceClassification, PreTrainedModel
 
-from hies_export.calibrate import moments as moments_file
+from hies_export.calibrate import ridge, sums
 from hies_export.calibrate.effects import EffectStream, collect_effects
 from hies_export.calibrate.moments import Moments, MomentStream, bytes_of, collect_moments
 from hies_export.errors import DataError, NonFiniteError, RequestError
@@ -140,8 +140,8 @@ def test_moments_are_those_of_a_loop_over_weighted_tokens(
     case: str, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wide:
-        monkeypatch.setattr(moments_file, "WIDE", 16)
-        monkeypatch.setattr(moments_file, "BLOCK", 20)
+        monkeypatch.setattr(ridge, "WIDE", 16)
+        monkeypatch.setattr(sums, "BLOCK", 20)
     make, make_batches = CASES[case]
     model = make()
     batches = [{k: v for k, v in batch.items() if k != "labels"} for batch in make_batches()]
@@ -152,9 +152,11 @@ def test_moments_are_those_of_a_loop_over_weighted_tokens(
         seen.append(module)
         tokens = naive(model, module, batches)
         assert found.counted == len(tokens.x)
-        np.testing.assert_allclose(found.covariance(centred=True), np.cov(tokens.x.T, bias=True), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            found.spread(centred=True).moments, np.cov(tokens.x.T, bias=True), rtol=1e-3, atol=1e-4
+        )
         second = tokens.x.T @ tokens.x / len(tokens.x)
-        np.testing.assert_allclose(found.covariance(centred=False), second, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(found.spread(centred=False).moments, second, rtol=1e-3, atol=1e-4)
         columns = torch.randperm(tokens.x.shape[1])[:11]
         for mix in (1.0, 0.3):
             whole, part = found.mixed(mix), found.mixed(mix, columns)

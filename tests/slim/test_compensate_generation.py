@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.effects import collect_effects
+from hies_export.calibrate.predictions import text_labels
 from hies_export.errors import DataError
 from hies_export.legacy import compensate_heads
 from hies_export.model.tokens import real_tokens
@@ -109,6 +110,7 @@ def test_without_labels_the_text_is_its_own(make: Callable[[], PreTrainedModel],
     one, other = (collect_effects(model, [b], sites) for b in (labelled, unlabelled))
     for site in sites:
         assert torch.equal(one.layers[site.name].gradients, other.layers[site.name].gradients)
+    assert torch.equal(text_labels(model, unlabelled)[:, 1:], labelled["labels"][:, 1:])
     embedded = {"inputs_embeds": torch.randn(5, 4, 32)}
     with pytest.raises(DataError, match="must have labels or input_ids, got inputs_embeds"):
         collect_effects(causal_lm(), [embedded], find_attention(causal_lm(), padded([4], "right")))
