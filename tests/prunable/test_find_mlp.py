@@ -21,10 +21,10 @@ from hies_export.errors import PlanError, UnsupportedModelError
 from hies_export.kinds import ATTENTION, KINDS, MLP
 from hies_export.prunable import mlp
 from hies_export.prunable.attention import tower_of
-from hies_export.prunable.blocks import MIXED, NOWHERE, Reach, reach
 from hies_export.prunable.find import find_modules
 from hies_export.prunable.mlp import find_mlp
 from hies_export.prunable.probe import Probe
+from hies_export.prunable.reads import MIXED, NOWHERE, Reach, reach
 from hies_export.slim.check import check_selection, compare_cut, first_output, max_abs
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
