@@ -8,6 +8,7 @@ outputs what they had before.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ SUPPORTED = (
     "models whose feed-forward blocks are linear layers (nn.Linear or Conv1D, with or without gate, separate or fused) "
     "around an elementwise activation, such as BERT, ViT, LLaMA, GPT-2, Phi-3 and LLaVA"
 )
+
+_EXPERTS = re.compile(r"((?!shared)\w+_)?experts?(_\d+)?")
 
 # Attributes whose name says that they count neurons. Others are changed only if a rehearsal fails without it.
 _NAMES = (
@@ -102,8 +105,8 @@ def _refuse_experts(model: PreTrainedModel, label: str) -> None:
         UnsupportedModelError: A module is called so, and has parameters.
     """
     for name, module in model.named_modules():
-        last, kind = name.rpartition(".")[2].lower(), type(module).__name__
-        named = ("expert" in last and "shared" not in last) or "Experts" in kind
+        kind = type(module).__name__
+        named = _EXPERTS.fullmatch(name.rpartition(".")[2]) or "Experts" in kind
         if named and any(True for _ in module.parameters()):
             raise UnsupportedModelError(
                 f"{label} cannot be cut: its neurons belong to a mixture of experts, of which each token sees a few, "
