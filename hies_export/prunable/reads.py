@@ -107,6 +107,8 @@ class Reader:
         looked = {
             leaf: features for leaf, features in leaves.items() if len(leaves) <= _FEW or len(self.readers[leaf]) == 1
         }
+        if len(looked) < len(leaves):
+            parameters = {}  # those of a whole path between layers
         tokens = x.numel() // x.shape[-1]
         if not looked or any(leaf.numel() != tokens * leaf.shape[-1] for leaf in looked.values()):
             return

@@ -140,8 +140,11 @@ def test_features_of_neurons(layout: Layout) -> None:
         assert all(set(part.indices([neuron]).tolist()) == layout.rows(neuron) for neuron in range(first.units))
 
 
-@pytest.mark.parametrize("kinds", [(MLP,), KINDS], ids=["neurons", "both"])
-@pytest.mark.parametrize("uniform", [False, True], ids=["uneven", "uniform"])
+@pytest.mark.parametrize(
+    ("kinds", "uniform"),
+    [((MLP,), False), ((MLP,), True), (KINDS, False)],
+    ids=["neurons", "uniform neurons", "heads and neurons"],
+)
 def test_cut_equals_masked_and_comes_back(layout: Layout, kinds: Iterable[str], uniform: bool, tmp_path: Path) -> None:
     model, batch = layout.make(), layout.batch()
     modules = find_modules(model, batch, kinds=tuple(kinds))
