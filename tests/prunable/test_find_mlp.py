@@ -21,10 +21,10 @@ from hies_export.errors import PlanError, UnsupportedModelError
 from hies_export.kinds import ATTENTION, KINDS, MLP
 from hies_export.prunable import mlp
 from hies_export.prunable.attention import tower_of
-from hies_export.prunable.blocks import MIXED, NOWHERE, Reach, reach
 from hies_export.prunable.find import find_modules
 from hies_export.prunable.mlp import find_mlp
 from hies_export.prunable.probe import Probe
+from hies_export.prunable.reads import MIXED, NOWHERE, Reach, reach
 from hies_export.slim.check import check_selection, compare_cut, first_output, max_abs
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
@@ -140,8 +140,11 @@ def test_features_of_neurons(layout: Layout) -> None:
         assert all(set(part.indices([neuron]).tolist()) == layout.rows(neuron) for neuron in range(first.units))
 
 
-@pytest.mark.parametrize("kinds", [(MLP,), KINDS], ids=["neurons", "both"])
-@pytest.mark.parametrize("uniform", [False, True], ids=["uneven", "uniform"])
+@pytest.mark.parametrize(
+    ("kinds", "uniform"),
+    [((MLP,), False), ((MLP,), True), (KINDS, False)],
+    ids=["neurons", "uniform neurons", "heads and neurons"],
+)
 def test_cut_equals_masked_and_comes_back(layout: Layout, kinds: Iterable[str], uniform: bool, tmp_path: Path) -> None:
     model, batch = layout.make(), layout.batch()
     modules = find_modules(model, batch, kinds=tuple(kinds))
