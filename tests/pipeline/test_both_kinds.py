@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.models import llama, save_project, save_text_model
+from support.models import llama, save_project, save_text_model, write_rows
 from support.runs import without_tracing
 from transformers import AutoModelForSequenceClassification
 
@@ -23,7 +24,6 @@ from hies_export.calibrate.moments import MomentStream, collect_moments
 from hies_export.cost.flops import flops_table
 from hies_export.cost.parameters import parameters_table
 from hies_export.errors import PlanError, RecipeError
-from hies_export.evaluate.judge import stability
 from hies_export.evaluate.metrics import higher_is_better
 from hies_export.evaluate.predict import predict
 from hies_export.measure.counts import count_flops
@@ -49,21 +49,27 @@ from hies_export.units import Kept, Selection
 from hies_export.values import PruningPlan, Scores
 
 BUDGET = 0.55
+TOLERANCE = 0.02
 BOTH = ["attention", "mlp"]
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, data and a recipe of both kinds."""
+    """A regressor, whose predictions all differ, its data, and a recipe of both kinds."""
     torch.manual_seed(0)
-    return save_project(
+    folder = save_project(
         tmp_path_factory.mktemp("both"),
         train=150,
         validation=40,
         calibration={"samples": 20, "batch_size": 10},
+        evaluation={"stability_tolerance": TOLERANCE},
         prune={"modules": BOTH, "criterion": "fisher", "budget": {"flops": BUDGET}},
         measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
     )
+    save_text_model(folder / "model", num_labels=1)
+    for name, count in (("train", 150), ("validation", 40)):
+        write_rows(folder / f"{name}.jsonl", count, lambda i: (i * 37 % 23) / 23)
+    return folder
 
 
 def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
@@ -125,7 +131,7 @@ def test_a_run_cuts_both_kinds_and_counts_them(done: Run) -> None:
     assert report.reload_max_abs < 1e-5
     slim = hies_export.load(done.folder / "slim")
     for number, layer in enumerate(slim.bert.encoder.layer):
-        heads, neurons = (report[n]["kept_per_layer"][number] for n in ("heads", "neurons"))
+        heads, neurons = (counts["kept_per_layer"][number] for counts in (report.heads, report.neurons))
         assert layer.attention.self.query.out_features == layer.attention.output.dense.in_features == 8 * heads
         assert layer.intermediate.dense.out_features == layer.output.dense.in_features == neurons
     (batch,) = done.prepared.measured.values()
@@ -188,17 +194,28 @@ def by_hand(prepared: Prepared) -> list[tuple[Scores, Selection]]:
     return [(one, select_within(one, prepared.sites, prepared.sites, table, ratio=BUDGET)) for one in scores]
 
 
+def agreement(dense: Any, other: Any) -> float:
+    """Return the share of predictions that moved by no more than the tolerance."""
+    moved = np.abs(np.asarray(dense).ravel() - np.asarray(other).ravel())
+    return float((moved <= TOLERANCE).mean())
+
+
+def pearson(prepared: Prepared, logits: Any) -> float:
+    """Return the correlation with the labels of the held-out rows."""
+    labels = torch.cat([batch["labels"] for batch in prepared.held_out])
+    return float(np.corrcoef(np.asarray(logits).ravel(), labels.numpy())[0, 1])
+
+
 def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> None:
     prepared, tried = done.prepared, done.report.details["tried"]
     moments = MomentStream(prepared.model, prepared.sites, prepared.compensation, weighted=True)
     dense = predict(prepared.model, prepared.held_out)
-    labels = torch.cat([batch["labels"] for batch in prepared.held_out])
 
     def judged(selection: Selection, weights: float) -> tuple[float, float]:
         slim = prune_units(prepared.model, selection, prepared.sites)
         refit(slim, selection, prepared.sites, moments, Compensation(token_weights=weights))
         logits = predict(slim, prepared.held_out)
-        return stability(dense, logits), (torch.as_tensor(logits).argmax(-1) == labels).double().mean().item()
+        return agreement(dense, logits), pearson(prepared, logits)
 
     candidates = by_hand(prepared)
     for (scores, selection), row in zip(candidates, tried[:7], strict=True):
@@ -211,7 +228,7 @@ def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> N
     # What is saved is what was chosen.
     slim = predict(hies_export.load(done.folder / "slim"), prepared.held_out)
     (chosen,) = (row for row in tried if row["chosen"])
-    assert stability(dense, slim) == pytest.approx(chosen["stability"])
+    assert agreement(dense, slim) == pytest.approx(chosen["stability"])
 
 
 def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run) -> None:
@@ -324,9 +341,8 @@ def test_neurons_alone(folder: Path) -> None:
 
 def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "DROP_STEPS", 12)
-    recipe = recipe_of(folder, prune__budget={"max_drop": {"metric": "accuracy", "by": 0.03}})
+    recipe = recipe_of(folder, prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}})
     prepared, choice = chosen_by(recipe)
-    labels = torch.cat([batch["labels"] for batch in prepared.held_out])
     (batch,) = prepared.measured.values()
     table = flops_table(prepared.model, prepared.sites, batch=batch)
     scores = score_modules(choice.statistics, prepared.sites, criterion="fisher")
@@ -338,7 +354,7 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
             if selection is None
             else predict_pruned(prepared.model, selection, prepared.sites, prepared.held_out)
         )
-        return (torch.as_tensor(logits).argmax(-1) == labels).double().mean().item()
+        return pearson(prepared, logits)
 
     selections = [
         select_within(scores, prepared.sites, prepared.sites, table, ratio=1 - (1 - least) * step / 12 + 1e-9)
@@ -352,9 +368,7 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
     outcome = choice.budget.details()
     assert outcome["masked"] == pytest.approx(drop(selections[size]))
     removed = choice.plan.removed + choice.plan.removed_neurons
-    assert {"alpha": None, "removed": removed, "accuracy": outcome["masked"]} in [
-        dict(row) for row in outcome["judged"]
-    ]
+    assert {"alpha": None, "removed": removed, "pearson": outcome["masked"]} in [dict(row) for row in outcome["judged"]]
     totals = [sum(len(kept.removed) for kept in one.values()) for one in selections]
     assert totals == sorted(totals)
 
@@ -392,14 +406,12 @@ def test_two_steps_score_the_refitted_model(folder: Path) -> None:
     assert torch.equal(choice.statistics["fisher"][name][list(first[name].units)], again["fisher"][name])
 
 
-@pytest.mark.parametrize("options", [{"prune__criterion": "compensated"}, {"prune__steps": 2}])
-def test_a_memory_limit_changes_nothing(
-    folder: Path, tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_memory_limit_changes_nothing(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written = []
     for number, memory in enumerate((4.0, 1e-6)):
         compensation = {"samples": 60, "memory_gb": memory, "token_weights": 0.3}
-        recipe = recipe_of(folder, prune__compensation=compensation, **options)
+        options = {"prune__criterion": "compensated", "prune__steps": 2, "prune__compensation": compensation}
+        recipe = recipe_of(folder, **options)
         prepared, choice = chosen_by(recipe)
         how = {"compensation": choice.compensation, "refit": choice.refit}
         prune(prepared, choice.plan, recipe, tmp_path / str(number), **how, progress=Silent())
@@ -414,7 +426,7 @@ def test_a_memory_limit_changes_nothing(
 def test_few_calibration_tokens_are_said_and_the_run_goes_on(folder: Path, tmp_path: Path) -> None:
     recipe = recipe_of(folder, prune__compensation={"samples": 5}, output=str(tmp_path / "out"))
     prepared, choice = chosen_by(recipe)
-    with pytest.warns(FewTokensWarning) as warned:
+    with pytest.warns(FewTokensWarning, match="calibration tokens are few") as warned:
         pruned = prune(prepared, choice.plan, recipe, tmp_path / "slim", progress=Silent())
     tokens = sum(int(batch["attention_mask"].sum()) for batch in prepared.compensation)
     name, kept = next((name, kept) for name, kept in choice.plan.of_kind("mlp").items() if kept.removed)
@@ -426,7 +438,7 @@ def test_few_calibration_tokens_are_said_and_the_run_goes_on(folder: Path, tmp_p
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "hies of neurons": (
         {"prune__modules": ["mlp"], "prune__criterion": "hies"},
-        r"criterion hies scores heads, but prune.modules is \[mlp\]; choose one of his, fisher, l2, .*compensated, auto",
+        r"criterion hies scores heads, but prune.modules is \[mlp\]; choose one of his, fisher, .*compensated, auto",
     ),
     "a multiple of neurons": (
         {"prune__multiple_of": {"neurons": 7}},
@@ -468,7 +480,7 @@ def test_a_budget_below_what_is_left_says_the_least_before_scoring(
 @pytest.mark.parametrize("criterion", ["auto", "compensated", "hies-compensated"])
 def test_query_heads_alone_are_not_for_greedy_removal(folder: Path, tmp_path: Path, criterion: str) -> None:
     save_text_model(tmp_path / "grouped")
-    llama(num_labels=2, vocab_size=15).save_pretrained(tmp_path / "grouped")
+    llama(num_labels=1, vocab_size=15).save_pretrained(tmp_path / "grouped")
     options = {"model": str(tmp_path / "grouped"), "prune__unit": "query", "data__text": "sentence"}
     with pytest.raises(
         RecipeError, match=f"criterion {criterion} removes whole key/value groups, got unit: query; set"
