@@ -494,3 +494,48 @@ def test_scores_of_both_kinds_are_written(done: Run) -> None:
     assert set(written["scores"]) == set(written["his"]) == names
     assert [len(written["scores"][module.name]) for module in done.prepared.sites] == [6] * 3 + [64] * 3
     assert all(0 <= value <= 1 for value in itertools.chain(*written["scores"].values()))
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation: str) -> None:
+    prepared = prepare(recipe_of(folder))
+    effects = {m.name: torch.rand(m.units, dtype=torch.float64) for m in prepared.sites}
+    scores = Scores("fisher", {}, effects, effects)
+    for min_heads, neurons in itertools.product((1, 3, 5), (1, 4)):
+        recipe = recipe_of(
+            folder,
+            prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}},
+            prune__allocation=allocation,
+            prune__min_heads=min_heads,
+            prune__multiple_of={"neurons": neurons},
+        )
+        found = targets.Targets(prepared, recipe, Silent())
+        selection = found.select(scores, found.of_max_drop()[-1])
+        if allocation == "global":
+            assert [len(kept.units) for kept in selection.values()] == [min_heads] * 3 + [neurons] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "criteria"),
+    [
+        ({"prune__modules": ["mlp"], "prune__budget": {"flops": 0.7}}, ["his", "fisher", "compensated"]),
+        (
+            {"prune__modules": ["attention"], "prune__budget": {"heads": 0.5}},
+            ["hies"] * 4 + ["his", "fisher", "compensated"],
+        ),
+    ],
+)
+def test_auto_of_one_kind_without_compensation_judges_masked_models(
+    folder: Path, options: dict[str, Any], criteria: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared, choice = chosen_by(recipe_of(folder, prune__criterion="auto", **options))
+    assert "auto ranks units by the errors that least squares leaves, but prune.compensation is not set" in caplog.text
+    assert [tried.criterion for tried in choice.tried] == criteria
+    assert {(tried.steps, tried.token_weights) for tried in choice.tried} == {(1, 1.0)}
+    (chosen,) = (tried for tried in choice.tried if tried.chosen)
+    assert chosen.stability == max(tried.stability for tried in choice.tried)
+    dense = predict(prepared.model, prepared.held_out)
+    masked = predict_pruned(prepared.model, choice.plan.kept, prepared.sites, prepared.held_out)
+    assert agreement(dense, masked) == pytest.approx(chosen.stability)
+    assert (choice.plan.criterion, choice.plan.alpha) == (chosen.criterion, chosen.alpha)
+    assert choice.compensation is None
