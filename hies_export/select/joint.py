@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,10 +117,12 @@ def _global(
     chains: Sequence[Chain], modules: Sequence[Units], table: CostTable, ratio: float, constraints: Constraints
 ) -> dict[str, set[int]]:
     """Return the units that go, so that the effects of all chains add up to the least."""
-    blocks = [list(_blocks(chain, modules, constraints)) for chain in chains]
+    by_name = {module.name: module for module in modules}
+    options = dict(zip(by_name, removable_counts(modules, constraints), strict=True))
+    blocks = [list(_blocks(chain, by_name, options, constraints.unit)) for chain in chains]
     curves = [_curve(chain, table) for chain in blocks]
-    options = sum(len(chain) + 1 for chain in blocks)
-    solve = _exactly if options <= MOST_OPTIONS else _by_slopes
+    points = sum(len(chain) + 1 for chain in blocks)
+    solve = _exactly if points <= MOST_OPTIONS else _by_slopes
     gone: dict[str, set[int]] = {}
     for chain, count in zip(blocks, solve(curves, 1 - ratio), strict=True):
         for block in chain[:count]:
@@ -173,19 +175,25 @@ def _curve(chain: Sequence[_Block], table: CostTable) -> _Curve:
     return saved, effects
 
 
-def _blocks(chain: Chain, modules: Sequence[Units], constraints: Constraints) -> Iterator[_Block]:
+def _blocks(
+    chain: Chain, modules: Mapping[str, Units], options: Mapping[str, Sequence[int]], unit: str
+) -> Iterator[_Block]:
     """Yield the removals of a chain in blocks that leave every module a number of units that the constraints allow.
 
     A unit waits until its module has lost enough others with it. Units beyond what a module may lose stay.
+
+    Args:
+        chain: The removals.
+        modules: Name -> module.
+        options: Name -> the numbers of bundles that the module may lose, ascending from 0.
+        unit: As in `Constraints`.
     """
-    by_name = {module.name: module for module in modules}
-    options = dict(zip(by_name, removable_counts(modules, constraints), strict=True))
-    lost = dict.fromkeys(by_name, 0)
-    waiting: dict[str, list[tuple[tuple[int, ...], float]]] = {name: [] for name in by_name}
+    lost = dict.fromkeys(modules, 0)
+    waiting: dict[str, list[tuple[tuple[int, ...], float]]] = {name: [] for name in modules}
     before = 0.0
     for removal in chain:
         name, rise, before = removal.module, removal.effect - before, removal.effect
-        bundles = _bundles(removal, by_name[name], constraints)
+        bundles = _bundles(removal, modules[name], unit)
         for units in bundles:
             waiting[name].append((units, rise / len(bundles)))
             reached = lost[name] + len(waiting[name])
@@ -200,9 +208,9 @@ def _blocks(chain: Chain, modules: Sequence[Units], constraints: Constraints) ->
                 lost[name], waiting[name] = reached, []
 
 
-def _bundles(removal: Removal, module: Units, constraints: Constraints) -> list[tuple[int, ...]]:
+def _bundles(removal: Removal, module: Units, unit: str) -> list[tuple[int, ...]]:
     """Return the bundles of a removal, in its order."""
-    size = module.units // bundle_count(module, constraints.unit)
+    size = module.units // bundle_count(module, unit)
     return [removal.units[i : i + size] for i in range(0, len(removal.units), size)]
 
 

@@ -148,10 +148,10 @@ def test_the_loss_is_that_of_a_knapsack_over_counts(
 def test_both_solvers_agree_where_curves_are_fine() -> None:
     modules = tuple(m for i in range(3) for m in (heads(f"a{i}", 12), block(f"m{i}", 600)))
     effects, table = effects_of(modules, 1), table_of(modules, {"attention": 30.0, "mlp": 1.0})
-    curves = [
-        joint._curve(list(joint._blocks(c, modules, Constraints())), table)
-        for c in chains_of(scores_of(effects), modules)
-    ]
+    by_name = {module.name: module for module in modules}
+    options = dict(zip(by_name, removable_counts(modules, Constraints()), strict=True))
+    chains = chains_of(scores_of(effects), modules)
+    curves = [joint._curve(list(joint._blocks(chain, by_name, options, "group")), table) for chain in chains]
     for wanted in (0.1002, 0.4002, 0.7002):
         exact, slopes = (solve(curves, wanted) for solve in (joint._exactly, joint._by_slopes))
         losses = [sum(([0.0, *effect])[k] for k, (_, effect) in zip(n, curves, strict=True)) for n in (exact, slopes)]
@@ -394,22 +394,20 @@ def test_equal_inputs_give_equal_selections_and_ties_go_to_the_later_unit(
         assert kept.units == tuple(range(len(kept.units)))
 
 
+@pytest.mark.slow
 def test_many_neurons_are_no_trouble() -> None:
     modules = tuple(m for i in range(32) for m in (heads(f"a{i}", 32), block(f"m{i}", 11_008)))
-    effects = effects_of(modules, 0)
-    price = {"attention": 4 * 128.0, "mlp": 3.0}
-    found = select_within(
-        scores_of(effects, ranked=("attention",)),
-        modules,
-        modules,
-        table_of(modules, price),
-        ratio=0.5,
-        constraints=Constraints(neurons_multiple_of=64),
-    )
+    effects, price = effects_of(modules, 0), {"attention": 4 * 128.0, "mlp": 3.0}
+    scores = scores_of(effects, ranked=("attention",))
+    found = select_within(scores, modules, modules, table_of(modules, price), ratio=0.5)
     total = sum(price[m.kind] * m.units for m in modules)
     kept = sum(price[m.kind] * len(found[m.name].units) for m in modules) / total
-    assert 0.499 < kept <= 0.5
-    assert {len(found[f"m{i}"].units) % 64 for i in range(32)} == {0}
+    assert 0.4999 < kept <= 0.5
+    # Neurons all cost as much, so those of the least effect in the whole model go.
+    out = torch.cat([effects[m.name][list(found[m.name].removed)] for m in modules if m.kind == "mlp"])
+    stay = torch.cat([effects[m.name][list(found[m.name].units)] for m in modules if m.kind == "mlp"])
+    assert out.max() <= stay.sort().values[32]  # up to the last edge
+    assert len(out) > 100_000
 
 
 def test_what_is_out_of_range_is_refused() -> None:
