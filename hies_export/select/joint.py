@@ -19,11 +19,13 @@ import numpy as np
 from ..score.merge import hull
 from ..units import Selection, Units
 from ..values import Chain, Removal, Scores
-from .budget import GRID, CostTable, check_reachable, uniform_counts
+from .budget import CostTable, check_reachable, uniform_counts
 from .bundles import bundle_count, ranked_bundles
 from .constraints import NONE, Constraints, check_constraints, removable_counts
 from .knapsack import least_loss
 
+# Costs count in steps of 1 / GRID of the dense model's, rounded so that no budget is exceeded.
+GRID = 20_000
 # Up to so many points of all curves, the choice is exact, which takes seconds.
 MOST_OPTIONS = 20_000
 
