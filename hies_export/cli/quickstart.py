@@ -39,7 +39,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         f"  {where}/run/onnx    the same for ONNX Runtime\n"
         f"  {where}/run/report.html\n"
         "Try next:\n"
-        f"  hies-export run {where}/recipe.yaml --set prune.budget.heads=0.25 -o {where}/quarter\n"
+        f"  hies-export run {where}/recipe.yaml --set prune.budget.flops=0.7 -o {where}/larger\n"
         f"  hies-export inspect {where}/run/slim\n"
         f"  hies-export bench {where}/model {where}/run/slim --runtime onnxruntime-cpu --shape 64\n"
         "and then a recipe for your own model: see recipes/bert-sst2.yaml",

@@ -76,7 +76,10 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quickstart", "-o", str(tmp_path / "quick"), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["quality"]["dense"] > 0.95
-    assert summary["heads"]["removed"] == 16
+    assert summary["quality"]["slim"] > 0.95
+    assert summary["flops"]["slim"] <= 0.5 * summary["flops"]["dense"]
+    assert summary["heads"]["removed"] > 0
+    assert summary["neurons"]["removed"] > 0
     assert {p.name for p in (tmp_path / "quick").iterdir()} == {"digits", "model", "recipe.yaml", "run"}
     # What it says to try next works.
     recipe = str(tmp_path / "quick" / "recipe.yaml")
