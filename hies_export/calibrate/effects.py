@@ -68,7 +68,7 @@ class EffectStream(Stream[LayerEffects]):
     Examples:
         >>> stream = EffectStream(model, batches, modules, limit_bytes=1 << 30)
         >>> for module, effects in stream:
-        ...     order = removal_order(effects, module.groups, stream.samples, ridge=0.1, squared=True)
+        ...     chain = removal_chain(effects, module, stream.samples)
     """
 
     def __init__(
