@@ -21,9 +21,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument("--criteria", metavar="A,B,...", help="default: hies,his,ad,l2,random")
     parser.add_argument("--alphas", metavar="A,B,...", help="numbers, auto (per sparsity), auto-area; default: auto")
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--sparsities", metavar="S,T,...", help="shares of heads to remove (default: 0.1,0.3,0.5,0.7)")
-    budget.add_argument("--flops", metavar="F,G,...", help="shares of the dense model's FLOPs to leave, e.g. 0.8,0.6")
+    parser.add_argument("--sparsities", metavar="S,T,...", help="shares of heads to remove (default: 0.1,0.3,0.5,0.7)")
+    parser.add_argument(
+        "--flops", metavar="F,G,...", help="instead: shares of the dense model's FLOPs to leave, e.g. 0.8,0.6"
+    )
     parser.add_argument("--modules", metavar="A,B,...", help="attention, mlp, both (default: the recipe's)")
     parser.add_argument("--seeds", metavar="M,N,...", help="of the calibration rows (default: 0,1,2)")
     parser.add_argument("--calibration-sizes", metavar="M,N,...", help="rows (default: the recipe's)")

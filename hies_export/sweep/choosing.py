@@ -20,9 +20,10 @@ from ..pipeline.targets import Round, Targets
 from ..progress import Clock, Progress
 from ..score.criteria import COMPENSATED_NAMES, score_modules
 from ..select.budget import check_reachable, lowest_ratio
+from ..select.bundles import bundle_count
 from ..select.constraints import check_budget
 from ..select.select import select_units
-from ..units import Selection
+from ..units import PrunableModule, Selection
 from ..values import Scores
 from .grid import MODULES, Cell, SweepGrid
 from .journal import Journal
@@ -41,6 +42,15 @@ def weighted_area(removed: Sequence[float], values: Sequence[float]) -> float:
     pairs = list(itertools.pairwise(points))
     area = sum((t - s) * (s * v + t * w) / 2 for (s, v), (t, w) in pairs)
     return area / sum((t - s) * (s + t) / 2 for (s, _), (t, _) in pairs)
+
+
+def bundles_lost(selection: Selection, modules: Sequence[PrunableModule], *, unit: str) -> dict[str, int]:
+    """Return how many bundles each module loses that loses any; `unit` as in `Constraints`."""
+    lost = {
+        module.name: bundle_count(module, unit) * len(selection[module.name].removed) // module.units
+        for module in modules
+    }
+    return {name: count for name, count in lost.items() if count}
 
 
 class Chooser:
@@ -137,6 +147,15 @@ class Chooser:
             return select_units(scores, self._base.sites, heads=cell.sparsity, constraints=self._constraints)
         assert self._targets is not None
         return self._targets.select(scores, self._round(cell.kinds, cell.flops))
+
+    def flops_ratio(self, selection: Selection) -> float:
+        """Return the FLOPs of the slim model as a share of the dense model's; a budget's table has them already."""
+        table = None if self._targets is None else self._targets.round(min(self._grid.flops)).table
+        if table is None:
+            return self._shared.flops_ratio(selection)
+        scored = {module.name for module in self._base.scored}
+        lost = bundles_lost(selection, self._base.sites, unit=self._constraints.unit)
+        return table.ratio({name: count for name, count in lost.items() if name in scored})
 
     def _scores(self, cell: Cell, alpha: float | None) -> Scores:
         modules = self._shared.scored(cell.kinds)

@@ -16,15 +16,13 @@ from ..cost.cut import cut_bundles
 from ..errors import RequestError
 from ..measure.compare import compare_loads
 from ..measure.timing import Timing
-from ..model.tokens import synthetic_batch
+from ..model.tokens import longest_sequence, synthetic_batch
 from ..pipeline.bench import model_shapes
 from ..pipeline.measure import export
 from ..progress import Progress
 from ..recipe import PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_runtime
-from ..select.bundles import bundle_count
 from ..tasks import TASKS
-from ..units import PrunableModule, Selection
 from .journal import Journal
 from .shared import Shared
 
@@ -35,7 +33,7 @@ class LatencyRequest:
 
     Attributes:
         runtime: A name in `hies_export.runtimes.base.RUNTIMES`.
-        shape: Batch and sequence; of the batch alone for images.
+        shape: Batch and sequence, at most the model's longest; of images, the batch alone.
         repeats: Number of timed runs of each model. The models are ranked by quality as well, so a few are enough.
     """
 
@@ -59,15 +57,6 @@ class LatencyRequest:
             )
 
 
-def bundles_lost(selection: Selection, modules: Sequence[PrunableModule], *, unit: str) -> dict[str, int]:
-    """Return how many bundles each module loses that loses any; `unit` as in `Constraints`."""
-    lost = {
-        module.name: bundle_count(module, unit) * len(selection[module.name].removed) // module.units
-        for module in modules
-    }
-    return {name: count for name, count in lost.items() if count}
-
-
 class Stopwatch:
     """Timings of slim models, kept in the journal.
 
@@ -84,7 +73,8 @@ class Stopwatch:
         if TASKS[shared.recipe.task].in_parts:
             self._shape, self._batch = next(iter(shared.base.measured.items()))
         else:
-            (self._shape,) = model_shapes(model, [request.shape])
+            longest = longest_sequence(model.config) or request.shape[1]
+            (self._shape,) = model_shapes(model, [(request.shape[0], min(request.shape[1], longest))])
             self._batch = synthetic_batch(model, batch=self._shape[0], sequence=self._shape[1])
 
     def key(self, lost: Mapping[str, int]) -> str:

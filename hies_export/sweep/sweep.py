@@ -31,10 +31,10 @@ from ..score.criteria import COMPENSATED_NAMES
 from ..slim.refit import LayerFit, refit
 from ..units import Selection
 from ..values import library_versions
-from .choosing import Chooser
+from .choosing import Chooser, bundles_lost
 from .grid import Cell, SweepGrid, compensation_of
 from .journal import Journal
-from .latency import LatencyRequest, Stopwatch, bundles_lost
+from .latency import LatencyRequest, Stopwatch
 from .shared import Clock, Shared
 from .tables import write_results
 
@@ -258,7 +258,7 @@ class _Runner:
         for kept in selection.values():
             removed[kept.kind] += len(kept.removed)
         return self._result(predictions) | {
-            "flops_ratio": self._shared.flops_ratio(selection),
+            "flops_ratio": self._chooser.flops_ratio(selection),
             "heads_removed": removed[ATTENTION],
             "neurons_removed": removed[MLP],
         }
