@@ -25,6 +25,8 @@ from .tables import (
 
 Row = Mapping[str, Any]
 
+DASHES = {"attention": ":", "mlp": "--", "attention+mlp": "-"}
+
 
 def draw_figures(folder: Path) -> list[Path]:
     """Draw the figures of a sweep into `figures/` in its folder.
@@ -71,11 +73,11 @@ def curves(rows: Sequence[Row], quantity: str) -> Any:
     panels = list(dict.fromkeys(r["compensation"] for r in shown))
     figure = new_figure(1.2 + 4.2 * len(panels), 4.4)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    names = list(dict.fromkeys(_name(r, rows) for r in shown))
+    styles = _styles(shown)
     for axis, compensation in zip(axes, panels, strict=True):
-        for index, name in enumerate(names):
-            chosen = [r for r in shown if r["compensation"] == compensation and _name(r, rows) == name]
-            _line(axis, chosen, quantity, index, name)
+        for name, style in styles.items():
+            chosen = [r for r in shown if r["compensation"] == compensation and _name(r, shown) == name]
+            _line(axis, chosen, quantity, name, style)
         if quantity == "quality":
             axis.axhline(rows[0]["quality_dense"] * _scale(rows), color="#555555", linestyle=":", label="dense model")
         axis.set_title(COMPENSATIONS[compensation])
@@ -100,14 +102,13 @@ def latency_curves(rows: Sequence[Row], quantity: str) -> Any:
     panels = list(dict.fromkeys(r["compensation"] for r in shown))
     figure = new_figure(1.2 + 4.2 * len(panels), 4.6)
     axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
-    names = list(dict.fromkeys(_name(r, rows) for r in shown))
-    scale = 100.0 if quantity == "stability" else _scale(rows)
+    styles = _styles(shown)
     for axis, compensation in zip(axes, panels, strict=True):
-        for index, name in enumerate(names):
-            chosen = [r for r in shown if r["compensation"] == compensation and _name(r, rows) == name]
-            _timed_line(axis, chosen, quantity, scale, {"label": name, **_style(index)})
+        for name, style in styles.items():
+            chosen = [r for r in shown if r["compensation"] == compensation and _name(r, shown) == name]
+            _timed_line(axis, chosen, quantity, {"label": name, **style})
         if quantity == "quality":
-            axis.axhline(rows[0]["quality_dense"] * scale, color="#555555", linestyle=":", label="dense model")
+            axis.axhline(rows[0]["quality_dense"] * _scale(rows), color="#555555", linestyle=":", label="dense model")
         axis.set_title(COMPENSATIONS[compensation])
         axis.set_xlabel("measured time, % of dense")
     axes[0].invert_xaxis()  # shared: deeper cuts are on the right
@@ -116,10 +117,11 @@ def latency_curves(rows: Sequence[Row], quantity: str) -> Any:
     return figure
 
 
-def _timed_line(axis: Any, rows: Sequence[Row], quantity: str, scale: float, style: Mapping[str, Any]) -> None:
+def _timed_line(axis: Any, rows: Sequence[Row], quantity: str, style: Mapping[str, Any]) -> None:
     """Draw one method against its measured times; see `latency_curves`."""
     if not rows:
         return
+    scale = 100.0 if quantity == "stability" else _scale(rows)
     x, y, across, along = [], [], [], []
     for budget in budgets_of(rows):
         alike = [r for r in rows if budget_of(r) == budget]
@@ -127,12 +129,14 @@ def _timed_line(axis: Any, rows: Sequence[Row], quantity: str, scale: float, sty
             100 * statistics.fmean(r[name] for r in alike) for name in ("latency_ratio", "latency_low", "latency_high")
         )
         values = [r[quantity] * scale for r in alike]
+        value, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
         x.append(time)
-        y.append(statistics.fmean(values))
+        y.append(value)
         across.append((time - low, high - time))
-        along.append(statistics.stdev(values) if len(values) > 1 else 0.0)
-    bars: Any = {"xerr": list(zip(*across, strict=True)), "yerr": along, "elinewidth": 0.8, "capsize": 2}
-    axis.errorbar(x, y, **bars, **style)
+        shares = quantity == "stability"
+        along.append((min(spread, value), min(spread, 100 - value)) if shares else (spread, spread))
+    bars: Any = {"xerr": list(zip(*across, strict=True)), "yerr": list(zip(*along, strict=True))}
+    axis.errorbar(x, y, **bars, elinewidth=0.8, capsize=2, **style)
 
 
 def head_maps(details: Mapping[str, Any]) -> Any:
@@ -218,7 +222,7 @@ def alpha_sensitivity(rows: Sequence[Row]) -> Any:
     places = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
     for index, (place, alpha) in enumerate(places.items()):
         area = areas[alpha] * _scale(rows)
-        _line(axis, by_alpha[alpha], "quality", index, f"{place}: α {alpha:g} (area {area:.1f})")
+        _line(axis, by_alpha[alpha], "quality", f"{place}: α {alpha:g} (area {area:.1f})", _style(index))
     axis.axhline(rows[0]["quality_dense"] * _scale(rows), color="#555555", linestyle=":", label="dense model")
     axis.set_title(f"HIES, {len(alphas)} values of α")
     axis.set_ylabel(_axis_name(rows, "quality"))
@@ -238,9 +242,9 @@ def calibration_sizes(rows: Sequence[Row]) -> Any:
     at = _not_too_many(at)
     figure = new_figure(6.0, 4.8)
     axis = figure.subplots()
-    for index, name in enumerate(dict.fromkeys(_name(r, rows) for r in at)):
-        chosen = [r for r in at if _name(r, rows) == name]
-        _line(axis, chosen, "stability", index, name, at=lambda r: r["calibration_samples"])
+    for name, style in _styles(at).items():
+        chosen = [r for r in at if _name(r, at) == name]
+        _line(axis, chosen, "stability", name, style, at=lambda r: r["calibration_samples"])
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.set_xlabel("calibration samples")
@@ -275,8 +279,8 @@ def _line(
     axis: Any,
     rows: Sequence[Row],
     quantity: str,
-    index: int,
     name: str,
+    style: Mapping[str, Any],
     *,
     at: Callable[[Row], float] = lambda row: 100 * budget_of(row),
 ) -> None:
@@ -286,8 +290,8 @@ def _line(
         axis: The axes of matplotlib.
         rows: Rows of the method.
         quantity: "quality" or "stability".
-        index: Number of the line, which decides colour and marker.
         name: Its label in the legend.
+        style: Its colour and marker.
         at: Horizontal position of a row; by default its budget in percent.
     """
     if not rows:
@@ -299,12 +303,26 @@ def _line(
     x = sorted(by_place)
     means = [statistics.fmean(by_place[place]) for place in x]
     spread = [statistics.stdev(v) if len(v := by_place[place]) > 1 else 0.0 for place in x]
-    style = _style(index)
     axis.plot(x, means, label=name, **style)
     lower, upper = ([m + sign * d for m, d in zip(means, spread, strict=True)] for sign in (-1, 1))
     if quantity == "stability":
         lower, upper = [max(v, 0.0) for v in lower], [min(v, 100.0) for v in upper]
     axis.fill_between(x, lower, upper, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Return the style of every line by its name, in the order of the rows.
+
+    Several methods that remove several kinds of units have a colour per method and a dash per kind.
+    """
+    lines = {_name(r, rows): (_name(r, [r]), r.get("modules")) for r in rows}
+    methods, modules = (list(dict.fromkeys(part)) for part in zip(*lines.values(), strict=True))
+    if len(methods) == 1 or len(modules) == 1:
+        return {name: _style(index) for index, name in enumerate(lines)}
+    return {
+        name: _style(methods.index(method)) | {"linestyle": DASHES[kinds], "marker": MARKERS[modules.index(kinds)]}
+        for name, (method, kinds) in lines.items()
+    }
 
 
 def _style(index: int) -> dict[str, Any]:
