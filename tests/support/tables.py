@@ -68,7 +68,7 @@ def criteria_table() -> str:
         if entry.function.__module__.startswith("hies_export."):  # not those that a test or an example registered
             rows.append(_criterion_row(name, ", ".join(f"`{need}`" for need in entry.needs), entry.function))
     rows.append(_criterion_row(COMPENSATED, "a pass of its own", score_compensated))
-    for what, names in (("cut as its criteria do", (KWON, FLAP)), ("are judged and not cut", JUDGED_ONLY)):
+    for what, names in (("are cut like its criteria", (KWON, FLAP)), ("are judged and not cut", JUDGED_ONLY)):
         rows += ["", f"Baselines of a sweep that {what}:", "", "| baseline | how it is done here |", "| --- | --- |"]
         rows += [f"| `{name}` | {_escaped(DIFFERENCES[name])} |" for name in names]
     rows.append("")
