@@ -4,7 +4,7 @@
     ├── RequestError                exit code 2: the request is wrong, and nothing was done
     │   ├── RecipeError             the recipe has unknown, missing or impossible fields
     │   ├── DataError               the data has no such file, split, column or label
-    │   ├── UnsupportedModelError   the model computes its attention in a way that cannot be cut
+    │   ├── UnsupportedModelError   the model computes its attention or feed-forward blocks in a way that cannot be cut
     │   ├── PlanError               the plan does not fit the model, or no plan meets the budget
     │   ├── OutputExistsError       the output's place is taken
     │   └── MissingRuntimeError     the installation lacks a package
@@ -65,7 +65,7 @@ class DataError(RequestError):
 
 
 class UnsupportedModelError(RequestError):
-    """The model computes its attention in a way that cannot be cut; the message says in which."""
+    """The model computes its attention or its feed-forward blocks in a way that cannot be cut; the message says how."""
 
 
 class PlanError(RequestError):

@@ -1,5 +1,8 @@
 """Name the kinds of units that can be removed, and what one unit of each is called."""
 
-ATTENTION, MLP = "attention", "mlp"
+from typing import Final
+
+ATTENTION: Final = "attention"
+MLP: Final = "mlp"
 KINDS = (ATTENTION, MLP)
 UNIT_NAMES = {ATTENTION: "head", MLP: "neuron"}

@@ -51,6 +51,8 @@ def test_there_are_recipes() -> None:
 def test_defaults() -> None:
     recipe = PruningRecipe(**GOOD)
     assert recipe.prune.criterion == "hies"
+    assert recipe.prune.modules == ("attention",)
+    assert (recipe.prune.multiple_of.heads, recipe.prune.multiple_of.neurons) == (1, 1)
     assert recipe.data.text == ("sentence",)
     assert (recipe.calibration.samples, recipe.calibration.split) == (32, "train")
     assert recipe.measure.runtimes == ("torch", "onnxruntime-cpu")
@@ -65,7 +67,11 @@ def test_defaults() -> None:
         ("prune.budget.heads", 1.2, r"prune.budget.heads: sparsity must be in \(0, 1\), got 1.2"),
         ("prune.budget.heads", 0, r"sparsity must be in \(0, 1\), got 0"),
         ("prune.budget.heads", "half", "prune.budget.heads must be .* number.*, got 'half'"),
-        ("prune.budget", {}, "prune.budget: exactly one of heads, flops, latency, max_drop must be given, got none"),
+        (
+            "prune.budget",
+            {},
+            "prune.budget: exactly one of heads, flops, parameters, latency, max_drop must be given, got n",
+        ),
         ("prune.alpha", 1.0, r"prune.alpha: alpha must be in \[0, 1\), got 1;"),
         ("prune.alpha", -0.1, r"alpha must be in \[0, 1\), got -0.1"),
         ("prune.alpha", float("nan"), r"alpha must be in \[0, 1\), got nan"),
@@ -74,7 +80,37 @@ def test_defaults() -> None:
         ("prune.compensation", {"sample": 5}, "prune.compensation.sample is not a field .* did you mean 'samples'"),
         ("prune.compensation", {"ridge": 0}, "prune.compensation.ridge must be greater than 0, got 0"),
         ("prune.criterion", "hiess", "criterion must be one of hies, .*, got 'hiess'; did you mean 'hies'"),
-        ("prune.criterion", "compensated", "criterion must be one of hies, .*, hies-compensated, got 'compensated'"),
+        (
+            "prune.criterion",
+            "compensate",
+            "one of hies, .*, compensated, hies-compensated, auto, got 'compensate'; did",
+        ),
+        (
+            "prune.budget.parameters",
+            1,
+            r"prune.budget.parameters: parameters must be in \(0, 1\), a share of .*, got 1;",
+        ),
+        ("prune.budget", {"flops": 0.5, "parameters": 0.5}, "must be given, got flops and parameters"),
+        ("prune.modules", ["heads"], "prune.modules.0 must be 'attention' or 'mlp', got 'heads'"),
+        ("prune.modules", [], r"prune.modules: modules must be attention, mlp or both, each once, got \[\]"),
+        ("prune.modules", ["mlp", "mlp"], r"must be attention, mlp or both, each once, got \['mlp', 'mlp'\]"),
+        (
+            "prune.modules",
+            ["mlp"],
+            r"budget.heads is for modules: \[attention\], got modules: \[mlp\]; set budget.flops",
+        ),
+        ("prune.modules", ["mlp", "attention"], r"got modules: \[attention, mlp\]; set budget.flops, parameters, lat"),
+        ("prune.multiple_of", 0, "prune.multiple_of.heads must be greater than or equal to 1, got 0"),
+        ("prune.multiple_of", {"neurons": 0}, "prune.multiple_of.neurons must be greater than or equal to 1, got 0"),
+        ("prune.multiple_of", {"neuron": 8}, "prune.multiple_of.neuron is not a field .* did you mean 'neurons'"),
+        ("prune.compensation", {"token_weights": 0}, "prune.compensation.token_weights must be greater than 0, got 0"),
+        ("prune.compensation", {"token_weights": 2}, "token_weights must be less than or equal to 1, got 2"),
+        ("prune.compensation", {"memory_gb": 0}, "prune.compensation.memory_gb must be greater than 0, got 0"),
+        (
+            "prune.compensation",
+            {"token_weights": 0.3, "sequential": True},
+            "sequential refits weigh all tokens alike, got token_weights: 0.3; leave out one",
+        ),
         ("prune.allocation", "best", "prune.allocation must be 'global' or 'uniform', got 'best'"),
         ("prune.min_heads", 0, "prune.min_heads must be greater than or equal to 1, got 0"),
         ("task", "summarization", "task must be 'text-classification', .* or 'image-text-to-text', got 'summ"),
@@ -104,6 +140,21 @@ def test_all_problems_at_once() -> None:
     with pytest.raises(RecipeError, match=r"(?s)3 problems:.*- modell is not .*'model'") as error:
         PruningRecipe(**fields)
     assert len(error.value.problems) == 3
+
+
+def test_modules_and_multiples_have_one_form() -> None:
+    fields = changed("prune.budget", {"flops": 0.6})
+    fields["prune"] |= {"modules": ["mlp", "attention"], "multiple_of": 2}  # type: ignore[operator]
+    prune = PruningRecipe(**fields).prune
+    assert prune.modules == ("attention", "mlp")
+    assert (prune.multiple_of.heads, prune.multiple_of.neurons) == (2, 1)  # a number is for heads
+    fields["prune"] |= {"multiple_of": {"neurons": 64}}  # type: ignore[operator]
+    prune = PruningRecipe(**fields).prune
+    assert (prune.multiple_of.heads, prune.multiple_of.neurons) == (1, 64)
+    assert [
+        PruningRecipe(**changed("prune.criterion", name)).prune.criterion
+        for name in ("auto", "compensated", "hies-compensated", "fisher", "activation")
+    ] == ["auto", "compensated", "hies-compensated", "fisher", "activation"]
 
 
 def write(folder: Path, fields: object) -> Path:

@@ -8,6 +8,11 @@ gates.py      "his": gradients to a gate of one on every unit's output
 entropy.py    "entropy": entropies of attention rows
 inputs.py     "activation_l2", "output_norm" and "obs": sums over the inputs of consumers
 weights.py    "weight_l2", "taylor" and "channel_taylor": sums over weights and their gradients
-effects.py    `collect_effects`, for `score_compensated`
-moments.py    `collect_moments`, for `compensate`
+effects.py    `collect_effects` and `EffectStream`, for `score_compensated`
+moments.py    `collect_moments` and `MomentStream`, for `compensate`
+ridge.py      `Moments`, and the ridge regression that they allow
+sums.py       `LayerMoments`: running sums, from which moments follow for any weight of the tokens
+readings.py   what consumers read in a batch, and the gradients of the prediction there
+predictions.py  the prediction of each sample
+stream.py     groups of modules under a memory limit, with a pass over the data for each
 """

@@ -147,8 +147,8 @@ def _collect(
             for one in read(batch, index):
                 assert one.gradients is not None
                 sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
-                at_real = (t[one.real].float().cpu() for t in (one.inputs, one.gradients))
-                parts[one.name].append((*at_real, sample))
+                inputs, gradients = (t[one.real].float().cpu() for t in (one.inputs, one.gradients))
+                parts[one.name].append((inputs, gradients, sample))
     layers = {}
     for module in modules:
         inputs, gradients, sample = (torch.cat(part) for part in zip(*parts.pop(module.name), strict=True))

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..data.targets import size_of
 from ..model.linear import weight_of
 from ..model.tokens import real_tokens
 from ..units import PrunableModule
+from .readings import by_sample
 
 # Damping of the inverse of the moments, relative to the mean of their diagonal.
 RIDGE = 1e-2
@@ -39,11 +41,13 @@ class InputSums:
 
         Args:
             batch: Inputs of the model, on its device.
-            inputs: Module -> input of its consumer at each call, (batch, tokens, units * unit_width).
+            inputs: Module -> input of its consumer at each call, (batch, tokens, units * unit_width) or
+                (batch * tokens, units * unit_width).
         """
         for module in self._modules:
             name = module.name
-            for x in inputs[name]:
+            for called_with in inputs[name]:
+                x = by_sample(called_with, size_of(batch))
                 real = x[real_tokens(self._model, name, batch, x)].double()  # (tokens, inputs)
                 units = real.unflatten(1, (module.units, -1))  # (tokens, units, unit_width)
                 self._tokens[name] += len(real)

@@ -1,297 +1,41 @@
 """Collect the moments of the inputs and outputs of consumers: all that least squares needs, without activations.
 
-Moments and SplitMoments   what a fit is computed from
-LayerMoments               sums of one consumer, from which they follow for any weight of the tokens
-MomentStream               these sums for all modules, under a memory limit
-collect_moments            the moments of all modules at once
+MomentStream      the moments of all modules, under a memory limit
+collect_moments   the moments of all modules at once
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..data.targets import size_of
-from ..errors import DataError, RequestError
-from ..model.linear import features_of, weight_of
+from ..errors import DataError
+from ..model.linear import features_of
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from .readings import Reading, reading
+from .ridge import Moments, SplitMoments, Spread
 from .stream import LIMIT_BYTES, Stream
+from .sums import LayerMoments, LayerSums, Sums, TargetSums, check_mix
+
+__all__ = [
+    "LayerMoments",
+    "MomentStream",
+    "Moments",
+    "SplitMoments",
+    "Spread",
+    "bytes_of",
+    "check_mix",
+    "collect_moments",
+]
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
 HELD_OUT_EVERY = 5
-# From this number of inputs on, products of tokens are the main cost of a pass. They are then computed in float32 for
-# every batch, in blocks above the diagonal, and only their sum is float64.
-WIDE = 1024
-BLOCK = 256
-
-
-@dataclass
-class Moments:
-    """Weighted sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64.
-
-    Attributes:
-        tokens: Sum of the weights; the number of tokens where all weigh one.
-        x: (inputs,) sum of x.
-        y: (outputs,) sum of y.
-        xx: (inputs, inputs) sum of x x^T.
-        yx: (outputs, inputs) sum of y x^T.
-        yy: Sum of |y|^2.
-        counted: Number of tokens.
-    """
-
-    tokens: float
-    x: Tensor
-    y: Tensor
-    xx: Tensor
-    yx: Tensor
-    yy: Tensor
-    counted: int
-
-    @classmethod
-    def of(cls, x: Tensor, y: Tensor) -> Moments:
-        """Return the moments of x (tokens, inputs) and y (tokens, outputs)."""
-        x, y = x.double(), y.double()
-        return cls(float(len(x)), x.sum(0), y.sum(0), x.T @ x, y.T @ x, y.pow(2).sum(), len(x))
-
-    def part(self, columns: Tensor) -> Moments:
-        """Return the moments of the inputs with the given indices, (columns,) int64, and of all targets."""
-        return replace(self, x=self.x[columns], xx=self.xx[columns][:, columns], yx=self.yx[:, columns])
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
-
-    def fit(self, weight: Tensor, *, ridge: float, centred: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the ridge regression of y on x, which shrinks towards `weight` instead of zero.
-
-        Args:
-            weight: (outputs, inputs)
-            ridge: Relative to the mean of the diagonal of the moments of x.
-            centred: Whether to fit a bias as well, from centred moments.
-
-        Returns:
-            The weight (outputs, inputs), and the bias (outputs,), or None if not `centred`.
-
-        Raises:
-            torch.linalg.LinAlgError: The moments of x are singular.
-        """
-        return next(self.fits(weight, ridges=[ridge], centred=centred))
-
-    def fits(self, weight: Tensor, *, ridges: Sequence[float], centred: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield what `fit` returns, for each of several ridges."""
-        mean_x, xx, yx = self.x / self.tokens, self.xx / self.tokens, self.yx / self.tokens
-        if centred:
-            xx = xx - torch.outer(mean_x, mean_x)
-            yx = yx - torch.outer(self.y / self.tokens, mean_x)
-        left = (yx - weight @ xx).T  # what the weight does not explain
-        scale = xx.diagonal().mean()
-        for ridge in ridges:
-            damped = xx + ridge * scale * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
-            if len(xx) < WIDE:
-                change = torch.linalg.solve(damped, left)
-            else:
-                change = torch.cholesky_solve(left, torch.linalg.cholesky(damped))
-            fitted = weight + change.T
-            yield fitted, self.fit_bias(fitted) if centred else None
-
-    def fit_bias(self, weight: Tensor) -> Tensor:
-        """Return the least-squares bias (outputs,) for a weight (outputs, inputs)."""
-        return (self.y - weight @ self.x) / self.tokens
-
-    def error(self, weight: Tensor, bias: Tensor | None) -> float:
-        """Return the weighted mean over tokens of |weight x + bias - y|^2."""
-        total = ((weight @ self.xx) * weight).sum() - 2 * (weight * self.yx).sum() + self.yy
-        if bias is not None:
-            total = total + 2 * bias @ (weight @ self.x - self.y) + self.tokens * bias @ bias
-        return total.clamp(min=0).item() / self.tokens
-
-
-@dataclass(frozen=True)
-class SplitMoments:
-    """Moments of one consumer, split by sample.
-
-    Attributes:
-        fitting: Moments of the samples that a fit uses.
-        held_out: Moments of every fifth sample, on which the fit is judged.
-    """
-
-    fitting: Moments
-    held_out: Moments
-
-    def part(self, columns: Tensor) -> SplitMoments:
-        """Return the moments of the inputs with the given indices, (columns,) int64, and of all targets."""
-        columns = columns.to(self.fitting.xx.device)
-        return SplitMoments(self.fitting.part(columns), self.held_out.part(columns))
-
-    def __add__(self, other: SplitMoments) -> SplitMoments:
-        return SplitMoments(self.fitting + other.fitting, self.held_out + other.held_out)
-
-
-class _Sums:
-    """Sums over the weighted tokens of one part of the samples, added up in place.
-
-    Args:
-        inputs: Number of inputs.
-        outputs: Number of outputs.
-        target: Weight (outputs, inputs) and bias (outputs,) or None of the layer whose outputs are the targets: sums
-            over targets then follow from those over inputs. None to add up the targets themselves.
-        device: Where the sums are.
-    """
-
-    def __init__(self, inputs: int, outputs: int, target: Target | None, device: torch.device):
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
-
-        self.tokens, self.counted, self.target = 0.0, 0, target
-        self.x, self.xx, self.y, self.yy = zeros(inputs), zeros(inputs, inputs), zeros(outputs), zeros()
-        self.yx = zeros(outputs, inputs) if target is None else None
-        self._dtype = torch.float64 if inputs < WIDE else torch.float32
-
-    def add(self, x: Tensor, y: Tensor, weights: Tensor | None) -> None:
-        """Add tokens x (tokens, inputs) and y (tokens, outputs), each times its weight, (tokens,); None for ones."""
-        x = x.to(self._dtype)
-        self.counted += len(x)
-        self.tokens += len(x) if weights is None else weights.sum(dtype=torch.float64).item()
-        root = None if weights is None else weights.to(self._dtype).sqrt()[:, None]
-        self.x += (x if weights is None else x * weights[:, None]).sum(0, dtype=torch.float64)
-        scaled = x if root is None else x * root
-        _add_products(self.xx, scaled)
-        if self.yx is not None:
-            y = y.to(self._dtype)
-            self.y += (y if weights is None else y * weights[:, None]).sum(0, dtype=torch.float64)
-            y = y if root is None else y * root
-            self.yx += y.T @ scaled
-            self.yy += y.pow(2).sum(dtype=torch.float64)
-
-    def finish(self) -> None:
-        """Fill in what follows from the sums, after the last token."""
-        if len(self.xx) >= WIDE:
-            _mirror(self.xx)
-        if self.target is not None:
-            weight, bias = self.target.double()
-            read = weight @ self.x
-            self.y = read + self.tokens * bias
-            self.yy = ((weight @ self.xx) * weight).sum() + bias @ (2 * read + self.tokens * bias)
-
-
-@dataclass(frozen=True)
-class Target:
-    """A layer whose outputs are the targets.
-
-    Attributes:
-        weight: (outputs, inputs)
-        bias: (outputs,), or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def double(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias as float64; zeros for no bias."""
-        weight = self.weight.double()
-        return weight, weight.new_zeros(len(weight)) if self.bias is None else self.bias.double()
-
-
-@dataclass(frozen=True)
-class LayerMoments:
-    """Sums of one consumer, from which `mixed` takes moments.
-
-    Attributes:
-        uniform: Sums in which all tokens weigh one, of fitting and of held-out samples.
-        weighted: Sums in which a token weighs the squared norm of the gradient of the sample's prediction with respect
-            to the consumer's input there; None if they were not collected.
-    """
-
-    uniform: tuple[_Sums, _Sums]
-    weighted: tuple[_Sums, _Sums] | None = None
-
-    @property
-    def counted(self) -> int:
-        """Number of tokens."""
-        return sum(part.counted for part in self.uniform)
-
-    def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> SplitMoments:
-        """Return the moments in which a token weighs mix + (1 - mix) q / mean(q), which is one on average.
-
-        Here q is the squared norm of the gradient. If nothing reads the consumer, so that q is zero, all weigh one.
-
-        Args:
-            mix: In (0, 1]; 1 for uniform weights.
-            columns: (columns,) int64, the inputs to return the moments of; None for all.
-
-        Raises:
-            RequestError: The mix is out of range, or needs weighted sums that were not collected.
-        """
-        check_mix(mix, weighted=self.weighted is not None)
-        if self.weighted is None or mix == 1:
-            return SplitMoments(*(_moments([(1.0, part)], columns) for part in self.uniform))
-        mean = sum(part.tokens for part in self.weighted) / self.counted
-        if mean == 0:
-            return self.mixed(columns=columns)
-        shares = (mix, (1 - mix) / mean)
-        parts = zip(self.uniform, self.weighted, strict=True)
-        return SplitMoments(*(_moments(list(zip(shares, part, strict=True)), columns) for part in parts))
-
-
-def check_mix(mix: float, *, weighted: bool) -> None:
-    """Refuse a mix of token weights that moments cannot give.
-
-    Raises:
-        RequestError: The mix is not in (0, 1], or below 1 without weighted sums.
-    """
-    if not 0 < mix <= 1:
-        raise RequestError(f"token weights must be in (0, 1], got {mix}")
-    if mix < 1 and not weighted:
-        raise RequestError(f"token weights of {mix:g} need moments of weighted tokens; collect them with weighted=True")
-
-
-def _moments(parts: Sequence[tuple[float, _Sums]], columns: Tensor | None) -> Moments:
-    """Return the moments of a linear combination of sums, (factor, sums), for some of the inputs."""
-    sums = parts[0][1]
-    columns = None if columns is None else columns.to(sums.xx.device)
-
-    def total(name: str, columns: Tensor | None = None) -> Tensor:
-        found = [(f, getattr(s, name) if columns is None else getattr(s, name)[..., columns]) for f, s in parts]
-        return found[0][1] if len(found) == 1 else sum((f * value for f, value in found[1:]), found[0][0] * found[0][1])
-
-    rows = total("xx", columns)  # (inputs, columns)
-    x = total("x", columns)
-    if sums.target is None:
-        yx = total("yx", columns)
-    else:
-        weight, bias = sums.target.double()
-        yx = weight @ rows + torch.outer(bias, x)
-    return Moments(
-        tokens=sum(factor * part.tokens for factor, part in parts),
-        x=x,
-        y=total("y"),
-        xx=rows if columns is None else rows[columns],
-        yx=yx,
-        yy=total("yy"),
-        counted=sums.counted,
-    )
-
-
-def _add_products(total: Tensor, x: Tensor) -> None:
-    """Add x^T x, of x (tokens, inputs), to a total (inputs, inputs); to a wide one only from the diagonal on."""
-    if len(total) < WIDE:
-        total += x.T @ x
-        return
-    for start in range(0, len(total), BLOCK):
-        total[start : start + BLOCK, start:] += x[:, start : start + BLOCK].T @ x[:, start:]
-
-
-def _mirror(total: Tensor) -> None:
-    """Copy what is above the blocks on the diagonal to below them."""
-    for start in range(0, len(total), BLOCK):
-        end = start + BLOCK
-        total[end:, start:end] = total[start:end, end:].T
 
 
 class MomentStream(Stream[LayerMoments]):
@@ -336,8 +80,14 @@ class MomentStream(Stream[LayerMoments]):
         super().__init__(modules, sizes, limit_bytes, what="the moments")
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerMoments]:
-        how = {"selection": self.selection, "weighted": self.weighted, "progress": self._progress}
-        return _collect(self._dense, group, self._batches, **how)
+        return _collect(
+            self._dense,
+            group,
+            self._batches,
+            selection=self.selection,
+            weighted=self.weighted,
+            progress=self._progress,
+        )
 
 
 def bytes_of(
@@ -432,11 +182,14 @@ def _new_sums(layer: nn.Module, x: Tensor, *, derived: bool, weighted: bool) -> 
         weighted: Whether to add up weighted tokens too.
     """
     outputs, inputs = features_of(layer)
-    bias = layer.bias
-    target = Target(weight_of(layer).detach(), bias.detach() if isinstance(bias, Tensor) else None)
-    # For square consumers, such as attention's, the products with the outputs are cheap to add up.
-    how = (x.shape[-1], outputs, target if derived and inputs > outputs else None, x.device)
-    return LayerMoments((_Sums(*how), _Sums(*how)), (_Sums(*how), _Sums(*how)) if weighted else None)
+
+    def new() -> Sums:
+        # For square consumers, such as attention's, the products with the outputs are cheap to add up.
+        if derived and inputs > outputs:
+            return LayerSums(layer, x.device)
+        return TargetSums(x.shape[-1], outputs, x.device)
+
+    return LayerMoments((new(), new()), (new(), new()) if weighted else None)
 
 
 def _add(sums: LayerMoments, read: Reading, x: Tensor, held: Tensor) -> None:
@@ -455,15 +208,6 @@ def _add(sums: LayerMoments, read: Reading, x: Tensor, held: Tensor) -> None:
         if sums.weighted is not None and read.gradients is not None:
             weights = read.gradients.float().square().sum(-1).flatten().index_select(0, rows)
             sums.weighted[part].add(x_part, y_part, weights)
-
-
-def moment_bytes(modules: Sequence[PrunableModule]) -> int:
-    """Return the bytes of memory that `collect_moments` needs without a selection.
-
-    It assumes square consumers, which the output projections of most models are. Each has two float64 matrices for
-    fitting and two held out.
-    """
-    return sum(2 * 2 * 8 * (module.units * module.unit_width) ** 2 for module in modules)
 
 
 def check_samples(batches: Sequence[Mapping[str, Tensor]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
@@ -66,7 +67,7 @@ class Candidates:
                 if name != "hies" or "attention" in kinds
                 for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
             ]
-            return [*simple, self.compensated()]
+            return [self.compensated(), *simple]
         if prune.alpha != "auto":
             return [self._by(prune.criterion, prune.alpha)]
         return [self._by(prune.criterion, alpha) for alpha in (ALPHAS if uses_alpha(prune.criterion) else (0.0,))]
@@ -88,17 +89,14 @@ class Candidates:
                 prepared.model, prepared.scored, prepared.compensation, limit_bytes=limit, progress=self.progress
             )
         options = RemovalOptions(per_sample=not TASKS[self.recipe.task].generative)
-        known = iter(()) if moments is None else iter(moments)
+        names = {module.name for module in prepared.scored}
+        known = iter(()) if moments is None else moments.of(names)
         chains = []
         self.progress.stage("greedy removal")
-        for module, layer in effects:
-            of_module = None
-            for other, found in known:
-                if other.name == module.name:
-                    split = found.mixed(1.0)
-                    of_module = split.fitting + split.held_out
-                    break
-            chains.append(removal_chain(layer, module, effects.samples, moments=of_module, options=options))
+        # Both streams yield the modules in the model's order.
+        for (module, layer), pair in zip_longest(effects, known):
+            spread = None if pair is None else pair[1].spread(centred=layer.centred)
+            chains.append(removal_chain(layer, module, effects.samples, spread=spread, options=options))
         return scores_of_chains(prepared.scored, chains, options)
 
 

@@ -69,8 +69,15 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = 
             choice = choose(prepared, recipe, progress=progress)
         write_choice(folder, choice)
         with clock("cut"):
-            how = {"compensation": choice.compensation, "refit": choice.refit}
-            pruned = prune(prepared, choice.plan, recipe, folder / "slim", **how, progress=progress)
+            pruned = prune(
+                prepared,
+                choice.plan,
+                recipe,
+                folder / "slim",
+                compensation=choice.compensation,
+                refit=choice.refit,
+                progress=progress,
+            )
             choice = replace(choice, refit=None)  # its moments may be gigabytes
             budget = confirm_max_drop(prepared, pruned.slim, recipe, choice.budget, progress=progress)
         evaluation = evaluate_run(prepared, pruned.slim, choice.plan, recipe, progress=progress)

@@ -145,7 +145,7 @@ def choose_by_agreement(
 ) -> tuple[Tried, ...]:
     """Choose the candidate that agrees most with the dense model on held-out rows, and then the weights of tokens.
 
-    Of equally stable ones, that with the better metric is chosen, then the later one. All candidates are judged with
+    Of equally stable ones, that with the better metric is chosen, then the earlier one. All candidates are judged with
     the first weights of tokens. The best is then judged with the others.
 
     Args:
@@ -171,9 +171,9 @@ def choose_by_agreement(
         return tried.stability, 0.0 if tried.quality is None else sign * tried.quality
 
     tried = [judged(number, first) for number in progress.track(range(len(candidates)), "choose criterion")]
-    best = max(reversed(tried), key=merit)
+    best = max(tried, key=merit)
     tried += [judged(best.candidate, weights) for weights in others]
-    best = max(reversed([t for t in tried if t.candidate == best.candidate]), key=merit)
+    best = max((t for t in tried if t.candidate == best.candidate), key=merit)
     return tuple(replace(t, chosen=t is best) for t in tried)
 
 

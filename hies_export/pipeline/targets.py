@@ -124,7 +124,8 @@ class Targets:
             table = self._flops_table()
             least = lowest_ratio(scored, table, self._constraints)
             if least < 1:
-                ratios = [1 - (1 - least) * step / DROP_STEPS for step in range(1, DROP_STEPS + 1)]
+                # In floats, 1 - (1 - least) may be slightly less than least, which no selection reaches.
+                ratios = [max(least, 1 - (1 - least) * step / DROP_STEPS) for step in range(1, DROP_STEPS + 1)]
                 found = [Round(prepared, ratio=ratio, table=table) for ratio in ratios]
         else:
             for share in shares_to_try(scored, self._constraints):

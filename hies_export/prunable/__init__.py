@@ -9,7 +9,8 @@ attention.py        `find_attention`: heads; what cannot be cut is refused with 
 mlp.py              `find_mlp`: neurons, likewise
 probe.py            a weightless copy of the model, and which feature reaches which head
 observe.py          one run of the copy: inputs and readers of every attention module
-blocks.py           one run of the copy: what every linear layer reads, and which feature reaches which column
+reads.py            one run of the copy: what every linear layer reads, and which feature reaches which column
+blocks.py           which linear layers are, by what they read, the two halves of feed-forward blocks
 rehearse.py         runs with fewer units, to find the attributes that must change
 follow.py           kept units -> kept rows and columns, and new values of attributes
 architectures.py    the table of tested model types, architectures.json

@@ -24,6 +24,14 @@ STEPS = {
     "onnx": "ONNX Runtime gives the outputs that torch gives for the slim model",
 }
 
+NEURON_STEPS = {
+    "cut": "the same for the neurons of feed-forward blocks",
+    "reload": "the same for both cuts of neurons",
+    "train": "the same for the model with fewer neurons",
+    "onnx": "the same for the model with fewer neurons",
+    "together": "heads and neurons cut at once pass the steps cut and reload",
+}
+
 NOT_RUN = "not run yet"
 
 Table = Mapping[str, Any]
@@ -42,6 +50,8 @@ def read_table(model_types: Sequence[str] = ()) -> dict[str, Any]:
         - `class`, `inputs`, `heads`: The class and the inputs of the tiny model, and its numbers of query and of
           key/value heads over all layers.
         - `config_alone`: Whether stock transformers loads a uniform cut without code from this package.
+        - `neurons`: What holds for the neurons of feed-forward blocks: `steps` and `config_alone` as above and `units`,
+          their number over all blocks, or `refused`, the reason.
 
     Raises:
         RequestError: A model type is not in the table.
@@ -63,6 +73,11 @@ def holds(entry: Mapping[str, Any], step: str) -> bool:
     return bool(entry.get("steps", {}).get(step) == "yes")
 
 
+def neurons_hold(entry: Mapping[str, Any], step: str) -> bool:
+    """Return whether a model type passes a step for neurons."""
+    return holds(entry.get("neurons", {}), step)
+
+
 def whole(entry: Mapping[str, Any]) -> bool:
     """Return whether a model type passes every step that applies to it."""
     steps = [entry.get("steps", {}).get(step, NOT_RUN) for step in STEPS]
@@ -77,13 +92,39 @@ def why_not(entry: Mapping[str, Any]) -> str:
     return "; ".join(f"{step}: {result}" for step, result in results.items() if result != "yes")
 
 
+def neurons_in_short(entry: Mapping[str, Any]) -> str:
+    """Return what holds for the neurons of a model type, in a few words."""
+    neurons = entry.get("neurons", {})
+    if "steps" not in neurons:
+        return "refused" if "refused" in neurons else NOT_RUN
+    failing = [step for step in NEURON_STEPS if not _passes(neurons["steps"].get(step, NOT_RUN))]
+    return f"not {', '.join(failing)}" if failing else "yes"
+
+
+def why_not_neurons(entry: Mapping[str, Any]) -> str:
+    """Return why the neurons of a model type do not pass every step; an empty string where they do."""
+    neurons = entry.get("neurons", {"refused": NOT_RUN})
+    if "steps" not in neurons:
+        return str(neurons["refused"])
+    results = {step: neurons["steps"].get(step, NOT_RUN) for step in NEURON_STEPS}
+    return "; ".join(f"{step}: {result}" for step, result in results.items() if not _passes(result))
+
+
+def _passes(result: str) -> bool:
+    return result == "yes" or result.startswith("n/a")
+
+
 def counts(table: Table) -> dict[str, int]:
-    """Return how many model types there are, how many were tried, and how many pass each step."""
+    """Return how many model types there are, how many were tried, and how many pass each step.
+
+    The steps for neurons are under "neurons cut" and so on.
+    """
     types = table["types"].values()
     return {
         "types": len(types),
         "tried": sum("class" in entry for entry in types),
         **{step: sum(holds(entry, step) for entry in types) for step in STEPS},
+        **{f"neurons {step}": sum(neurons_hold(entry, step) for entry in types) for step in NEURON_STEPS},
         "refused": sum(entry["kind"] == "refused" for entry in types),
     }
 
@@ -105,44 +146,61 @@ def markdown(table: Table) -> str:
         "| step | model types that pass | what is tested |",
         "| --- | ---: | --- |",
         *(f"| {step} | {number[step]} | {meaning} |" for step, meaning in STEPS.items()),
+        *(f"| neurons: {step} | {number[f'neurons {step}']} | {meaning} |" for step, meaning in NEURON_STEPS.items()),
         "",
-        f"{number['refused']} are refused with a reason before anything is scored. Whatever the type, a cut model that "
-        "differs from the masked one is never saved.",
+        f"The heads of {number['refused']} are refused with a reason before anything is scored. Whatever the type, a "
+        "cut model that differs from the masked one is never saved.",
         "",
         "`scripts/architectures` writes this page. `hies-export architectures` prints the same table. Each type is "
         "tested with a class for a task, such as `BertForSequenceClassification`, or with the base model if there is "
-        "none. `config alone` means that stock transformers loads a uniform cut without code from this package.",
+        "none. `config alone` means that stock transformers loads a uniform cut of heads without code from this "
+        "package. The column `neurons` says which steps fail for neurons; the last table says why.",
         "",
         f"## All steps pass ({len(groups['whole'])})",
         "",
         "`n/a` marks a step with nothing to compare.",
         "",
-        "| model type | class | inputs | " + " | ".join(STEPS) + " | config alone |",
-        "| --- | --- | --- |" + " --- |" * (len(STEPS) + 1),
+        "| model type | class | inputs | " + " | ".join(STEPS) + " | config alone | neurons |",
+        "| --- | --- | --- |" + " --- |" * (len(STEPS) + 2),
     ]
     for name, entry in groups["whole"].items():
         results = [result.partition(":")[0] for result in (entry["steps"][step] for step in STEPS)]
         alone = "yes" if entry.get("config_alone") else "no"
         inputs = ", ".join(i for i in entry["inputs"] if not i.endswith("mask"))
-        lines.append(f"| {name} | {entry['class']} | {inputs} | {' | '.join(results)} | {alone} |")
+        lines.append(
+            f"| {name} | {entry['class']} | {inputs} | {' | '.join(results)} | {alone} | {neurons_in_short(entry)} |"
+        )
     lines += [
         "",
         f"## Some steps pass ({len(groups['partly'])})",
         "",
-        "| model type | class | passes | fails |",
-        "| --- | --- | --- | --- |",
+        "| model type | class | passes | fails | neurons |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for name, entry in groups["partly"].items():
         held = ", ".join(step for step in STEPS if holds(entry, step))
-        lines.append(f"| {name} | {entry['class']} | {held} | {_cell(why_not(entry))} |")
+        lines.append(f"| {name} | {entry['class']} | {held} | {_cell(why_not(entry))} | {neurons_in_short(entry)} |")
     for kind, title in (
-        ("refused", "Refused"),
-        ("failed", "Fails with another error"),
+        ("refused", "Heads are refused"),
+        ("failed", "Heads fail with another error"),
         ("not tried", "Not tried, because no tiny model could be built"),
     ):
         if groups[kind]:
-            lines += ["", f"## {title} ({len(groups[kind])})", "", "| model type | why |", "| --- | --- |"]
-            lines += [f"| {name} | {_cell(why_not(entry))} |" for name, entry in groups[kind].items()]
+            lines += [
+                "",
+                f"## {title} ({len(groups[kind])})",
+                "",
+                "| model type | why | neurons |",
+                "| --- | --- | --- |",
+            ]
+            lines += [
+                f"| {name} | {_cell(why_not(entry))} | {neurons_in_short(entry)} |"
+                for name, entry in groups[kind].items()
+            ]
+    without = {name: why for name, entry in table["types"].items() if (why := why_not_neurons(entry))}
+    tried = {name: why for name, why in without.items() if "class" in table["types"][name]}
+    lines += ["", f"## Neurons are refused, or fail a step ({len(tried)})", "", "| model type | why |", "| --- | --- |"]
+    lines += [f"| {name} | {_cell(why)} |" for name, why in tried.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -1,218 +1,189 @@
-"""Observe one run of a weightless model: which linear layers read the features of which, and how.
+"""Tell from what every linear layer reads which of them are the two halves of feed-forward blocks.
 
-Every linear layer of the probe returns leaves, so the autograd graph of a layer's input ends at the layers right in
-front of it. Where each column of the input depends on single features of these, at the same token, the two layers are
-the two halves of a feed-forward block.
+A block is found where every input column of a linear layer (the consumer: `fc2`, `down_proj`, `output.dense`) depends,
+token by token, on single features of the layers in front of it (the producers: `fc1`, `gate_proj` and `up_proj`, or a
+fused `gate_up_proj`), and where these features reach nothing else.
+
+Only blocks inside a stack of layers count, that is below an element of an `nn.ModuleList`. So poolers, classifiers, LM
+heads and the projectors between towers stay alone. So do two linear layers with no activation between them, which are
+one layer of low rank, and networks that see no sample, such as those that make position biases.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .probe import Probe
-
-Call = tuple[str, int]
-"""A linear layer, and the number of its call in the run."""
-
-MIXED, NOWHERE = -1, -2
-# A block has one producer, or gate and up. With more, sharing a layer with others is not looked into.
-_FEW = 3
-_SAMPLED_ROWS = 16
-_ENOUGH_DIGITS = 0.1
+from ..model.linear import is_linear
+from .reads import MIXED, Call, Reach, Read, Reader
 
 
 @dataclass
-class Reach:
-    """The columns of a linear layer's input that features reach.
+class FoundBlock:
+    """One feed-forward block, as observed in a run of the probe.
 
     Attributes:
-        column: (features,) int64: the one column that a feature reaches, `MIXED` if several, `NOWHERE` if none.
-        at_token: Whether every feature reaches its own token only; True for parameters.
+        name: Dotted name of the innermost module with all of its layers; of the consumer if another block has it too.
+        module: The module of that name in the probe's model.
+        consumer: Dotted name of the layer that reads the neurons.
+        units: Number of neurons.
+        columns: Producer -> the neuron of each of its features, (features,).
+        parameters: Parameter outside of linear layers -> the neuron of each of its elements, (elements,).
     """
 
-    column: Tensor
-    at_token: bool = True
-
-    @property
-    def each_alone(self) -> bool:
-        """Whether every feature reaches one column."""
-        return bool((self.column >= 0).all())
-
-
-@dataclass
-class Read:
-    """One call of a linear layer, as observed.
-
-    Attributes:
-        layer: Dotted name of the layer.
-        columns: Number of its input columns.
-        sources: Calls of the layers on whose features its input depends.
-        reach: Of each of these, which column each feature reaches; empty where it was not looked into.
-        parameters: The same of parameters outside of linear layers, by name.
-        rows: Some rows of the input, (rows, columns), if `reach` is not empty.
-        signature: Two sums over the input, by which a changed one is noticed.
-    """
-
-    layer: str
-    columns: int
-    sources: set[Call]
-    reach: dict[Call, Reach] = field(default_factory=dict)
-    parameters: dict[str, Reach] = field(default_factory=dict)
-    rows: Tensor | None = None
-    signature: tuple[float, float] = (0.0, 0.0)
+    name: str
+    module: nn.Module
+    consumer: str
+    units: int
+    columns: dict[str, Tensor]
+    parameters: dict[str, Tensor]
 
 
-class Reader:
-    """Hooks for one run of a probe; they record what every linear layer reads.
-
-    Attributes:
-        reads: Call -> what was observed, in the order of the calls.
-        readers: Call -> the calls whose inputs depend on its features.
-    """
-
-    def __init__(self, probe: Probe, inside: Iterable[str]):
-        """Record the inputs of all layers, and look into those of the layers named in `inside`."""
-        small = {id(p) for p in probe.small_parameters()}
-        self._parameters = {id(p): name for name, p in probe.model.named_parameters() if id(p) in small}
-        self._leaves: Any = WeakTensorKeyDictionary()
-        self._inside = set(inside)
-        self._calls: dict[str, int] = {}
-        self.reads: dict[Call, Read] = {}
-        self.readers: dict[Call, set[Call]] = {}
-
-    def before(self, name: str, x: Tensor) -> None:
-        """Record what the input of a linear layer depends on."""
-        self._calls[name] = self._calls.get(name, -1) + 1
-        call = (name, self._calls[name])
-        leaves, parameters = self._below(x)
-        read = Read(name, x.shape[-1], set(leaves), signature=signature(x))
-        self.reads[call] = read
-        for leaf in leaves:
-            self.readers.setdefault(leaf, set()).add(call)
-        alone = all(len(self.readers[leaf]) == 1 for leaf in leaves)
-        if name not in self._inside or not leaves or not (alone or len(leaves) <= _FEW):
-            return
-        if all(leaf.numel() // leaf.shape[-1] == x.numel() // x.shape[-1] for leaf in leaves.values()):
-            found = reach(x, list(leaves.values()), list(parameters.values()))
-            read.reach = dict(zip(leaves, found, strict=False))
-            read.parameters = dict(zip(parameters, found[len(leaves) :], strict=True))
-            read.rows = sample(x)
-
-    def after(self, name: str, features: Tensor) -> None:
-        """Remember the features of a linear layer."""
-        self._leaves[features] = (name, self._calls[name])
-
-    def end(self, outputs: Any) -> tuple[float, float]:
-        """Record which features the model's outputs depend on; return the signature of the outputs."""
-        sums = [0.0, 0.0]
-        for tensor in tensors_in(outputs):
-            for leaf in self._below(tensor)[0]:
-                self.readers.setdefault(leaf, set()).add(("", 0))
-            sums = [one + other for one, other in zip(sums, signature(tensor), strict=True)]
-        return sums[0], sums[1]
-
-    def _below(self, x: Tensor) -> tuple[dict[Call, Tensor], dict[str, nn.Parameter]]:
-        """Return the features, and the parameters outside of linear layers, that a tensor depends on."""
-        leaves: dict[Call, Tensor] = {}
-        parameters: dict[str, nn.Parameter] = {}
-        if not x.requires_grad or not torch.is_grad_enabled():
-            return leaves, parameters
-        stack, seen = [x.grad_fn], set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is None:
-                stack += [following for following, _ in node.next_functions]
-            elif variable in self._leaves:
-                leaves[self._leaves[variable]] = variable
-            elif id(variable) in self._parameters:
-                parameters[self._parameters[id(variable)]] = variable
-        order = list(self.reads)
-        return {call: leaves[call] for call in sorted(leaves, key=order.index)}, parameters
+def layers_of_linears(model: nn.Module) -> dict[str, str]:
+    """Return linear layer -> the innermost element of an `nn.ModuleList` above it, for those that have one."""
+    names = [name for name, module in model.named_modules() if is_linear(module)]
+    return {name: layer for name in names if (layer := _layer_of(model, name))}
 
 
-def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> list[Reach]:
-    """Return the columns of a linear layer's input that each feature of some leaves, or parameters, reaches.
+def _layer_of(model: nn.Module, name: str) -> str:
+    """Return the innermost element of an `nn.ModuleList` above a module, or an empty string."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 1, -1):
+        if isinstance(model.get_submodule(".".join(parts[: length - 1])), nn.ModuleList):
+            return ".".join(parts[:length])
+    return ""
 
-    With random positive weights w, take the gradients of sum_tj w_tj x_tj and of sum_tj w_tj c_j x_tj to a feature. If
-    the feature reaches column j alone, their ratio is c_j at every token. If it reaches several columns, the ratio
-    varies from token to token. The columns are numbered by two digits, so that the ratios of any number of columns are
-    told apart in float32. A third such ratio, with one label per token, is the token's own only if the feature reaches
-    no other token.
+
+def found_blocks(
+    model: nn.Module, reader: Reader, layers: Mapping[str, str]
+) -> tuple[list[FoundBlock], dict[str, str]]:
+    """Return the feed-forward blocks of a model, and what is almost one.
 
     Args:
-        x: (..., columns)
-        leaves: Features of layers, (..., features), with as many tokens as x.
-        parameters: Parameters, whose every element counts as a feature.
+        model: The probe's model.
+        reader: What its linear layers read in a run.
+        layers: From `layers_of_linears`.
+
+    Returns:
+        The blocks, in the order of the run, and consumer -> reason for what is a block but for that reason, and is in a
+        layer that has no other.
     """
-    generator = torch.Generator().manual_seed(0)
-    columns = x.shape[-1]
-    rows = x.reshape(-1, columns)
-    weights = 0.5 + torch.rand(rows.shape, generator=generator)
-    base = math.isqrt(columns - 1) + 1
-    place = torch.arange(columns)
-    tokens = 1 + torch.rand(len(rows), 1, generator=generator)
-    every = [*leaves, *parameters]
-
-    def gradients(labels: Tensor | float) -> list[Tensor]:
-        total = (rows * (weights * labels)).sum()
-        found = torch.autograd.grad(total, every, retain_graph=True, allow_unused=True)
-        return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(every, found, strict=True)]
-
-    results = []
-    by = (1.0, 1 + place // base / base, 1 + place % base / base, tokens)
-    for leaf, plain, high, low, token in zip(every, *(gradients(labels) for labels in by), strict=True):
-        features = leaf.numel() if isinstance(leaf, nn.Parameter) else leaf.shape[-1]
-        one = plain.reshape(-1, features)  # (tokens, features)
-        # The ratio of two small gradients is mostly rounding error.
-        clear = one.abs() > 1e-3 * one.abs().amax(0, keepdim=True)
-
-        def ratio(other: Tensor, one: Tensor = one, clear: Tensor = clear) -> Tensor:
-            return torch.where(clear, other.reshape(one.shape) / one.where(clear, 1.0), torch.nan)
-
-        digits = [(ratio(other) - 1) * base for other in (high, low)]
-        whole = [digit.nanmean(0).round() for digit in digits]
-        alone = clear.any(0)
-        for digit, number in zip(digits, whole, strict=True):
-            alone &= ((digit - number).abs().nan_to_num(0.0) < _ENOUGH_DIGITS).all(0)
-        column = torch.where(alone, whole[0] * base + whole[1], MIXED).long()
-        column[column >= columns] = MIXED
-        column[((one == 0) & (high.reshape(one.shape) == 0)).all(0)] = NOWHERE
-        own = isinstance(leaf, nn.Parameter) or bool(((ratio(token) - tokens).abs().nan_to_num(0.0) < 1e-3).all())
-        results.append(Reach(column, own))
-    return results
+    reasons: dict[str, str] = {}
+    blocks = _named(model, _blocks(reader, reasons), layers)
+    having = {layers[block.consumer] for block in blocks}
+    return blocks, {name: why for name, why in reasons.items() if layers[name] not in having}
 
 
-def sample(x: Tensor) -> Tensor:
-    """Return some rows of a layer's input, (rows, columns)."""
-    rows = x.detach().reshape(-1, x.shape[-1])
-    return rows[:: max(1, len(rows) // _SAMPLED_ROWS)].clone()
+def _blocks(reader: Reader, reasons: dict[str, str]) -> list[FoundBlock]:
+    """Return the blocks, still without names; add to `reasons` why a layer is almost the consumer of one.
+
+    A layer that is called several times, with shared weights, must have the same producers every time.
+    """
+    calls: dict[str, list[Call]] = {}
+    for call in reader.reads:
+        calls.setdefault(call[0], []).append(call)
+    blocks = []
+    for of_layer in calls.values():
+        found = [_block(reader.reads[call], call, reader, reasons) for call in of_layer]
+        first = found[0]
+        if first is None or not all(other is not None and _equal(first, other) for other in found[1:]):
+            continue
+        fed = {c for call in of_layer for c in reader.reads[call].sources}
+        if all(call in fed for name in first.columns for call in calls[name]):
+            blocks.append(first)
+    return blocks
 
 
-def signature(x: Tensor) -> tuple[float, float]:
-    """Return the sum of a tensor's elements, and the sum of their sizes."""
-    values = x.detach().double()
-    return values.sum().item(), values.abs().sum().item()
+def _block(read: Read, call: Call, reader: Reader, reasons: dict[str, str]) -> FoundBlock | None:
+    """Return the block whose consumer made a call, if there is one."""
+    if not read.reach or not all(reach.at_token for reach in read.reach.values()):
+        return None
+    if all(reach.linear for reach in read.reach.values()):
+        return None  # two layers with no activation between are one of low rank
+    if any(reader.reads[source].constant for source in read.reach):
+        return None  # such as the network that makes position biases: it sees no sample
+    if reason := _reason_against(read, call, reader):
+        reasons[read.layer] = reason
+    alone = all(reader.readers[source] == {call} for source in read.sources)
+    if (
+        reason
+        or not alone
+        or read.reach.keys() != read.sources
+        or len({name for name, _ in read.sources}) < len(read.sources)
+    ):
+        return None
+    columns = {name: reach.column for (name, _), reach in read.reach.items()}
+    # What all neurons share stays as it is.
+    parameters = {n: reach.column for n, reach in read.parameters.items() if not (reach.column < 0).all()}
+    return FoundBlock("", nn.Module(), read.layer, read.columns, columns, parameters)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the floating tensors in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+def _reason_against(read: Read, call: Call, reader: Reader) -> str:
+    """Return why a layer that reads something like neurons is not the consumer of a block; else an empty string."""
+    names = " and ".join(dict.fromkeys(name for name, _ in read.reach))
+    own = {source for source in read.reach if reader.readers[source] == {call}}
+    if own < read.sources:
+        made = " and ".join(
+            dict.fromkeys(s[0] for s in read.reach if s in own and _one_each(read.reach[s], read.columns))
+        )
+        if made:
+            return f"the neurons that {made} makes also depend on features that are not theirs alone,"
+        if read.reach.keys() == read.sources and any((reach.column >= 0).any() for reach in read.reach.values()):
+            return f"the features of {names} do more than make neurons"
+        return ""
+    if any((reach.column == MIXED).any() for reach in read.reach.values()):
+        return f"the features of {names} are mixed (by a norm, or another operation across neurons)"
+    if not all(_one_each(reach, read.columns) for reach in read.reach.values()):
+        return f"the features of {names} do not make one neuron each"
+    for name, reach in read.parameters.items():
+        if (reach.column >= 0).any() and not _one_each(reach, read.columns):
+            return f"the parameter {name} has values for some of the neurons only"
+    return ""
+
+
+def _one_each(reach: Reach, columns: int) -> bool:
+    """Return whether every feature reaches one column, and every column as many features as the others."""
+    return reach.each_alone and bool((torch.bincount(reach.column, minlength=columns).diff() == 0).all())
+
+
+def _equal(one: FoundBlock, other: FoundBlock) -> bool:
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in ((one.columns, other.columns), (one.parameters, other.parameters))
+    )
+
+
+def _named(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping[str, str]) -> list[FoundBlock]:
+    """Return the blocks inside of layers, named after the innermost module with all of their linear layers.
+
+    Where that module has linear layers of its own beside them, as an attention module has, or two blocks share it, a
+    block is named after its consumer.
+    """
+    inside = []
+    for block in blocks:
+        block.name = _common([block.consumer, *block.columns])
+        layer = layers.get(block.consumer, "")
+        if f"{block.name}.".startswith(f"{layer}.") and layer:
+            inside.append(block)
+    shared = [block.name for block in inside]
+    for block in inside:
+        children = model.get_submodule(block.name).named_children()
+        own = {f"{block.name}.{name}" for name, child in children if is_linear(child)}
+        if shared.count(block.name) > 1 or own - {block.consumer, *block.columns}:
+            block.name = block.consumer
+        block.module = model.get_submodule(block.name)
+    return inside
+
+
+def _common(names: Iterable[str]) -> str:
+    """Return the dotted name of the innermost module above all the named ones."""
+    paths = [name.split(".")[:-1] for name in names]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

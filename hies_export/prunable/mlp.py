@@ -1,37 +1,35 @@
 """Find the feed-forward blocks of a model, and which features of which linear layers belong to which neuron.
 
-Nothing here knows an architecture. A block is found where every input column of a linear layer (the consumer: `fc2`,
-`down_proj`, `output.dense`) depends, token by token, on single features of the layers in front of it (the producers:
-`fc1`, `gate_proj` and `up_proj`, a fused `gate_up_proj`), and where these features reach nothing else. Then the cut is
-rehearsed: with fewer neurons everywhere, the model's own code must hand the consumer exactly the remaining columns, and
-every other layer and the outputs what they had before.
-
-Only blocks inside a stack of layers count, that is below an element of an `nn.ModuleList`. So poolers, classifiers, LM
-heads and the projectors between towers stay alone.
+Nothing here knows an architecture. Derivatives on a weightless copy show where the features of linear layers become the
+input columns of another, one by one and token by token (`blocks`). Then the cut is rehearsed: with fewer neurons
+everywhere, the model's own code must hand the consumer exactly the remaining columns, and every other layer and the
+outputs what they had before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..kinds import MLP
-from ..model.linear import is_linear
 from ..units import Count, Kept, PrunableModule, Slice, Span
-from .blocks import MIXED, Call, Reach, Read, Reader, sample, signature, tensors_in
+from .blocks import FoundBlock, found_blocks, layers_of_linears
 from .probe import Probe
+from .reads import Call, Read, Reader, sample, signature, tensors_in
 from .rehearse import Meanings, fewer, rehearsed, same
 
 SUPPORTED = (
     "models whose feed-forward blocks are linear layers (nn.Linear or Conv1D, with or without gate, separate or fused) "
     "around an elementwise activation, such as BERT, ViT, LLaMA, GPT-2, Phi-3 and LLaVA"
 )
+
+_EXPERTS = re.compile(r"((?!shared)\w+_)?experts?(_\d+)?")
 
 # Attributes whose name says that they count neurons. Others are changed only if a rehearsal fails without it.
 _NAMES = (
@@ -46,27 +44,6 @@ _NAMES = (
     "mlp_dim",
     "hidden_features",
 )
-
-
-@dataclass
-class FoundBlock:
-    """One feed-forward block, as observed in a run of the probe.
-
-    Attributes:
-        name: Dotted name of the innermost module with all of its layers; of the consumer if another block has it too.
-        module: The module of that name in the probe's model.
-        consumer: Dotted name of the layer that reads the neurons.
-        units: Number of neurons.
-        columns: Producer -> the neuron of each of its features, (features,).
-        parameters: Parameter outside of linear layers -> the neuron of each of its elements, (elements,).
-    """
-
-    name: str
-    module: nn.Module
-    consumer: str
-    units: int
-    columns: dict[str, Tensor]
-    parameters: dict[str, Tensor]
 
 
 def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[PrunableModule, ...]:
@@ -89,16 +66,18 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
     label = f"{type(model).__name__} ({model.config.model_type})"
     _refuse_experts(model, label)
     probe = Probe(model, positive=True)
-    layers = {name: layer for name in _linear_names(probe.model) if (layer := _layer_of(probe.model, name))}
-    for parameter in probe.small_parameters():
+    layers = layers_of_linears(probe.model)
+    for parameter in probe.other_parameters():
         parameter.requires_grad_(True)
     reader = Reader(probe, layers)
     outputs = reader.end(_run(probe, batch, before=reader.before, after=reader.after))
-    for parameter in probe.small_parameters():
+    for parameter in probe.other_parameters():
         parameter.requires_grad_(False)
-    reasons: dict[str, str] = {}
-    blocks = _named(probe.model, _blocks(reader, reasons), layers)
-    _refuse_layers(layers, blocks, reasons, label)
+    blocks, almost = found_blocks(probe.model, reader, layers)
+    for consumer, reason in almost.items():
+        raise UnsupportedModelError(
+            f"{label} cannot be cut: {reason} in front of {consumer}; supported are {SUPPORTED}"
+        )
     if not blocks:
         raise UnsupportedModelError(
             f"{label} has no feed-forward block in its layers whose neurons reach one linear layer, each on its own; "
@@ -126,135 +105,12 @@ def _refuse_experts(model: PreTrainedModel, label: str) -> None:
         UnsupportedModelError: A module is called so, and has parameters.
     """
     for name, module in model.named_modules():
-        last, kind = name.rpartition(".")[2].lower(), type(module).__name__
-        named = ("expert" in last and "shared" not in last) or "Experts" in kind
+        kind = type(module).__name__
+        named = _EXPERTS.fullmatch(name.rpartition(".")[2]) or "Experts" in kind
         if named and any(True for _ in module.parameters()):
             raise UnsupportedModelError(
                 f"{label} cannot be cut: its neurons belong to a mixture of experts, of which each token sees a few, "
                 f"in {name} ({kind}); supported are {SUPPORTED}"
-            )
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if is_linear(module)]
-
-
-def _layer_of(model: nn.Module, name: str) -> str:
-    """Return the innermost element of an `nn.ModuleList` above a module, or an empty string."""
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 1, -1):
-        if isinstance(model.get_submodule(".".join(parts[: length - 1])), nn.ModuleList):
-            return ".".join(parts[:length])
-    return ""
-
-
-def _blocks(reader: Reader, reasons: dict[str, str]) -> list[FoundBlock]:
-    """Return the feed-forward blocks, still without names; add to `reasons` why a layer is almost the consumer of one.
-
-    A layer that is called several times, with shared weights, must have the same producers every time.
-    """
-    calls: dict[str, list[Call]] = {}
-    for call in reader.reads:
-        calls.setdefault(call[0], []).append(call)
-    blocks = []
-    for of_layer in calls.values():
-        found = [_block(reader.reads[call], call, reader, reasons) for call in of_layer]
-        first = found[0]
-        if first is None or not all(other is not None and _equal(first, other) for other in found[1:]):
-            continue
-        fed = {c for call in of_layer for c in reader.reads[call].sources}
-        if all(call in fed for name in first.columns for call in calls[name]):
-            blocks.append(first)
-    return blocks
-
-
-def _block(read: Read, call: Call, reader: Reader, reasons: dict[str, str]) -> FoundBlock | None:
-    """Return the block whose consumer made a call, if there is one."""
-    if not read.reach or not all(reach.at_token for reach in read.reach.values()):
-        return None
-    names = " and ".join(dict.fromkeys(name for name, _ in read.reach))
-    exclusive = all(reader.readers[source] == {call} for source in read.reach)
-    if any((reach.column == MIXED).any() for reach in read.reach.values()):
-        if exclusive:
-            reasons[read.layer] = f"the features of {names} are mixed (by a norm, or another operation across neurons)"
-        return None
-    whole = all(_one_each(reach, read.columns) for reach in read.reach.values())
-    if not exclusive or not whole:
-        if any((reach.column >= 0).any() for reach in read.reach.values()):
-            reasons[read.layer] = f"features of {names} do more than make neurons"
-        return None
-    parameters = {}
-    for name, reach in read.parameters.items():
-        if (reach.column < 0).all():
-            continue  # what all neurons share stays as it is
-        if not _one_each(reach, read.columns):
-            reasons[read.layer] = f"the parameter {name} has values for some of the neurons only"
-            return None
-        parameters[name] = reach.column
-    columns = {name: reach.column for (name, _), reach in read.reach.items()}
-    if len(columns) < len(read.reach):
-        return None  # two calls of one layer make its neurons
-    return FoundBlock("", nn.Module(), read.layer, read.columns, columns, parameters)
-
-
-def _one_each(reach: Reach, columns: int) -> bool:
-    """Return whether every feature reaches one column, and every column as many features as the others."""
-    return reach.each_alone and bool((torch.bincount(reach.column, minlength=columns).diff() == 0).all())
-
-
-def _equal(one: FoundBlock, other: FoundBlock) -> bool:
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-        for a, b in ((one.columns, other.columns), (one.parameters, other.parameters))
-    )
-
-
-def _named(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping[str, str]) -> list[FoundBlock]:
-    """Return the blocks inside of layers, named after the innermost module with all of their linear layers.
-
-    Where that module has linear layers of its own beside them, as an attention module has, or two blocks share it, a
-    block is named after its consumer.
-    """
-    inside = []
-    for block in blocks:
-        block.name = _common([block.consumer, *block.columns])
-        layer = layers.get(block.consumer, "")
-        if f"{block.name}.".startswith(f"{layer}.") and layer:
-            inside.append(block)
-    shared = [block.name for block in inside]
-    for block in inside:
-        children = model.get_submodule(block.name).named_children()
-        own = {f"{block.name}.{name}" for name, child in children if is_linear(child)}
-        if shared.count(block.name) > 1 or own - {block.consumer, *block.columns}:
-            block.name = block.consumer
-        block.module = model.get_submodule(block.name)
-    return inside
-
-
-def _common(names: Iterable[str]) -> str:
-    """Return the dotted name of the innermost module above all the named ones."""
-    paths = [name.split(".")[:-1] for name in names]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
-
-
-def _refuse_layers(
-    layers: Mapping[str, str], blocks: Sequence[FoundBlock], reasons: Mapping[str, str], label: str
-) -> None:
-    """Refuse a model with a layer that has no block, but something very much like one.
-
-    Raises:
-        UnsupportedModelError: There is such a layer.
-    """
-    having = {layers[block.consumer] for block in blocks}
-    for consumer, reason in reasons.items():
-        if layers[consumer] not in having:
-            raise UnsupportedModelError(
-                f"{label} cannot be cut: {reason} in front of {consumer}; supported are {SUPPORTED}"
             )
 
 

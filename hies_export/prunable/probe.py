@@ -32,8 +32,9 @@ class Probe:
         kept: Linear layer -> indices of the output features it returns; a layer not named returns all. A feature has
             the same values in every run, whichever others are left out.
         kept_rows: Parameter -> indices of the rows (axis 0) it has in a run; a parameter not named has all.
-        positive: Whether every feature lies in (0, 1), where no common activation is flat, instead of being normal. A
-            ReLU is off for half of all normal features, and then its input has no derivative.
+        positive: Whether the features are uniform instead of normal: in (0, 1) at every other token, where no common
+            activation is flat, and in (-1, 1) at the others. A ReLU is off for half of all normal features, and its
+            input then has no derivative.
         config_reads: Module -> the names that it read from its own config in the last run.
     """
 
@@ -49,10 +50,14 @@ class Probe:
                 self.config_reads[module] = set()
                 module.config = _RecordingConfig(config, self.config_reads[module])
 
+    def other_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters outside of linear layers."""
+        linear = _linear_parameters(self.model)
+        return [p for p in self.model.parameters() if id(p) not in linear]
+
     def small_parameters(self) -> list[nn.Parameter]:
         """Return the parameters outside of linear layers that have a value of their own for every element."""
-        linear = _linear_parameters(self.model)
-        return [p for p in self.model.parameters() if id(p) not in linear and p.numel() <= _LARGEST_REAL_PARAMETER]
+        return [p for p in self.other_parameters() if p.numel() <= _LARGEST_REAL_PARAMETER]
 
     def features(self, name: str) -> int:
         """Return the number of output features of a linear layer, before any are left out."""
@@ -86,10 +91,13 @@ class Probe:
                     before(name, x)
                 calls[name] = calls.get(name, -1) + 1
                 seed = zlib.crc32(f"{name} {calls[name]}".encode())
-                draw = torch.rand if self.positive else torch.randn
-                features = draw(
-                    *x.shape[:-1], out_features, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
-                )
+                generator = torch.Generator().manual_seed(seed)
+                shape = (*x.shape[:-1], out_features)
+                if self.positive:
+                    features = torch.rand(shape, generator=generator, dtype=torch.float32)
+                    features.view(-1, out_features)[1::2].mul_(2).sub_(1)
+                else:
+                    features = torch.randn(shape, generator=generator, dtype=torch.float32)
                 if name in self.kept:
                     features = features[..., self.kept[name]]
                 features.requires_grad_()

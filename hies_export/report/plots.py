@@ -97,6 +97,7 @@ def neuron_bars(report: Report) -> Any:
     axis.set_yticks(range(0, len(lines), max(1, len(lines) // 6)))
     axis.set(xlabel="neurons", ylabel="layer")
     axis.margins(x=0.12)
+    axis.set_axisbelow(True)
     axis.grid(False, axis="y")
     axis.set_title(f"{report.neurons.removed:,} of {report.neurons.total:,} neurons removed", fontsize=9)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..calibrate.effects import Effects, LayerEffects
-from ..calibrate.moments import Moments
+from ..calibrate.moments import Spread
 from ..errors import RecipeError
 from ..kinds import ATTENTION
 from ..progress import SILENT, Progress
@@ -39,6 +39,10 @@ from .merge import merged
 
 # Neurons are removed this share of a layer at a time.
 SHARE_PER_STEP = 0.01
+# Columns that are gone are dropped when fewer than this share of the columns is left: dropping them copies the others.
+STILL_LEFT = 0.8
+# Tokens whose numbers for all neurons fit a processor's cache together.
+TOKENS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def score_compensated(
     *,
     ridge: float = 0.1,
     per_sample: bool = True,
-    moments: Mapping[str, Moments] | None = None,
+    spreads: Mapping[str, Spread] | None = None,
     progress: Progress = SILENT,
 ) -> Scores:
     """Score every unit by its rank in a greedy removal of all units of its kind.
@@ -80,8 +84,9 @@ def score_compensated(
         effects: From `collect_effects`.
         modules: The modules that `effects` were collected of.
         ridge, per_sample: See `RemovalOptions`.
-        moments: Module -> moments of its consumer's inputs, on more tokens than the effects have. With few tokens, an
-            order takes neurons to be free that are not. By default those of the effects.
+        spreads: Module -> mu and C of its consumer's inputs, from more tokens than the effects have; see
+            `LayerMoments.spread`. With few tokens, an order takes neurons to be free that are not. By default those of
+            the effects' own tokens.
         progress: Shows the loop over the modules.
 
     Returns:
@@ -100,7 +105,7 @@ def score_compensated(
             effects.layers[module.name],
             module,
             effects.samples,
-            moments=None if moments is None else moments[module.name],
+            spread=None if spreads is None else spreads[module.name],
             options=options,
         )
         for module in progress.track(modules, "greedy removal")
@@ -128,7 +133,7 @@ def removal_chain(
     module: PrunableModule,
     samples: int,
     *,
-    moments: Moments | None = None,
+    spread: Spread | None = None,
     options: RemovalOptions = DEFAULT,
 ) -> Chain:
     """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
@@ -139,14 +144,14 @@ def removal_chain(
         layer: Inputs and gradients of the module's consumer.
         module: The module.
         samples: Number of samples that the effects were collected on.
-        moments: Moments of the consumer's inputs on more tokens, see `score_compensated`.
+        spread: mu and C from more tokens than the effects have, see `score_compensated`.
         options: See `RemovalOptions`.
     """
-    state = _Greedy(layer, module, samples, moments, options)
+    state = _Greedy(layer, module, samples, spread, options)
     step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
     chain = []
-    while state.left:
-        groups, effect = state.remove(step)
+    for start in range(0, module.groups, step):
+        groups, effect = state.remove(min(step, module.groups - start))
         units = tuple(g * module.group_size + i for g in groups for i in range(module.group_size))
         chain.append(Removal(module.name, units, effect))
     return tuple(chain)
@@ -166,58 +171,80 @@ class _Greedy:
         layer: LayerEffects,
         module: PrunableModule,
         samples: int,
-        moments: Moments | None,
+        spread: Spread | None,
         options: RemovalOptions,
     ):
         self._width = module.unit_width * module.group_size
         self._samples, self._sample, self._per_sample = samples, layer.sample, options.per_sample
         # A neuron's numbers are many and its system is one by one, so single precision is enough and twice as fast.
         dtype = torch.float64 if self._width > 1 else torch.float32
-        covariance, mean = _covariance(layer, moments)
-        # If all inputs are zero, any damping above zero will do.
-        damping = options.ridge * (covariance.diagonal().mean().item() or 1.0)
-        identity = torch.eye(len(covariance), dtype=covariance.dtype)
-        self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance + damping * identity))
+        spread = spread or Spread.of(layer.inputs, centred=layer.centred)
+        mean, moments = spread.mean.cpu(), spread.moments.cpu()
         read = layer.inputs.double() - mean if layer.centred else layer.inputs.double()
+        # If all inputs are zero, any damping above zero will do.
+        damping = options.ridge * (moments.diagonal().mean().item() or 1.0)
+        identity = torch.eye(len(moments), dtype=moments.dtype)
+        self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments + damping * identity))
         self._read = (read @ self._inverse).to(dtype)  # (tokens, kept columns)
-        self._gradient = layer.gradients.to(dtype)  # (tokens, kept columns)
+        self._gradient = layer.gradients.to(dtype, copy=True)  # (tokens, kept columns), changed in place
         self._of_token = torch.zeros(len(read), dtype=dtype)
-        self.left = list(range(module.groups))
+        # Groups by their columns, and which of them are left. Columns that are gone are dropped now and then.
+        self._groups = torch.arange(module.groups)
+        self._left = torch.ones(module.groups, dtype=torch.bool)
 
     def remove(self, count: int) -> tuple[list[int], float]:
         """Remove the `count` groups that raise the effect least, least first; return them and the effect now.
 
         Of equals the later group goes first.
         """
-        sizes = self._candidates().tolist()
-        places = sorted(range(len(sizes)), key=lambda p: (sizes[p], -p))[:count]
-        groups = [self.left[place] for place in places]
-        columns = (torch.tensor(places)[:, None] * self._width + torch.arange(self._width)).flatten()
+        sizes = torch.where(self._left, self._candidates(), torch.inf)
+        places = len(sizes) - 1 - sizes.flip(0).argsort(stable=True)[:count]
+        groups = self._groups[places].tolist()
+        columns = self._columns(places)
         solved = torch.linalg.inv(self._inverse[columns][:, columns])  # (G_SS)^-1
-        residual = self._read[:, columns] @ solved.to(self._read)
-        self._of_token += (self._gradient[:, columns] * residual).sum(1)
-        stay = torch.ones(len(self._inverse), dtype=torch.bool)
-        stay[columns] = False
-        taken_over = solved @ self._inverse[columns][:, stay]  # -P
-        self._inverse = self._inverse[stay][:, stay].addmm(self._inverse[stay][:, columns], taken_over, alpha=-1)
-        moved = taken_over.to(self._read)
         gone_read, gone_gradient = self._read[:, columns], self._gradient[:, columns]
-        self._read = self._read[:, stay].addmm_(gone_read, moved, alpha=-1)
-        self._gradient = self._gradient[:, stay].addmm_(gone_gradient, moved, alpha=-1)
-        self.left = [group for place, group in enumerate(self.left) if place not in set(places)]
+        self._of_token += (gone_gradient * (gone_read @ solved.to(gone_read))).sum(1)
+        self._left[places] = False
+        taken_over = solved @ self._inverse[columns]  # -P
+        taken_over[:, self._columns((~self._left).nonzero().flatten())] = 0
+        self._inverse.addmm_(self._inverse[:, columns], taken_over, alpha=-1)
+        moved = taken_over.to(self._read)
+        self._read.addmm_(gone_read, moved, alpha=-1)
+        self._gradient.addmm_(gone_gradient, moved, alpha=-1)
+        if self._left.sum() < STILL_LEFT * len(self._left):
+            self._drop_gone()
         return groups, self._size(self._of_token[:, None])[0].item()
 
+    def _columns(self, places: Tensor) -> Tensor:
+        """Return the columns of the groups at some places."""
+        return (places[:, None] * self._width + torch.arange(self._width)).flatten()
+
+    def _drop_gone(self) -> None:
+        """Leave out the columns of groups that are gone."""
+        stay = self._columns(self._left.nonzero().flatten())
+        self._inverse = self._inverse[stay][:, stay]
+        self._read, self._gradient = self._read.index_select(1, stay), self._gradient.index_select(1, stay)
+        self._groups, self._left = self._groups[self._left], self._left[self._left]
+
     def _candidates(self) -> Tensor:
-        """Return the effect after the removal of each remaining group alone, (groups left,)."""
+        """Return the effect after the removal of each group alone, (groups,) float64; of no meaning for those gone."""
         if self._width == 1:
-            moved = self._gradient * self._read / self._inverse.diagonal().to(self._read)
-            return self._size(moved.add_(self._of_token[:, None]))
-        effects = []
-        for place in range(len(self.left)):
+            diagonal = self._inverse.diagonal().where(self._left, 1.0).to(self._read)
+            size = torch.zeros(len(diagonal), dtype=torch.float64)
+            of_sample = torch.zeros(self._samples, len(diagonal), dtype=self._read.dtype)
+            for start in range(0, len(self._read), TOKENS_AT_ONCE):
+                part = slice(start, start + TOKENS_AT_ONCE)
+                moved = (self._gradient[part] * self._read[part]).div_(diagonal).add_(self._of_token[part, None])
+                if self._per_sample:
+                    of_sample.index_add_(0, self._sample[part], moved)
+                size += moved.square_().sum(0)
+            return (size + of_sample.square_().sum(0)) / self._samples
+        effects = torch.zeros(len(self._of_token), len(self._groups), dtype=self._of_token.dtype)
+        for place in self._left.nonzero().flatten().tolist():
             block = slice(place * self._width, (place + 1) * self._width)
             residual = torch.linalg.solve(self._inverse[block, block], self._read[:, block], left=False)
-            effects.append(self._of_token + (self._gradient[:, block] * residual).sum(1))
-        return self._size(torch.stack(effects, 1))
+            effects[:, place] = self._of_token + (self._gradient[:, block] * residual).sum(1)
+        return self._size(effects)
 
     def _size(self, of_token: Tensor) -> Tensor:
         """Return e, (candidates,), from the change of the prediction at each token, (tokens, candidates)."""
@@ -226,16 +253,6 @@ class _Greedy:
             of_sample = torch.zeros(self._samples, of_token.shape[1], dtype=of_token.dtype)
             size += of_sample.index_add_(0, self._sample, of_token).square().sum(0).double()
         return size / self._samples
-
-
-def _covariance(layer: LayerEffects, moments: Moments | None) -> tuple[Tensor, Tensor]:
-    """Return C, (inputs, inputs), uncentred for a consumer without a bias, and the mean of the inputs, (inputs,)."""
-    if moments is None:
-        read = layer.inputs.double()
-        mean, square = read.mean(0), read.T @ read / len(read)
-    else:
-        mean, square = moments.x.cpu() / moments.tokens, moments.xx.cpu() / moments.tokens
-    return (square - torch.outer(mean, mean) if layer.centred else square), mean
 
 
 def _ranks(modules: Sequence[PrunableModule], chains: Sequence[Chain]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import PlanError
 from ..kinds import UNIT_NAMES
@@ -26,15 +27,15 @@ class CostTable:
     """The cost that each module saves by losing bundles, as a share of the dense model's cost.
 
     Attributes:
-        what: Name of the cost in messages: "FLOPs", or "latency" with the device.
+        what: Name of the cost in messages: "FLOPs", "parameters", or "latency" with the runtime.
         saved: Dotted name of a module -> share saved by losing 0, 1, 2, ... bundles.
-        measured: The timings behind a table of latency, one row each: kept (share of the bundles), ratio, ratio_low,
-            ratio_high, control_low, control_high. Empty for FLOPs.
+        measured: The timings behind a table of latency, one row each: kind, kept (share of the bundles), ratio,
+            ratio_low, ratio_high, control_low, control_high. Empty for other costs.
     """
 
     what: str
     saved: Mapping[str, tuple[float, ...]]
-    measured: tuple[Mapping[str, float], ...] = ()
+    measured: tuple[Mapping[str, Any], ...] = ()
 
     def ratio(self, counts: Mapping[str, int]) -> float:
         """Return the predicted share of the dense model's cost, for the number of bundles that each module loses."""

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import NonFiniteError
+from ..kinds import UNIT_NAMES
 from ..units import Units
 
 
@@ -34,8 +35,8 @@ def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float
     wrong = (~scores.isfinite()).nonzero().flatten().tolist()
     if wrong:
         raise NonFiniteError(
-            f"every score must be a finite number, but head {wrong[0]} of {module.name} has {scores[wrong[0]].item()}; "
-            "check the criterion, and the model's dtype"
+            f"every score must be a finite number, but {UNIT_NAMES[module.kind]} {wrong[0]} of {module.name} has "
+            f"{scores[wrong[0]].item()}; check the criterion, and the model's dtype"
         )
     values = scores.double().view(module.groups, module.group_size).tolist()
     units = [[g * module.group_size + j for j in range(module.group_size)] for g in range(module.groups)]

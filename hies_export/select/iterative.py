@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..errors import PlanError
-from ..units import Kept, Selection, Units
+from ..units import Selection, Units
 from .bundles import bundle_count
 from .constraints import Constraints, check_budget
 
@@ -71,7 +71,7 @@ def rounds_of(modules: Sequence[Units], *, heads: float, count: int, constraints
 def compose(first: Selection, second: Selection) -> Selection:
     """Return the selection that equals `first`, followed by `second` on the model that `first` left."""
     return {
-        name: Kept(tuple(before.units[i] for i in second[name].units), before.total, before.groups)
+        name: replace(before, units=tuple(before.units[i] for i in second[name].units))
         for name, before in first.items()
     }
 

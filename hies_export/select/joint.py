@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +19,13 @@ import numpy as np
 from ..score.merge import hull
 from ..units import Selection, Units
 from ..values import Chain, Removal, Scores
-from .budget import GRID, CostTable, check_reachable, uniform_counts
+from .budget import CostTable, check_reachable, uniform_counts
 from .bundles import bundle_count, ranked_bundles
 from .constraints import NONE, Constraints, check_constraints, removable_counts
 from .knapsack import least_loss
 
+# Costs count in steps of 1 / GRID of the dense model's, rounded so that no budget is exceeded.
+GRID = 20_000
 # Up to so many points of all curves, the choice is exact, which takes seconds.
 MOST_OPTIONS = 20_000
 
@@ -117,10 +119,12 @@ def _global(
     chains: Sequence[Chain], modules: Sequence[Units], table: CostTable, ratio: float, constraints: Constraints
 ) -> dict[str, set[int]]:
     """Return the units that go, so that the effects of all chains add up to the least."""
-    blocks = [list(_blocks(chain, modules, constraints)) for chain in chains]
+    by_name = {module.name: module for module in modules}
+    options = dict(zip(by_name, removable_counts(modules, constraints), strict=True))
+    blocks = [list(_blocks(chain, by_name, options, constraints.unit)) for chain in chains]
     curves = [_curve(chain, table) for chain in blocks]
-    options = sum(len(chain) + 1 for chain in blocks)
-    solve = _exactly if options <= MOST_OPTIONS else _by_slopes
+    points = sum(len(chain) + 1 for chain in blocks)
+    solve = _exactly if points <= MOST_OPTIONS else _by_slopes
     gone: dict[str, set[int]] = {}
     for chain, count in zip(blocks, solve(curves, 1 - ratio), strict=True):
         for block in chain[:count]:
@@ -130,7 +134,7 @@ def _global(
 
 def _exactly(curves: Sequence[_Curve], wanted: float) -> list[int]:
     """Return how many blocks each chain loses, by dynamic programming; costs are rounded to 1 / GRID."""
-    most = [max(0.0, *saved) for saved, _ in curves]
+    most = [max((0.0, *saved)) for saved, _ in curves]
     costs = [
         [math.ceil((top - share) * GRID - 1e-6) for share in (0.0, *saved)]
         for top, (saved, _) in zip(most, curves, strict=True)
@@ -173,19 +177,25 @@ def _curve(chain: Sequence[_Block], table: CostTable) -> _Curve:
     return saved, effects
 
 
-def _blocks(chain: Chain, modules: Sequence[Units], constraints: Constraints) -> Iterator[_Block]:
+def _blocks(
+    chain: Chain, modules: Mapping[str, Units], options: Mapping[str, Sequence[int]], unit: str
+) -> Iterator[_Block]:
     """Yield the removals of a chain in blocks that leave every module a number of units that the constraints allow.
 
     A unit waits until its module has lost enough others with it. Units beyond what a module may lose stay.
+
+    Args:
+        chain: The removals.
+        modules: Name -> module.
+        options: Name -> the numbers of bundles that the module may lose, ascending from 0.
+        unit: As in `Constraints`.
     """
-    by_name = {module.name: module for module in modules}
-    options = dict(zip(by_name, removable_counts(modules, constraints), strict=True))
-    lost = dict.fromkeys(by_name, 0)
-    waiting: dict[str, list[tuple[tuple[int, ...], float]]] = {name: [] for name in by_name}
+    lost = dict.fromkeys(modules, 0)
+    waiting: dict[str, list[tuple[tuple[int, ...], float]]] = {name: [] for name in modules}
     before = 0.0
     for removal in chain:
         name, rise, before = removal.module, removal.effect - before, removal.effect
-        bundles = _bundles(removal, by_name[name], constraints)
+        bundles = _bundles(removal, modules[name], unit)
         for units in bundles:
             waiting[name].append((units, rise / len(bundles)))
             reached = lost[name] + len(waiting[name])
@@ -200,9 +210,9 @@ def _blocks(chain: Chain, modules: Sequence[Units], constraints: Constraints) ->
                 lost[name], waiting[name] = reached, []
 
 
-def _bundles(removal: Removal, module: Units, constraints: Constraints) -> list[tuple[int, ...]]:
+def _bundles(removal: Removal, module: Units, unit: str) -> list[tuple[int, ...]]:
     """Return the bundles of a removal, in its order."""
-    size = module.units // bundle_count(module, constraints.unit)
+    size = module.units // bundle_count(module, unit)
     return [removal.units[i : i + size] for i in range(0, len(removal.units), size)]
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..errors import ReloadMismatchError, RequestError
+from ..kinds import ATTENTION
 from ..model.linear import weight_axis
 from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
@@ -123,7 +124,7 @@ def _find_modules(
     model: PreTrainedModel, plan: PruningPlan, batch: Mapping[str, Tensor] | None
 ) -> tuple[PrunableModule, ...]:
     """Return the modules of the plan's kinds, those of an image tower included where the plan names them."""
-    kinds = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values()))
+    kinds = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values())) or (ATTENTION,)
     found = find_modules(model, batch or synthetic_batch(model, batch=2, sequence=3), kinds=kinds)
     modules = {module.name: module for module in found}
     for name, tower in model.named_modules():

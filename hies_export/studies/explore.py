@@ -102,12 +102,13 @@ class Exploration:
 
     def scores(self, alpha: float) -> Scores:
         """Return the HIES of every head at an alpha, and the HIS of every neuron; heads and neurons do not compare."""
-        options = {"alpha": alpha, "normalize": self.normalize}
-        heads = score_units(self._statistics_of(ATTENTION), criterion="hies", **options)
-        if not self.ranks_neurons:
-            return heads
-        neurons = score_units(self._statistics_of(MLP), criterion="his", **options)
-        return replace(heads, scores={**heads.scores, **neurons.scores})
+        found = [
+            score_units(statistics, criterion=criterion, alpha=alpha, normalize=self.normalize)
+            for kind, criterion in ((ATTENTION, "hies"), (MLP, "his"))
+            if (statistics := self._statistics_of(kind))["his"]
+        ]
+        scores = {name: values for part in found for name, values in part.scores.items()}
+        return replace(found[0], scores=scores)
 
     def _statistics_of(self, kind: str) -> Statistics:
         modules = self.plan.of_kind(kind)

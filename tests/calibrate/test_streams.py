@@ -15,7 +15,7 @@ from support.neurons import half, neurons, one_by_one
 from torch import Tensor
 from transformers import OPTConfig, OPTForSequenceClassification, PreTrainedModel
 
-from hies_export.calibrate import moments as moments_file
+from hies_export.calibrate import ridge, sums
 from hies_export.calibrate.effects import EffectStream, collect_effects
 from hies_export.calibrate.moments import Moments, MomentStream, bytes_of, collect_moments
 from hies_export.errors import DataError, NonFiniteError, RequestError
@@ -140,8 +140,8 @@ def test_moments_are_those_of_a_loop_over_weighted_tokens(
     case: str, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wide:
-        monkeypatch.setattr(moments_file, "WIDE", 16)
-        monkeypatch.setattr(moments_file, "BLOCK", 20)
+        monkeypatch.setattr(ridge, "WIDE", 16)
+        monkeypatch.setattr(sums, "BLOCK", 20)
     make, make_batches = CASES[case]
     model = make()
     batches = [{k: v for k, v in batch.items() if k != "labels"} for batch in make_batches()]
@@ -152,6 +152,11 @@ def test_moments_are_those_of_a_loop_over_weighted_tokens(
         seen.append(module)
         tokens = naive(model, module, batches)
         assert found.counted == len(tokens.x)
+        np.testing.assert_allclose(
+            found.spread(centred=True).moments, np.cov(tokens.x.T, bias=True), rtol=1e-3, atol=1e-4
+        )
+        second = tokens.x.T @ tokens.x / len(tokens.x)
+        np.testing.assert_allclose(found.spread(centred=False).moments, second, rtol=1e-3, atol=1e-4)
         columns = torch.randperm(tokens.x.shape[1])[:11]
         for mix in (1.0, 0.3):
             whole, part = found.mixed(mix), found.mixed(mix, columns)
@@ -228,7 +233,8 @@ def test_the_bytes_are_those_of_the_sums() -> None:
     for how in ({}, {"weighted": True}, {"selection": half(modules)}):
         for module, found in MomentStream(model, modules, batches, **how):
             parts = [*found.uniform, *(found.weighted or ())]
-            matrices = [m for part in parts for m in (part.xx, part.yx) if m is not None]
+            matrices = [m for part in parts for m in vars(part).values() if isinstance(m, Tensor) and m.dim() == 2]
+            matrices = [m for m in matrices if m.dtype == torch.float64]  # not the layer's own weight
             assert bytes_of(model, module, **how) == sum(m.nbytes for m in matrices)
 
 

@@ -42,7 +42,7 @@ def test_a_file_gets_it_last_too(tmp_path: Path) -> None:
     assert list(json.loads(result)["types"]) == ["bert"]
 
 
-def test_inspect_gives_the_reason_why_a_model_cannot_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_gives_the_reason_why_heads_cannot_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
     save_text_model(tmp_path)
@@ -50,9 +50,11 @@ def test_inspect_gives_the_reason_why_a_model_cannot_be_cut(tmp_path: Path, caps
         vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
     )
     DebertaV2ForSequenceClassification(config).save_pretrained(tmp_path)
-    assert main(["inspect", str(tmp_path), "--json"]) == 2
-    out, err = capsys.readouterr()
-    result = json.loads(out.splitlines()[-1])
-    assert result["can_be_cut"] is False
-    assert "computes its own" in result["reason"]
-    assert f"error: {result['reason']}" in err
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    # Its neurons can be cut nevertheless.
+    assert result["can_be_cut"] is True
+    assert [block["neurons"] for block in result["mlp"]] == [16]
+    assert "computes its own" in result["refused"]["attention"]
+    assert f"heads cannot be cut: {result['refused']['attention']}" in lines

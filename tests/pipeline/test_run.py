@@ -264,7 +264,7 @@ def test_bad_input_is_one_clear_sentence_before_any_calibration(
     if name == "not fine-tuned":
         save_text_model(project / "headless")
         BertModel.from_pretrained(project / "headless").save_pretrained(project / "headless")
-    monkeypatch.setattr("hies_export.pipeline.choose.collect_statistics", lambda *a, **k: pytest.fail("calibrated"))
+    monkeypatch.setattr("hies_export.pipeline.candidates.collect_statistics", lambda *a, **k: pytest.fail("calibrated"))
     options = []
     for key, value in overrides.items():
         path = str(project / value) if key.startswith(("data.files", "model")) else value

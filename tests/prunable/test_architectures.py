@@ -19,16 +19,26 @@ import pytest
 import torch
 from support import representatives
 from support.architectures import model_types
-from support.contract import STEPS, Broken, Subject, cut, score, train
-from support.representatives import CUT, EXPORTED, REFUSED, changed_since_all_were_checked, decisive_sources
+from support.contract import NEURON_STEPS, STEPS, Broken, Subject, cut, score, train
+from support.representatives import (
+    CUT,
+    EXPORTED,
+    NEURONS,
+    NEURONS_REFUSED,
+    REFUSED,
+    changed_since_all_were_checked,
+    decisive_sources,
+)
 from torch import nn
 
 import hies_export
 from hies_export.cli.main import main
 from hies_export.errors import CutMismatchError, RequestError
+from hies_export.kinds import MLP
 from hies_export.model import kernels
+from hies_export.prunable.architectures import NEURON_STEPS as NEURONS_DESCRIBED
 from hies_export.prunable.architectures import STEPS as DESCRIBED
-from hies_export.prunable.architectures import TABLE, counts, holds, markdown, read_table
+from hies_export.prunable.architectures import TABLE, counts, holds, markdown, neurons_hold, read_table
 
 ENTRIES = json.loads(TABLE.read_text(encoding="utf-8"))["types"]
 
@@ -76,6 +86,35 @@ def test_what_the_table_says_is_refused_for_that_reason(model_type: str) -> None
     assert Subject.of(model_type).refusal() == ENTRIES[model_type]["refused"]
 
 
+def with_neurons(what: str) -> list[str]:
+    """Model types whose neurons have `steps`, or are `refused`."""
+    return [name for name, entry in ENTRIES.items() if what in entry.get("neurons", {})]
+
+
+@pytest.mark.parametrize("model_type", types(with_neurons("steps"), NEURONS, pytest.mark.architectures))
+def test_what_the_table_says_of_neurons_holds(model_type: str) -> None:
+    entry, subject = ENTRIES[model_type], Subject.of(model_type, MLP)
+    for name, step in NEURON_STEPS.items():
+        if name != "onnx" and neurons_hold(entry, name):
+            step(subject)
+    if neurons_hold(entry, "cut"):
+        assert subject.config_alone() == entry["neurons"]["config_alone"]
+        assert sum(site.units for site in subject.sites) == entry["neurons"]["units"]
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    types((name for name in with_neurons("steps") if neurons_hold(ENTRIES[name], "onnx")), (), pytest.mark.exports),
+)
+def test_what_the_table_says_of_neurons_is_exported(model_type: str) -> None:
+    NEURON_STEPS["onnx"](Subject.of(model_type, MLP))
+
+
+@pytest.mark.parametrize("model_type", types(with_neurons("refused"), NEURONS_REFUSED, pytest.mark.architectures))
+def test_neurons_are_refused_for_the_reason_in_the_table(model_type: str) -> None:
+    assert Subject.of(model_type, MLP).refusal() == ENTRIES[model_type]["neurons"]["refused"]
+
+
 def test_what_is_not_refused_has_no_reason() -> None:
     assert Subject.of("bert").refusal() is None
 
@@ -84,6 +123,8 @@ def test_the_representatives_are_in_the_table() -> None:
     assert CUT.keys() <= set(of_kind("tried"))
     assert REFUSED.keys() <= set(of_kind("refused"))
     assert all(holds(ENTRIES[name], "onnx") for name in EXPORTED)
+    assert all(neurons_hold(ENTRIES[name], "cut") for name in NEURONS)
+    assert all("refused" in ENTRIES[name]["neurons"] for name in NEURONS_REFUSED)
     assert {words(name) for name in of_kind("refused")} == {words(name) for name in REFUSED}
     assert len({words(name) for name in REFUSED}) == len(REFUSED)
 
@@ -114,9 +155,12 @@ def test_the_table_is_whole() -> None:
     table = read_table()
     assert list(table["types"]) == model_types()
     assert set(DESCRIBED) == set(STEPS)
+    assert set(NEURONS_DESCRIBED) == set(NEURON_STEPS)
     number = counts(table)
     assert number["cut"] >= 100
     assert number["onnx"] >= 60
+    assert all(number[f"neurons {step}"] >= 200 for step in ("cut", "reload", "train"))
+    assert number["neurons onnx"] >= 100
     document = (TABLE.parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
     assert document == markdown(table)  # else run scripts/architectures
 
@@ -126,6 +170,15 @@ def test_a_broken_cut_breaks_the_contract() -> None:
     slim = subject.slim[False]
     with torch.no_grad():
         slim.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
+    with pytest.raises(CutMismatchError, match="differs"):
+        cut(subject)
+
+
+def test_a_broken_cut_of_neurons_breaks_the_contract() -> None:
+    subject = Subject.of("phi3", MLP)
+    cut(subject)
+    with torch.no_grad():
+        subject.slim[False].model.layers[1].mlp.gate_up_proj.weight[0].mul_(1.5)
     with pytest.raises(CutMismatchError, match="differs"):
         cut(subject)
 

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from support.architectures import tiny
 from support.cuts import random_neurons
-from support.families import architecture, decoder, gpt2
-from support.models import bert, image_batch, llava, text_batch, vit
-from torch import Tensor
+from support.families import SMALL, architecture, decoder, gpt2
+from support.models import bert, image_batch, llava, shake, text_batch, vit
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hies_export.checkpoint.save import save_slim
-from hies_export.kinds import KINDS, MLP
+from hies_export.errors import PlanError, UnsupportedModelError
+from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.prunable import mlp
+from hies_export.prunable.attention import tower_of
 from hies_export.prunable.find import find_modules
 from hies_export.prunable.mlp import find_mlp
-from hies_export.slim.check import compare_cut, first_output, max_abs
+from hies_export.prunable.probe import Probe
+from hies_export.prunable.reads import MIXED, NOWHERE, Reach, reach
+from hies_export.slim.check import check_selection, compare_cut, first_output, max_abs
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
 from hies_export.slim.mask import masked_units
+from hies_export.units import Count, Kept, PrunableModule, Span
 from hies_export.values import PruningPlan
 
 Batch = dict[str, Tensor]
@@ -45,6 +54,17 @@ def side_by_side(neuron: int) -> set[int]:
 
 def one_to_one(neuron: int) -> set[int]:
     return {neuron}
+
+
+BART = {
+    "d_model": 48,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+}
 
 
 class Layout:
@@ -120,8 +140,11 @@ def test_features_of_neurons(layout: Layout) -> None:
         assert all(set(part.indices([neuron]).tolist()) == layout.rows(neuron) for neuron in range(first.units))
 
 
-@pytest.mark.parametrize("kinds", [(MLP,), KINDS], ids=["neurons", "both"])
-@pytest.mark.parametrize("uniform", [False, True], ids=["uneven", "uniform"])
+@pytest.mark.parametrize(
+    ("kinds", "uniform"),
+    [((MLP,), False), ((MLP,), True), (KINDS, False)],
+    ids=["neurons", "uniform neurons", "heads and neurons"],
+)
 def test_cut_equals_masked_and_comes_back(layout: Layout, kinds: Iterable[str], uniform: bool, tmp_path: Path) -> None:
     model, batch = layout.make(), layout.batch()
     modules = find_modules(model, batch, kinds=tuple(kinds))
@@ -137,3 +160,245 @@ def test_cut_equals_masked_and_comes_back(layout: Layout, kinds: Iterable[str], 
     if kinds == (MLP,):
         assert is_slim(slim) == (not uniform and len(modules) > 1)
     assert save_slim(slim, tmp_path / "slim", plan=plan, batch=batch) < 1e-5
+
+
+def test_no_weight_is_read_and_the_model_is_left_alone() -> None:
+    for make, batch in ((bert, text_batch()), (vit, image_batch())):
+        model = make().train()
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        expected = find_mlp(model, batch)
+        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+        assert model.training
+        assert all(p.requires_grad and p.grad is None for p in model.parameters())
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert find_mlp(model.to("meta"), batch) == expected
+    with torch.device("meta"):
+        huge = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**(SMALL | {"intermediate_size": 28672, "vocab_size": 10**5}))
+        )
+    found = find_mlp(huge, text())
+    assert [module.units for module in found] == [28672] * 3
+    assert all(part.spans == (Span(0, 28672, 0, 1, 1),) for module in found for part in module.slices)
+
+
+def test_columns_are_told_apart_however_many_there_are() -> None:
+    generator = torch.Generator().manual_seed(1)
+    order = torch.randperm(28672, generator=generator)
+    gate, up = (torch.rand(2, 3, 28672, generator=generator).requires_grad_() for _ in range(2))
+    scale = nn.Parameter(torch.rand(28672, generator=generator))
+    shared = nn.Parameter(torch.rand(1, generator=generator))
+    x = (torch.nn.functional.silu(gate[..., order]) * up * scale).mul(shared)
+    first, second, third, fourth = reach(x, [gate, up], [scale, shared])
+    assert torch.equal(first.column[order], torch.arange(28672))
+    assert torch.equal(second.column, torch.arange(28672))
+    assert torch.equal(third.column, torch.arange(28672))
+    assert (fourth.column == MIXED).all()
+    assert first.at_token
+    assert not first.linear
+
+
+def test_what_is_mixed_is_noticed() -> None:
+    def of(function: Callable[[Tensor], Tensor]) -> Reach:
+        leaf = torch.rand(4, 5, 300, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        return reach(function(leaf), [leaf], [])[0]
+
+    assert (of(lambda x: x.softmax(-1)).column == MIXED).all()
+    assert (of(lambda x: torch.nn.functional.rms_norm(x, (300,))).column == MIXED).all()
+    assert not of(lambda x: x.cumsum(1)).at_token
+    assert not of(lambda x: x.flip(0)).at_token
+    assert of(lambda x: 3 * x).linear
+    assert (of(lambda x: x[..., :200]).column == torch.cat([torch.arange(200), torch.full((100,), NOWHERE)])).all()
+
+
+def test_a_relu_that_is_off_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = architecture("OPT", "ForCausalLM", ffn_dim=512, word_embed_proj_dim=48)()
+    batch = {"input_ids": torch.tensor([[5, 6]])}
+    assert [module.units for module in find_mlp(model, batch)] == [512] * 3
+    # With normal features, a quarter of the neurons are off at both tokens.
+    monkeypatch.setattr(mlp, "Probe", lambda model, positive: Probe(model))
+    with pytest.raises(UnsupportedModelError, match="fc1 do not make one neuron each"):
+        find_mlp(model, batch)
+
+
+class Around(nn.Module):
+    """A layer with something in front of it."""
+
+    def __init__(self, before: Callable[[Tensor], Tensor], layer: nn.Module) -> None:
+        super().__init__()
+        self.before, self.layer = before, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.before(x))
+
+
+class Scale(nn.Module):
+    """A factor for each neuron."""
+
+    def __init__(self, size: tuple[int, ...]) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Shuffled(nn.Linear):
+    """Not the layer it looks like."""
+
+
+class Mlp(nn.Module):
+    """A feed-forward block in ways that no model of transformers has."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.neurons = kind, 64
+        self.up, self.down = nn.Linear(48, 128 if kind == "interleaved" else 64), nn.Linear(64, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        if self.kind == "interleaved":
+            up = up[..., ::2].sigmoid() * up[..., 1::2]
+        if self.kind == "counted":
+            up = up.reshape(-1, self.neurons).tanh().view(up.shape)
+        if self.kind == "reversed":
+            up = up.flip(-1).tanh()
+        if self.kind == "leaky":
+            return self.down(up.tanh()) + up[..., :48]
+        return self.down(up)
+
+
+def changed(change: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = architecture("Llama", "ForCausalLM")()
+    layer = model.model.layers[1]
+    down = layer.mlp.down_proj
+    if change == "mixture of experts":
+        return decoder("Mixtral", num_local_experts=3)()
+    if change == "norm over neurons":
+        layer.mlp.down_proj = nn.Sequential(nn.LayerNorm(64), down)
+    elif change == "softmax":
+        layer.mlp.act_fn = nn.Softmax(-1)
+    elif change == "adapted layer":
+        layer.mlp.gate_proj.__class__ = Shuffled
+    elif change == "fixed number of neurons":
+        layer.mlp.down_proj = Around(lambda x: x.reshape(*x.shape[:-1], 8, 8).flatten(-2), down)
+    elif change == "no blocks":
+        for one in model.model.layers:
+            one.mlp = nn.Linear(48, 48)
+    elif change == "scaled":
+        layer.mlp.down_proj = Around(Scale((64,)), down)
+    elif change == "scaled in columns":
+        layer.mlp.down_proj = Around(Scale((1, 64)), down)
+    else:
+        layer.mlp = Mlp(change)
+    return shake(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            "mixture of experts",
+            r"a mixture of experts.* in model.layers.0.mlp.experts \(MixtralExperts\); supported",
+        ),
+        ("norm over neurons", r"mlp.up_proj are mixed \(by a norm.*in front of model.layers.1.mlp.down_proj.1"),
+        ("softmax", r"gate_proj and model.layers.1.mlp.up_proj are mixed .* model.layers.1.mlp.down_proj"),
+        (
+            "adapted layer",
+            r"model.layers.1.mlp.up_proj makes also depend on features .* front of model.layers.1.mlp.down",
+        ),
+        ("fixed number of neurons", r"with fewer neurons the code of LlamaMLP \(model.layers.1.mlp\) does not do"),
+        ("leaky", "the features of model.layers.1.mlp.up do more than make neurons in front of model.layers.1.mlp.d"),
+        ("no blocks", r"LlamaForCausalLM \(llama\) has no feed-forward block in its layers whose neurons"),
+        ("scaled in columns", "factor has values for every neuron, but not in rows, in front of .*down_proj.layer"),
+    ],
+)
+def test_what_would_be_cut_wrongly_is_refused(change: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        find_mlp(changed(change), text())
+
+
+@pytest.mark.parametrize("change", ["scaled", "interleaved", "counted", "reversed"])
+def test_other_ways_to_compute_a_block(change: str) -> None:
+    model, batch = changed(change), text()
+    modules = find_mlp(model, batch)
+    block = modules[1]
+    assert block.parameters == (("model.layers.1.mlp.down_proj.before.factor",) if change == "scaled" else ())
+    assert dict(block.attributes) == (
+        {"intermediate_size": Count("units")}
+        if change == "scaled"
+        else {"neurons": Count("units")}
+        if change == "counted"
+        else {}
+    )
+    rows = {neuron: set(block.slices[0].indices([neuron]).tolist()) for neuron in range(64)}
+    expected = {"interleaved": lambda n: {2 * n, 2 * n + 1}, "reversed": lambda n: {63 - n}}.get(change, one_to_one)
+    assert rows == {neuron: expected(neuron) for neuron in range(64)}
+    selection = random_neurons(modules, uniform=False)
+    slim = prune_units(model, selection, modules)
+    assert compare_cut(model, slim, selection, modules, batch) < 1e-5
+    assert [m.units for m in find_mlp(slim, batch)] == [len(kept.units) for kept in selection.values()]
+
+
+def test_what_is_no_block_stays_alone() -> None:
+    model = changed("linear")  # with no activation, the two layers are one of low rank
+    assert [module.name for module in find_mlp(model, text())] == ["model.layers.0.mlp", "model.layers.2.mlp"]
+    swin, pixels = tiny("swinv2")
+    consumers = [module.consumer for module in find_mlp(swin, pixels)]
+    assert all(name.endswith("output.dense") for name in consumers)  # and no network of position biases
+
+
+def kept(modules: Iterable[PrunableModule], numbers: Callable[[PrunableModule], int]) -> dict[str, Kept]:
+    """Keep the first units of each module, as many as `numbers` says."""
+    return {module.name: module.kept(range(numbers(module))) for module in modules}
+
+
+def test_plain_configs_say_uniform_cuts() -> None:
+    def cut(model: PreTrainedModel, batch: Batch, numbers: Callable[[PrunableModule], int], *kinds: str) -> Any:
+        modules = find_modules(model, batch, kinds=kinds or (MLP,))
+        slim = prune_units(model, kept(modules, numbers), modules)
+        return None if is_slim(slim) else slim.config
+
+    bart = architecture("Bart", "ForConditionalGeneration", **BART)
+    both = {**text(), "decoder_input_ids": torch.randint(3, 90, (4, 5))}
+    config = cut(bart(), both, lambda m: 40 if ".encoder." in m.name else 32)
+    assert (config.encoder_ffn_dim, config.decoder_ffn_dim) == (40, 32)
+    config = cut(bart(), both, lambda m: 40 if ".encoder." in m.name else 64)
+    assert (config.encoder_ffn_dim, config.decoder_ffn_dim) == (40, 64)
+    assert cut(bart(), both, lambda m: 40 if ".encoder.layers.0" in m.name else 32) is None
+    assert cut(gpt2(), text(), lambda m: 100).n_inner == 100
+    assert cut(decoder("Llama")(), text(), lambda m: 64) is not None
+    # A width that happens to be the number of neurons stays.
+    config = cut(decoder("Llama", intermediate_size=48)(), text(), lambda m: 20)
+    assert (config.intermediate_size, config.hidden_size) == (20, 48)
+
+    config = cut(decoder("Llama")(), text(), lambda m: 40 if m.kind == MLP else 4, *KINDS)
+    assert (config.intermediate_size, config.num_attention_heads, config.num_key_value_heads) == (40, 4, 2)
+    uneven = iter(range(1, 99))
+    assert cut(decoder("Llama")(), text(), lambda m: 40 if m.kind == ATTENTION else next(uneven), MLP) is None
+    heads = iter((2, 4, 6))
+    assert cut(decoder("Llama")(), text(), lambda m: 40 if m.kind == MLP else next(heads), *KINDS) is None
+    config = cut(llava(), llava_batch(), lambda m: 20 if "vision" in m.name else 12)
+    assert (config.vision_config.intermediate_size, config.text_config.intermediate_size) == (20, 12)
+
+
+def test_plans_that_do_not_fit_are_refused() -> None:
+    modules = find_mlp(bert(), text())
+    good = kept(modules, lambda m: 30)
+    check_selection(good, modules)
+    first = modules[0].name
+    with pytest.raises(PlanError, match="must name the feed-forward blocks of its model"):
+        check_selection({first: good[first]}, modules)
+    with pytest.raises(PlanError, match="plan is for 32 neurons in .*, but the model has 64 neurons"):
+        check_selection(good | {first: Kept((0,), 32, kind=MLP)}, modules)
+    with pytest.raises(PlanError, match="plan is for 64 query and 64 key/value heads in .*has 64 neurons"):
+        check_selection(good | {first: Kept((0,), 64)}, modules)
+    with pytest.raises(PlanError, match=r"kept neurons must be ascending indices in \[0, 64\), at .* got \[3, 2"):
+        check_selection(good | {first: Kept((3, 2), 64, kind=MLP)}, modules)
+
+
+def test_blocks_belong_to_towers() -> None:
+    model = llava()
+    towers = [tower_of(model, module) for module in find_mlp(model, llava_batch())]
+    assert towers == ["vision"] * 3 + ["language"] * 2
+    assert {tower_of(bert(), module) for module in find_mlp(bert(), text())} == {"language"}

@@ -119,6 +119,7 @@ def test_every_rendering_draws_the_bars() -> None:
     assert "<title>encoder.layer.1.output: 1,344 of 1,536 neurons kept (88%)</title>" in page
     full, part, _ = (float(width) for width in re.findall(r'class="stays" [^>]*width="([\d.]+)"', page))
     assert part / full == pytest.approx(0.875, abs=1e-3)
+    assert {float(width) for width in re.findall(r'class="gone" [^>]*width="([\d.]+)"', page)} == {full}
     assert "<span>feed-forward neurons</span><b>4,032</b><span>of 4,608</span>" in page
 
 

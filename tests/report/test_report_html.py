@@ -301,10 +301,24 @@ def browse(chromium: str, folder: Path, page: str, *, width: int, script: str = 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, False), (390, True)])
 def test_a_browser_shows_it_whole(chromium: str, tmp_path: Path, width: int, dark: bool) -> None:
-    page = render_html(make_report(layers=24, heads=16))
+    page = render_html(make_report(layers=24, heads=16, neurons=4096))
     script = "const RESULT={wide:document.documentElement.scrollWidth,seen:innerWidth}"
     result = json.loads(browse(chromium, tmp_path, page, width=width, script=script, dark=dark))
     assert result == {"wide": width, "seen": width}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "heads"), [(3, 4), (24, 16)])
+def test_bars_are_at_the_height_of_their_heads(chromium: str, tmp_path: Path, layers: int, heads: int) -> None:
+    page = render_html(make_report(layers=layers, heads=heads, neurons=4096))
+    script = (
+        "const middle=e=>{const b=e.getBoundingClientRect();return Math.round(b.top+b.height/2)};"
+        "const RESULT={bars:[...document.querySelectorAll('.layers .gone')].map(middle),"
+        "heads:[...document.querySelectorAll('.plan rect[data-i$=\",0\"]')].map(middle)}"
+    )
+    result = json.loads(browse(chromium, tmp_path, page, width=1280, script=script))
+    assert len(result["heads"]) == layers
+    assert result["bars"] == pytest.approx(result["heads"], abs=1)
 
 
 @pytest.mark.slow

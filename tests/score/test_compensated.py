@@ -1,40 +1,47 @@
+"""Greedy removal against loops that build every compensated layer anew, token by token."""
+
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.models import bert, image_batch, llama, save_text_model, text_batch, vit, write_rows
+from support.neurons import neurons
 from support.references import RIDGE, naive_effect
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.effects import Effects, LayerEffects, collect_effects
+from hies_export.calibrate.moments import MomentStream, Spread
 from hies_export.errors import DataError, NonFiniteError, RecipeError
-from hies_export.legacy import AttentionSite, select_heads
+from hies_export.legacy import select_heads
 from hies_export.pipeline.choose import choose, write_choice
 from hies_export.pipeline.prepare import prepare
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
-from hies_export.score.compensated import removal_order, score_compensated
+from hies_export.score import compensated
+from hies_export.score.compensated import RemovalOptions, removal_chain, score_compensated
 from hies_export.score.criteria import score_units
+from hies_export.units import PrunableModule
 
 
-def regression_bert() -> PreTrainedModel:
-    return bert(num_labels=1)
+def regression_bert(**options: Any) -> PreTrainedModel:
+    return bert(num_labels=1, **options)
 
 
 def collected(
-    model: PreTrainedModel, site: AttentionSite, batches: list[dict[str, Tensor]]
+    model: PreTrainedModel, module: PrunableModule, batches: list[dict[str, Tensor]]
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Per sample (x, y, g) at its real tokens: input, output, and gradient of the prediction at the OUTPUT."""
     seen: list[tuple[Tensor, Tensor]] = []
-    handle = model.get_submodule(site.output).register_forward_hook(lambda m, x, y: seen.append((x[0], y)))
+    handle = model.get_submodule(module.consumer).register_forward_hook(lambda m, x, y: seen.append((x[0], y)))
     samples = []
     for batch in batches:
         for i in range(len(next(iter(batch.values())))):
@@ -50,107 +57,234 @@ def collected(
     return samples
 
 
-@pytest.mark.parametrize("squared", [True, False])
+@pytest.mark.parametrize("per_sample", [True, False])
 @pytest.mark.parametrize(
     "make", [bert, regression_bert, vit, llama], ids=["bert with padding", "regression", "vit", "grouped, no bias"]
 )
-def test_it_is_greedy_by_the_effect_of_the_compensated_layers(
-    make: Callable[[], PreTrainedModel], squared: bool
-) -> None:
-    model = make()
+def test_it_is_greedy_by_the_effect_of_the_compensated_layers(make: Callable[..., Any], per_sample: bool) -> None:
+    model = make(intermediate_size=6)
     batches = [image_batch(9), image_batch(7)] if make is vit else [text_batch(4, 20), text_batch(8, 30)]
-    sites = find_attention(model, batches[0])
-    samples = {site.name: collected(model, site, batches) for site in sites}
-    effects = collect_effects(model, batches, sites)
-    found = score_compensated(effects, sites, ridge=RIDGE, squared=squared)
-
-    kept = {site.name: list(range(site.key_value_heads)) for site in sites}
-    before = {site.name: 0.0 for site in sites}
-    rank, total = 0, sum(site.key_value_heads for site in sites)
-    raises: dict[str, list[float]] = {site.name: [] for site in sites}
-    while any(len(groups) > 1 for groups in kept.values()):
-        tried = [
-            (naive_effect(model, s, samples[s.name], [k for k in kept[s.name] if k != g], squared=squared), g, s)
-            for s in sites
-            if len(kept[s.name]) > 1
-            for g in kept[s.name]
-        ]
-        after, group, site = min(tried, key=lambda item: item[0] - before[item[2].name])
-        scores = found.scores[site.name].view(-1, site.group_size)[group]
-        assert scores.tolist() == [rank / total] * site.group_size
-        raises[site.name].append(after - before[site.name])
-        before[site.name] = after
-        kept[site.name].remove(group)
-        rank += 1
-    for site in sites:
-        order = removal_order(
-            effects.layers[site.name], site.key_value_heads, effects.samples, ridge=RIDGE, squared=squared
-        )
-        np.testing.assert_allclose([r for _, r in order[:-1]], raises[site.name], rtol=2e-3, atol=1e-7)
-        assert order[-1][0] == kept[site.name][0]
-        best = found.scores[site.name].view(-1, site.group_size)[order[-1][0], 0].item()
-        assert best >= rank / total  # the head that is never removed ranks above all that are
-    assert {tuple(v.shape) for v in found.scores.values()} == {(site.heads,) for site in sites}
-    assert (found.criterion, found.parameters) == ("hies-compensated", {"ridge": RIDGE, "squared": squared})
+    modules = [*find_attention(model, batches[0]), *neurons(model)]
+    effects = collect_effects(model, batches, modules)
+    found = score_compensated(effects, modules, ridge=RIDGE, per_sample=per_sample)
+    assert (found.criterion, found.parameters) == ("compensated", {"ridge": RIDGE, "per_sample": per_sample})
+    assert len(found.chains) == len(modules)
+    for module, chain in zip(modules, found.chains, strict=True):
+        samples = collected(model, module, batches)
+        kept = list(range(module.groups))
+        for removal in chain:
+            # The last group's removal leaves no inputs to build a layer of.
+            tried = [
+                (naive_effect(model, module, samples, [k for k in kept if k != g], per_sample=per_sample), g)
+                for g in (kept if len(kept) > 1 else [])
+            ]
+            effect, group = min(tried) if tried else (removal.effect, kept[0])
+            units = tuple(range(group * module.group_size, (group + 1) * module.group_size))
+            assert (removal.module, removal.units) == (module.name, units)
+            assert removal.effect == pytest.approx(effect, rel=2e-3, abs=1e-7)
+            kept.remove(group)
+        assert not kept
+        # Within a module, units rank as they go.
+        scores = found.scores[module.name]
+        assert scores.shape == (module.units,)
+        of_removals = [scores[list(removal.units)].unique().tolist() for removal in chain]
+        assert all(len(values) == 1 for values in of_removals)
+        assert of_removals == sorted(of_removals)
 
 
-def synthetic(tokens: int = 300, inputs: int = 12, samples: int = 20, *, centred: bool = True) -> LayerEffects:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(tokens, inputs, generator=generator) @ torch.randn(inputs, inputs, generator=generator) + 1
+def layer_of(tokens: int, inputs: int, samples: int, *, centred: bool, seed: int = 1) -> LayerEffects:
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(inputs, inputs, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(tokens, inputs, generator=generator) @ mixed + 1
     h = torch.randn(tokens, inputs, generator=generator)
     return LayerEffects(x, h, torch.arange(tokens) % samples, centred)
 
 
-@pytest.mark.parametrize("centred", [True, False])
-def test_downdating_equals_solving_anew(centred: bool) -> None:
-    layer, width, samples = synthetic(centred=centred), 3, 20
-    order = removal_order(layer, 4, samples, ridge=0.01, squared=True)
+def module_of(units: int, *, width: int = 1, groups: int = 0, kind: str = "attention") -> PrunableModule:
+    return PrunableModule(name="layer", units=units, groups=groups, kind=kind, unit_width=width, consumer="layer.o")
+
+
+def solved_anew(
+    layer: LayerEffects, gone: list[int], samples: int, options: RemovalOptions, known: np.ndarray | None = None
+) -> float:
+    """Return e without the columns that are gone; mean and covariance are those of the `known` tokens."""
     x, h, sample = (t.double().numpy() for t in (layer.inputs, layer.gradients, layer.sample))
-    z = x - x.mean(0) if centred else x
-    c = z.T @ z / len(z)
+    known = x if known is None else known
+    mean = known.mean(0) if layer.centred else np.zeros(x.shape[1])
+    c = (known - mean).T @ (known - mean) / len(known)
+    kept = sorted(set(range(x.shape[1])) - set(gone))
+    damped = c[np.ix_(kept, kept)] + options.ridge * np.trace(c) / len(c) * np.eye(len(kept))
+    predict = c[np.ix_(gone, kept)] @ np.linalg.inv(damped) if kept else np.zeros((len(gone), 0))
+    z = x - mean
+    d = (h[:, gone] * (z[:, gone] - z[:, kept] @ predict.T)).sum(1)  # of each token
+    of_samples = sum(d[sample == s].sum() ** 2 for s in range(samples)) if options.per_sample else 0.0
+    return float((d @ d + of_samples) / samples)
+
+
+def naive_chain(
+    layer: LayerEffects,
+    module: PrunableModule,
+    samples: int,
+    options: RemovalOptions,
+    *,
+    step: int = 1,
+    known: np.ndarray | None = None,
+) -> list[tuple[list[int], float]]:
+    """Return the groups that each step removes, and the effect after it, by trying every group that is left."""
+    width = module.unit_width * module.group_size
+
+    def effect(groups: list[int]) -> float:
+        gone = [column for g in sorted(groups) for column in range(g * width, (g + 1) * width)]
+        return solved_anew(layer, gone, samples, options, known)
+
     gone: list[int] = []
-    effect = 0.0
-    for group, raised in order:
-        gone += range(group * width, (group + 1) * width)
-        kept = sorted(set(range(x.shape[1])) - set(gone))
-        damped = c[np.ix_(kept, kept)] + 0.01 * c.diagonal().mean() * np.eye(len(kept))
-        residual = z[:, gone] - z[:, kept] @ np.linalg.solve(damped, c[np.ix_(kept, gone)])
-        per_token = (h[:, gone] * residual).sum(1)
-        after = np.mean([per_token[sample == s].sum() ** 2 for s in range(samples)])
-        assert raised == pytest.approx(after - effect, rel=1e-9)
-        effect = after
-    assert sorted(gone) == list(range(x.shape[1]))
+    chain = []
+    while len(gone) < module.groups:
+        left = [g for g in range(module.groups) if g not in gone]
+        cheapest = sorted(left, key=lambda g: (effect([*gone, g]), -g))[:step]
+        gone += cheapest
+        chain.append((cheapest, effect(gone)))
+    return chain
+
+
+# The kind of precision is the kind of unit's: a neuron's system is a single number.
+SHAPES = {
+    "heads": (module_of(5, width=3), 1e-9),
+    "groups": (module_of(8, width=2, groups=4), 1e-9),
+    "neurons": (module_of(12, kind="mlp"), 1e-5),
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["their own moments", "moments of other tokens"])
+@pytest.mark.parametrize("per_sample", [True, False])
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_downdating_equals_solving_anew(shape: str, centred: bool, per_sample: bool, known: bool) -> None:
+    (module, precision), samples, options = SHAPES[shape], 10, RemovalOptions(0.05, per_sample)
+    inputs = module.units * module.unit_width
+    layer = layer_of(60, inputs, samples, centred=centred)
+    others = layer_of(150, inputs, samples, centred=centred, seed=2).inputs if known else None
+    spread = None if others is None else Spread.of(others, centred=centred)
+    found = removal_chain(layer, module, samples, spread=spread, options=options)
+    expected = naive_chain(layer, module, samples, options, known=None if others is None else others.double().numpy())
+    size = module.group_size
+    assert [r.units for r in found] == [tuple(range(g * size, (g + 1) * size)) for (g,), _ in expected]
+    assert [r.effect for r in found] == pytest.approx([effect for _, effect in expected], rel=precision)
+
+
+@pytest.mark.parametrize("per_sample", [True, False])
+def test_neurons_go_several_at_a_time(per_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compensated, "SHARE_PER_STEP", 0.2)
+    module, samples, options = module_of(16, kind="mlp"), 10, RemovalOptions(0.05, per_sample)
+    layer = layer_of(60, 16, samples, centred=True)
+    found = removal_chain(layer, module, samples, options=options)
+    expected = naive_chain(layer, module, samples, options, step=3)
+    assert [len(r.units) for r in found] == [3, 3, 3, 3, 3, 1]
+    assert [list(r.units) for r in found] == [groups for groups, _ in expected]
+    assert [r.effect for r in found] == pytest.approx([effect for _, effect in expected], rel=1e-5)
+
+
+def test_a_step_is_one_percent_of_a_wide_layer() -> None:
+    module, samples = module_of(251, kind="mlp"), 10
+    layer = layer_of(300, 251, samples, centred=True)
+    found = removal_chain(layer, module, samples)
+    assert [len(r.units) for r in found] == [3] * 83 + [2]
+    assert sorted(unit for r in found for unit in r.units) == list(range(251))
+    gone: list[int] = []
+    for number, removal in enumerate(found):
+        gone += removal.units
+        if number % 20 == 0:
+            assert removal.effect == pytest.approx(
+                solved_anew(layer, sorted(gone), samples, RemovalOptions()), rel=1e-4
+            )
+    heads = removal_chain(layer_of(60, 120, 10, centred=True), module_of(120), samples)
+    assert {len(r.units) for r in heads} == {1}
 
 
 def test_a_linear_copy_of_another_head_goes_first_and_costs_nothing() -> None:
-    layer = synthetic()
+    layer = layer_of(300, 12, 20, centred=True)
     inputs = layer.inputs.clone()
     inputs[:, 6:9] = inputs[:, :1] * torch.tensor([1.0, -2.0, 0.5]) + 3  # head 2 says only what head 0 says as well
     copied = LayerEffects(
         inputs, layer.gradients * torch.tensor([1.0] * 6 + [10.0] * 3 + [1.0] * 3), layer.sample, True
     )
-    order = removal_order(copied, 4, 20, ridge=1e-10, squared=True)
-    assert order[0][0] == 2
-    assert order[0][1] < 1e-9 * order[1][1]
+    first, second, *_ = removal_chain(copied, module_of(4, width=3), 20, options=RemovalOptions(1e-10))
+    assert first.units == (2,)
+    assert first.effect < 1e-9 * (second.effect - first.effect)
 
 
-def test_the_order_over_modules_is_by_the_next_raise_and_budgets_are_nested() -> None:
-    model, batches = bert(), [text_batch(8, 30)]
-    sites = find_attention(model, batches[0])
-    effects = collect_effects(model, batches, sites)
-    # A module whose predictions hang a thousand times less on it is emptied, up to one head, before the others.
-    small = sites[1].name
-    layer = effects.layers[small]
-    layers = dict(effects.layers) | {
-        small: LayerEffects(layer.inputs, layer.gradients * 1e-3, layer.sample, layer.centred)
-    }
-    scores = score_compensated(Effects(layers, effects.samples), sites)
-    assert sorted((scores.scores[small] * 18).round().int().tolist())[:5] == [0, 1, 2, 3, 4]
-    assert sorted((torch.cat(list(scores.scores.values())) * 18).round().int().tolist()) == list(range(18))
-    plans = [select_heads(scores, sites, heads=share) for share in (0.2, 0.4, 0.6, 0.8)]
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_units_that_write_nothing_go_first_and_cost_nothing(kind: str) -> None:
+    layer = layer_of(100, 6, 20, centred=False)
+    silent = LayerEffects(layer.inputs * torch.tensor([1.0, 0, 1, 1, 0, 1]), layer.gradients, layer.sample, False)
+    chain = removal_chain(silent, module_of(6, kind=kind), 20)
+    # Of equals, the later one goes first.
+    assert [r.units for r in chain[:2]] == [(4,), (1,)]
+    assert [r.effect for r in chain[:2]] == [0, 0]
+    assert chain[2].effect > 0
+    dead = LayerEffects(layer.inputs * 0, layer.gradients, layer.sample, True)
+    assert [(r.units, r.effect) for r in removal_chain(dead, module_of(3, width=2, kind=kind), 20)] == [
+        *(((2,), 0), ((1,), 0), ((0,), 0))
+    ]
+
+
+def test_few_tokens_take_neurons_to_be_free_and_more_tokens_do_not() -> None:
+    module, options = module_of(40, kind="mlp"), RemovalOptions(1e-6)
+    few = layer_of(20, 40, 5, centred=True)  # any neuron is a combination of the others at 20 tokens
+    many = layer_of(2000, 40, 5, centred=True, seed=3).inputs
+    alone = removal_chain(few, module, 5, options=options)
+    informed = removal_chain(few, module, 5, spread=Spread.of(many, centred=True), options=options)
+    assert alone[9].effect < 1e-3 * informed[9].effect
+    # What the neurons cost where there are enough tokens to tell.
+    truth = LayerEffects(many, layer_of(2000, 40, 5, centred=True, seed=4).gradients, torch.arange(2000) % 500, True)
+    cost = [
+        solved_anew(truth, sorted(u for r in chain[:10] for u in r.units), 500, RemovalOptions(1e-6))
+        for chain in (alone, informed)
+    ]
+    assert cost[1] < cost[0]
+
+
+def test_moments_reach_the_modules_they_were_collected_of() -> None:
+    model, batches, others = bert(intermediate_size=16), [text_batch(8, 20)], [text_batch(8, 30), text_batch(8, 30)]
+    modules = [*find_attention(model, batches[0]), *neurons(model)]
+    effects = collect_effects(model, batches, modules)
+    spreads = {m.name: found.spread(centred=True) for m, found in MomentStream(model, modules, others)}
+    found = score_compensated(effects, modules, spreads=spreads)
+    for module, chain in zip(modules, found.chains, strict=True):
+        layer = effects.layers[module.name]
+        assert chain == removal_chain(layer, module, 8, spread=spreads[module.name])
+        assert [r.effect for r in chain[:-1]] != pytest.approx([r.effect for r in removal_chain(layer, module, 8)[:-1]])
+
+
+def test_the_order_over_modules_is_by_slope_and_budgets_are_nested() -> None:
+    model, batches = bert(intermediate_size=12), [text_batch(8, 30)]
+    sites, blocks = find_attention(model, batches[0]), neurons(model)
+    effects = collect_effects(model, batches, [*sites, *blocks])
+    # Modules on which predictions hang a thousand times less are emptied, up to one unit, before the others.
+    layers = dict(effects.layers)
+    for module in (sites[1], blocks[2]):
+        layer = layers[module.name]
+        layers[module.name] = LayerEffects(layer.inputs, layer.gradients * 1e-3, layer.sample, layer.centred)
+    found = score_compensated(Effects(layers, effects.samples), [*sites, *blocks])
+    for kind, small, total in ((sites, sites[1], 18), (blocks, blocks[2], 36)):
+        ranks = {m.name: (found.scores[m.name] * total).round().int().tolist() for m in kind}
+        # Heads rank among heads, and neurons among neurons.
+        assert sorted(rank for values in ranks.values() for rank in values) == list(range(total))
+        assert sorted(ranks[small.name])[:-1] == list(range(small.units - 1))
+        # Every module keeps something, so its last unit ranks above all that may go.
+        assert sorted(max(values) for values in ranks.values()) == [total - 3, total - 2, total - 1]
+    plans = [select_heads(found, sites, heads=share) for share in (0.2, 0.4, 0.6, 0.8)]
     for less, more in itertools.pairwise(plans):
         assert all(set(more.kept[s.name].query) <= set(less.kept[s.name].query) for s in sites)
     assert plans[0].alpha is None
+
+
+def test_groups_share_a_rank() -> None:
+    layer = layer_of(100, 16, 10, centred=False)
+    found = score_compensated(Effects({"layer": layer}, 10), [module_of(8, width=2, groups=4)])
+    by_group = found.scores["layer"].view(4, 2)
+    assert torch.equal(by_group[:, 0], by_group[:, 1])
+    assert sorted(by_group[:, 0].tolist()) == [0, 0.25, 0.5, 0.75]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -195,28 +329,40 @@ def test_padding_and_labels_make_no_difference() -> None:
         assert {t.dtype for t in (a.inputs, a.gradients)} == {torch.float32}
 
 
-@pytest.mark.parametrize("alpha", [0.5, "auto"])
-def test_a_recipe_may_name_it(tmp_path: Path, alpha: object) -> None:
+@pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
+@pytest.mark.parametrize("compensate", [False, True])
+@pytest.mark.parametrize(("name", "alpha"), [("hies-compensated", 0.5), ("compensated", "auto")])
+def test_a_recipe_may_name_it(
+    tmp_path: Path, name: str, alpha: object, compensate: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     save_text_model(tmp_path / "model")
+    section = {"compensation": {"samples": 40}} if compensate else {}
     recipe = PruningRecipe(
         model=str(tmp_path / "model"),
         task="text-classification",
         data={"files": {"train": write_rows(tmp_path / "a.jsonl", 40)}, "text": "sentence", "label": "label"},
         calibration={"samples": 24},
         evaluation={"split": "train"},
-        prune={"criterion": "hies-compensated", "alpha": alpha, "budget": {"heads": 0.5}},
+        prune={"criterion": name, "alpha": alpha, "budget": {"heads": 0.5}, **section},
     )
     prepared = prepare(recipe)
+    assert (f"{name} ranks units by the errors that least squares leaves" in caplog.text) == (not compensate)
     assert prepared.held_out == []
     choice = choose(prepared, recipe, progress=Silent())
-    assert (choice.plan.criterion, choice.plan.alpha, choice.plan.removed) == ("hies-compensated", None, 9)
+    # The plan keeps the name that the recipe gave.
+    assert (choice.plan.criterion, choice.plan.alpha, choice.plan.removed) == (name, None, 9)
     assert choice.plan.calibration["labels"] == "predictions"  # those of the rows are not looked at
-    expected = score_compensated(collect_effects(prepared.model, prepared.calibration, prepared.sites), prepared.sites)
-    assert select_heads(expected, prepared.sites, heads=0.5).kept == choice.plan.kept
+    sites, spreads = prepared.sites, None
+    if compensate:  # the rows to refit on are more than those to score on, so their moments are used
+        stream = MomentStream(prepared.model, sites, prepared.compensation)
+        spreads = {module.name: found.spread(centred=True) for module, found in stream}
+    expected = score_compensated(collect_effects(prepared.model, prepared.calibration, sites), sites, spreads=spreads)
+    assert all(torch.equal(choice.scores.scores[s.name], expected.scores[s.name]) for s in sites)
+    assert select_heads(expected, sites, heads=0.5).kept == choice.plan.kept
     write_choice(tmp_path, choice)
     written = json.loads((tmp_path / "scores.json").read_text())
-    assert written["parameters"] == {"ridge": 0.1, "squared": True}
-    assert set(written["his"]) == set(written["entropy"]) == set(written["scores"]) == {s.name for s in prepared.sites}
+    assert written["parameters"] == {"ridge": 0.1, "per_sample": True}
+    assert set(written["his"]) == set(written["entropy"]) == set(written["scores"]) == {s.name for s in sites}
 
 
 def test_bad_requests() -> None:
@@ -224,7 +370,9 @@ def test_bad_requests() -> None:
     sites = find_attention(model, batch)
     with pytest.raises(DataError, match="at least one sample, got none; raise calibration.samples"):
         collect_effects(model, [], sites)
-    with pytest.raises(RecipeError, match="ridge must be above 0, got 0"):
-        score_compensated(collect_effects(model, [batch], sites), sites, ridge=0)
-    with pytest.raises(RecipeError, match="hies-compensated is scored by score_compensated"):
-        score_units(None, criterion="hies-compensated")  # type: ignore[arg-type]
+    for ridge in (0, -1, float("nan")):
+        with pytest.raises(RecipeError, match=f"ridge must be above 0, got {ridge}"):
+            score_compensated(collect_effects(model, [batch], sites), sites, ridge=ridge)
+    for name in ("compensated", "hies-compensated"):
+        with pytest.raises(RecipeError, match=f"got '{name}'; {name} is scored by score_compensated"):
+            score_units(None, criterion=name)  # type: ignore[arg-type]

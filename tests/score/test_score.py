@@ -72,14 +72,14 @@ def test_a_degenerate_range_scores_zero_and_warns() -> None:
 
 def test_alpha_is_known_to_be_used() -> None:
     assert [name for name in CRITERIA if uses_alpha(name)] == ["hies", "ae + activation-l2"]
-    assert list(CRITERIA)[:5] == ["hies", "his", "ad", "l2", "random"]
+    assert list(CRITERIA)[:6] == ["hies", "his", "fisher", "ad", "l2", "random"]
 
 
 def test_all_problems_at_once() -> None:
     with pytest.raises(RecipeError, match="3 problems") as error:
         score_units(STATISTICS, criterion="hise", alpha=1.0, normalize="both")
     assert len(error.value.problems) == 3
-    assert "criterion must be one of hies, his, ad, l2, random, " in str(error.value)
+    assert "criterion must be one of hies, his, fisher, ad, l2, random, " in str(error.value)
     assert ", got 'hise'" in str(error.value)
     assert "alpha must be in [0, 1), got 1.0" in str(error.value)
 

@@ -111,7 +111,7 @@ def test_heads_are_cut_in_steps_with_refits_and_alpha_chosen(tmp_path: Path) -> 
 def test_later_steps_see_the_refitted_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, steps=2, compensation={"samples": 40})
     seen: list[Any] = []
-    from hies_export.pipeline import choose as module
+    from hies_export.pipeline import candidates as module
 
     collect = module.collect_statistics
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.effects import collect_effects
+from hies_export.calibrate.predictions import text_labels
 from hies_export.errors import DataError
 from hies_export.legacy import compensate_heads
 from hies_export.model.tokens import real_tokens
 from hies_export.prunable.attention import find_attention
-from hies_export.score.compensated import removal_order
+from hies_export.score.compensated import RemovalOptions, removal_chain
 
 Batches = list[dict[str, Tensor]]
 
@@ -74,11 +75,14 @@ def test_effects_are_of_the_log_probability_of_the_text(
         wanted = np.concatenate([g @ weight for _, _, g in samples])
         np.testing.assert_allclose(layer.gradients.numpy(), wanted, atol=1e-4 * max(1.0, np.abs(wanted).max()))
     last = sites[-1]
-    order = removal_order(effects.layers[last.name], 2, effects.samples, ridge=RIDGE, squared=True)
+    # A text is no single prediction, so the changes of its tokens are not added up.
+    options = RemovalOptions(RIDGE, per_sample=False)
+    first, _ = removal_chain(effects.layers[last.name], last, effects.samples, options=options)
     samples = collected(model, last.output, batches)
-    costs = [naive_effect(model, last, samples, [1 - group], squared=True) for group in (0, 1)]
-    assert order[0][0] == int(np.argmin(costs))
-    assert order[0][1] == pytest.approx(min(costs), rel=1e-3)
+    costs = [naive_effect(model, last, samples, [1 - group], per_sample=False) for group in (0, 1)]
+    cheapest = int(np.argmin(costs))
+    assert first.units == tuple(range(last.group_size * cheapest, last.group_size * (cheapest + 1)))
+    assert first.effect == pytest.approx(min(costs), rel=1e-3)
 
 
 def test_the_labels_are_the_text_and_say_which_tokens_count() -> None:
@@ -106,6 +110,7 @@ def test_without_labels_the_text_is_its_own(make: Callable[[], PreTrainedModel],
     one, other = (collect_effects(model, [b], sites) for b in (labelled, unlabelled))
     for site in sites:
         assert torch.equal(one.layers[site.name].gradients, other.layers[site.name].gradients)
+    assert torch.equal(text_labels(model, unlabelled)[:, 1:], labelled["labels"][:, 1:])
     embedded = {"inputs_embeds": torch.randn(5, 4, 32)}
     with pytest.raises(DataError, match="must have labels or input_ids, got inputs_embeds"):
         collect_effects(causal_lm(), [embedded], find_attention(causal_lm(), padded([4], "right")))

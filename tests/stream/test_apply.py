@@ -19,7 +19,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from support.cuts import random_plan
+from support.cuts import random_neurons, random_plan
 from support.families import SMALL, architecture, decoder, gpt2
 from support.models import bert, llama, llava, save_text_model, text_batch, vit
 from support.runs import hies
@@ -29,8 +29,10 @@ from transformers import PreTrainedModel
 from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
 from hies_export.errors import OutputExistsError, PlanError, RequestError, StepError
+from hies_export.kinds import KINDS, MLP
 from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import find_attention
+from hies_export.prunable.find import find_modules
 from hies_export.slim.check import first_output, weight_norms
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
@@ -125,6 +127,40 @@ def test_shards_in_and_out(name: str, tmp_path: Path) -> None:
 def test_shards_are_as_large_as_those_of_transformers() -> None:
     parameters = inspect.signature(PreTrainedModel.save_pretrained).parameters
     assert parameters["max_shard_size"].default == MAX_SHARD_SIZE
+
+
+@pytest.mark.parametrize("kinds", [(MLP,), KINDS], ids=["neurons", "both"])
+@pytest.mark.parametrize("uniform", [False, True], ids=["uneven", "uniform"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama bfloat16, tied", "bert", "vit, older names", "gpt2, transposed", "phi3, fused", "llava, both towers"],
+)
+def test_the_files_of_a_cut_of_neurons(name: str, uniform: bool, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    MODELS[name]().save_pretrained(tmp_path / "dense")
+    model = load(tmp_path / "dense")
+    modules = find_modules(model, batch_for(model), kinds=kinds)
+    plan = PruningPlan(kept=random_neurons(modules, uniform=uniform), criterion="random")
+    prune_units(model, plan, modules).save_pretrained(tmp_path / "memory")
+    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
+    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+    again = find_modules(load(tmp_path / "disk"), batch_for(model), kinds=kinds)
+    assert [(m.name, m.units) for m in again] == [(name, len(kept.units)) for name, kept in plan.kept.items()]
+
+
+def test_neurons_by_hand(tmp_path: Path) -> None:
+    """Keep four of 64 neurons in one layer; the expected tensors come from plain indexing."""
+    decoder("Phi3")().save_pretrained(tmp_path / "dense")
+    stay = [0, 5, 6, 63]
+    kept = {f"model.layers.{i}.mlp": Kept(tuple(stay if i == 1 else range(64)), 64, kind=MLP) for i in range(3)}
+    apply_plan(PruningPlan(kept=kept, criterion="by hand"), tmp_path / "dense", tmp_path / "slim")
+    dense, slim = (load_file(tmp_path / n / "model.safetensors") for n in ("dense", "slim"))
+    assert list(dense) == list(slim)
+    for name, tensor in dense.items():
+        if "layers.1.mlp.gate_up_proj" in name:
+            tensor = tensor[[*stay, *(64 + neuron for neuron in stay)]]
+        elif "layers.1.mlp.down_proj" in name:
+            tensor = tensor[:, stay]
+        assert torch.equal(slim[name], tensor)
 
 
 def test_rows_and_columns_by_hand(tmp_path: Path) -> None:

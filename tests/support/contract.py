@@ -1,6 +1,7 @@
-"""Test a model type in five steps, each against a reference: score, cut, reload, train, onnx.
+"""Test a model type step by step, each against a reference: score, cut, reload, train, onnx.
 
-A step takes a `Subject` and returns nothing; it raises `Broken`, or an error of hies_export, with the reason.
+A step takes a `Subject` and returns nothing; it raises `Broken`, or an error of hies_export, with the reason. `STEPS`
+are for heads, `NEURON_STEPS` for the neurons of feed-forward blocks; the last of these cuts heads and neurons at once.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,15 +22,17 @@ from hies_export.calibrate.collect import collect_statistics
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.errors import ReloadMismatchError, UnsupportedModelError
-from hies_export.legacy import AttentionSite, check_cut, masked_heads
+from hies_export.kinds import ATTENTION, KINDS, UNIT_NAMES
 from hies_export.onnx.export import export_onnx
-from hies_export.prunable.attention import find_attention
-from hies_export.slim.check import first_output, max_abs
+from hies_export.prunable.find import find_modules
+from hies_export.slim.check import compare_cut, first_output, max_abs
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
+from hies_export.slim.mask import masked_units
+from hies_export.units import PrunableModule
 from hies_export.values import PruningPlan
 from support.architectures import tiny
-from support.cuts import random_plan
+from support.cuts import random_neurons, random_plan
 from support.references import NotApplicable, naive_statistics
 
 
@@ -39,29 +42,47 @@ class Broken(AssertionError):
 
 @dataclass
 class Subject:
-    """Hold a tiny model of one type, and what the steps share."""
+    """Hold a tiny model of one type, and what the steps share.
+
+    Attributes:
+        model: The model.
+        batch: Inputs of it.
+        kinds: Kinds of the units that are cut.
+    """
 
     model: PreTrainedModel
     batch: dict[str, Tensor]
+    kinds: tuple[str, ...] = (ATTENTION,)
 
     @classmethod
-    def of(cls, model_type: str) -> Subject:
+    def of(cls, model_type: str, *kinds: str) -> Subject:
         """Return a tiny random model of a type, with a batch for it."""
-        return cls(*tiny(model_type))
+        return cls(*tiny(model_type), kinds or (ATTENTION,))
+
+    def with_kinds(self, *kinds: str) -> Subject:
+        """Return the same model, for cuts of other kinds of units."""
+        return replace(self, kinds=kinds)
 
     @cached_property
-    def sites(self) -> tuple[AttentionSite, ...]:
-        """Return the attention modules; they are found once."""
-        return find_attention(self.model, self.batch)
+    def sites(self) -> tuple[PrunableModule, ...]:
+        """Return the modules that are cut; they are found once."""
+        return find_modules(self.model, self.batch, kinds=self.kinds)
 
     def plan(self, uniform: bool) -> PruningPlan:
         """Return the plan of a cut, uneven or uniform."""
-        return random_plan(self.sites, uniform=uniform)
+        if self.kinds == (ATTENTION,):
+            return random_plan(self.sites, uniform=uniform)
+        return PruningPlan(kept=random_neurons(self.sites, uniform=uniform), criterion="random")
 
     @cached_property
     def slim(self) -> dict[bool, PreTrainedModel]:
         """Return the uneven (False) and the uniform (True) cut."""
         return {u: prune_units(self.model, self.plan(u), self.sites) for u in (False, True)}
+
+    @property
+    def units(self) -> str:
+        """Return what is cut, in messages."""
+        return " and ".join(f"{UNIT_NAMES[kind]}s" for kind in self.kinds)
 
     def refusal(self) -> str | None:
         """Return why the package refuses the model, or None if it does not."""
@@ -73,8 +94,9 @@ class Subject:
 
     def config_alone(self) -> bool:
         """Return whether stock transformers loads a uniform cut without code from this package."""
-        counts = {(len(k.query), len(k.key_value)) for k in self.plan(True).kept.values()}
-        return len(counts) == 1 and not is_slim(self.slim[True])
+        kept = self.plan(True).kept.values()
+        counts = {(k.kind, len(k.units), len(k.kept_groups)) for k in kept}
+        return len(counts) == len(self.kinds) and not is_slim(self.slim[True])
 
 
 def score(subject: Subject) -> None:
@@ -94,19 +116,19 @@ def score(subject: Subject) -> None:
 
 
 def cut(subject: Subject) -> None:
-    """Compare both cuts with the masked dense model, and check that they have fewer heads and weights."""
+    """Compare both cuts with the masked dense model, and check that they have fewer units and weights."""
     model, batch = subject.model, subject.batch
     dense_output = first_output(model, batch)
     for uniform, slim in subject.slim.items():
         plan = subject.plan(uniform)
-        with masked_heads(model, plan):
+        with masked_units(model, plan, subject.sites):
             masked = first_output(model, batch)
         if max_abs(masked, dense_output) < 1e-4:
-            raise Broken("removed heads do not change the output, so that nothing is proved")
-        check_cut(model, slim, plan, batch)
-        counts = [(len(k.query), len(k.key_value)) for k in plan.kept.values()]
-        if [(s.heads, s.key_value_heads) for s in find_attention(slim, batch)] != counts:
-            raise Broken("the slim model does not have the heads of the plan")
+            raise Broken(f"removed {subject.units} do not change the output, so that nothing is proved")
+        compare_cut(model, slim, plan, subject.sites, batch)
+        counts = [(name, len(k.units), len(k.kept_groups)) for name, k in plan.kept.items()]
+        if [(s.name, s.units, s.groups) for s in find_modules(slim, batch, kinds=subject.kinds)] != counts:
+            raise Broken(f"the slim model does not have the {subject.units} of the plan")
         if not parameters(slim) < parameters(model):
             raise Broken("the slim model has no fewer parameters")
     if max_abs(first_output(model, batch), dense_output) != 0:
@@ -168,7 +190,23 @@ def onnx(subject: Subject) -> None:
         export_onnx(subject.slim[False], Path(folder) / "onnx", batch=subject.batch)
 
 
-STEPS: dict[str, Callable[[Subject], None]] = {s.__name__: s for s in (score, cut, reload, train, onnx)}
+def together(subject: Subject) -> None:
+    """Cut heads and neurons at once, and take both cuts through `cut` and `reload`.
+
+    Raises:
+        NotApplicable: The heads cannot be cut.
+    """
+    if subject.with_kinds(ATTENTION).refusal() is not None:
+        raise NotApplicable("its heads are not cut")
+    both = subject.with_kinds(*KINDS)
+    cut(both)
+    reload(both)
+
+
+Step = Callable[[Subject], None]
+
+STEPS: dict[str, Step] = {s.__name__: s for s in (score, cut, reload, train, onnx)}
+NEURON_STEPS: dict[str, Step] = {s.__name__: s for s in (cut, reload, train, onnx, together)}
 
 
 def labelled(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export import find_attention
 from hies_export.kinds import MLP
 from hies_export.units import PrunableModule, Selection, Slice, Span
+from support.models import bert, causal_lm, text_batch
+
+Case = tuple[PreTrainedModel, tuple[PrunableModule, ...], dict[str, torch.Tensor]]
+"""A tiny model, its modules of both kinds, and a batch."""
 
 # Name of a consumer -> names of its module and producers.
 NAMES = (
@@ -46,10 +51,6 @@ def neurons(model: PreTrainedModel) -> tuple[PrunableModule, ...]:
     return tuple(found)
 
 
-# By the names of their models; the patterns tell them apart.
-bert_blocks = llama_blocks = neurons
-
-
 def half(modules: Sequence[PrunableModule]) -> Selection:
     """Return a selection that keeps every other neuron."""
     return {module.name: module.kept(range(0, module.units, 2)) for module in modules}
@@ -79,3 +80,16 @@ def one_by_one(batches: Sequence[dict[str, Tensor]]) -> Iterator[dict[str, Tenso
                 real = one["attention_mask"][0].bool()
                 one = {k: v[:, real] if v.shape == one["attention_mask"].shape else v for k, v in one.items()}
             yield one
+
+
+def bert_case() -> Case:
+    """Return a BERT, with its attention modules in front of its blocks."""
+    model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
+    return model, (*find_attention(model, batch), *neurons(model)), batch
+
+
+def llama_case() -> Case:
+    """Return a decoder with grouped queries and tied embeddings, with modules of both kinds in turn."""
+    model, batch = causal_lm(tie_word_embeddings=True), {"input_ids": torch.randint(5, 30, (2, 9))}
+    modules = zip(find_attention(model, batch), neurons(model), strict=True)
+    return model, tuple(module for pair in modules for module in pair), batch

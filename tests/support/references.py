@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.legacy import AttentionSite
+from hies_export.units import PrunableModule
 from hies_export.values import PruningPlan
 
 RIDGE = 0.1
@@ -42,20 +43,21 @@ def design_formula(
 
 def naive_effect(
     model: PreTrainedModel,
-    site: AttentionSite,
+    module: PrunableModule,
     samples: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
     groups: list[int],
     *,
-    squared: bool,
+    per_sample: bool = True,
 ) -> float:
-    """Return E_x of |sum_t <g_t, delta_t>| (or its square), with the compensated layer built for the kept groups.
+    """Return E_x of sum_t d_t^2, plus (sum_t d_t)^2 if `per_sample`, with d_t = <g_t, delta_t>.
 
-    A sample is the inputs, outputs and output gradients of the layer, each of shape (tokens, features).
+    The compensated layer is built for the kept groups. A sample is the inputs, outputs and output gradients of the
+    layer, each of shape (tokens, features).
     """
-    layer = model.get_submodule(site.output)
+    layer = model.get_submodule(module.consumer)
     w = layer.weight.detach().double().numpy()
     b = np.zeros(len(w)) if layer.bias is None else layer.bias.detach().double().numpy()
-    width = site.group_size * site.value_dim
+    width = module.group_size * module.unit_width
     kept = [g * width + j for g in groups for j in range(width)]
     removed = sorted(set(range(w.shape[1])) - set(kept))
     x = np.concatenate([x for x, _, _ in samples])
@@ -64,8 +66,11 @@ def naive_effect(
     damped = c[np.ix_(kept, kept)] + RIDGE * np.trace(c) / len(c) * np.eye(len(kept))
     new = w[:, kept] + w[:, removed] @ c[np.ix_(removed, kept)] @ np.linalg.inv(damped)
     shift = b + w[:, removed] @ mean[removed] + (w[:, kept] - new) @ mean[kept]
-    effects = [((x[:, kept] @ new.T + shift - y) * g).sum() for x, y, g in samples]
-    return float(np.mean(np.square(effects) if squared else np.abs(effects)))
+    effect = 0.0
+    for x, y, g in samples:
+        d = ((x[:, kept] @ new.T + shift - y) * g).sum(1)
+        effect += float(d @ d) + (float(d.sum()) ** 2 if per_sample else 0.0)
+    return effect / len(samples)
 
 
 def naive_statistics(

@@ -59,6 +59,24 @@ REFUSED = {
     "parakeet_encoder": "a bias for every head",
     "t5": "a position bias",
 }
+NEURONS = {
+    "albert": "layers that share their weights",
+    "bart": "an encoder and a decoder, with a field of the config for each",
+    "bert": "separate layers with biases",
+    "gpt2": "transposed weights, in a field of the config that is unset",
+    "llama": "gated",
+    "llava": "two towers",
+    "lilt": "two blocks in one module",
+    "opt": "a ReLU",
+    "phi3": "gate and up fused",
+    "swinv2": "stages of several widths, and networks of position biases, which stay",
+    "t5": "a model whose heads are refused",
+}
+NEURONS_REFUSED = {
+    "bitnet": "a norm over neurons",
+    "mixtral": "experts",
+    "resnet": "no block",
+}
 
 DECISIVE = ("prunable", "slim", "checkpoint")
 LOCK = Path(__file__).parents[1] / "prunable" / "architectures.lock"

@@ -46,7 +46,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
         measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
     )
     with pytest.MonkeyPatch.context() as patch, without_tracing():
-        patch.setattr("hies_export.pipeline.choose.ALPHAS", (0.0, 0.5, 0.9))  # fewer to judge
+        patch.setattr("hies_export.pipeline.candidates.ALPHAS", (0.0, 0.5, 0.9))  # fewer to judge
         assert main(["run", str(folder / "recipe.yaml")]) == 0
     return folder / "out"
 

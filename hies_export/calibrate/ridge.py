@@ -1,0 +1,134 @@
+"""Fit a linear layer from moments of its inputs and targets: ridge regression without activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+# From this number of inputs on, sums and fits take the faster way, which rounds differently.
+WIDE = 1024
+
+
+@dataclass
+class Moments:
+    """Weighted sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64.
+
+    Attributes:
+        tokens: Sum of the weights; the number of tokens where all weigh one.
+        x: (inputs,) sum of x.
+        y: (outputs,) sum of y.
+        xx: (inputs, inputs) sum of x x^T.
+        yx: (outputs, inputs) sum of y x^T.
+        yy: Sum of |y|^2.
+        counted: Number of tokens.
+    """
+
+    tokens: float
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    yx: Tensor
+    yy: Tensor
+    counted: int
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor) -> Moments:
+        """Return the moments of x (tokens, inputs) and y (tokens, outputs)."""
+        x, y = x.double(), y.double()
+        return cls(float(len(x)), x.sum(0), y.sum(0), x.T @ x, y.T @ x, y.pow(2).sum(), len(x))
+
+    def part(self, columns: Tensor) -> Moments:
+        """Return the moments of the inputs with the given indices, (columns,) int64, and of all targets."""
+        return replace(self, x=self.x[columns], xx=self.xx[columns][:, columns], yx=self.yx[:, columns])
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def fit(self, weight: Tensor, *, ridge: float, centred: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the ridge regression of y on x, which shrinks towards `weight` instead of zero.
+
+        Args:
+            weight: (outputs, inputs)
+            ridge: Relative to the mean of the diagonal of the moments of x.
+            centred: Whether to fit a bias as well, from centred moments.
+
+        Returns:
+            The weight (outputs, inputs), and the bias (outputs,), or None if not `centred`.
+
+        Raises:
+            torch.linalg.LinAlgError: The moments of x are singular.
+        """
+        return next(self.fits(weight, ridges=[ridge], centred=centred))
+
+    def fits(self, weight: Tensor, *, ridges: Sequence[float], centred: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield what `fit` returns, for each of several ridges."""
+        mean_x, xx, yx = self.x / self.tokens, self.xx / self.tokens, self.yx / self.tokens
+        if centred:
+            xx = xx - torch.outer(mean_x, mean_x)
+            yx = yx - torch.outer(self.y / self.tokens, mean_x)
+        left = (yx - weight @ xx).T  # what the weight does not explain
+        scale = xx.diagonal().mean()
+        for ridge in ridges:
+            damped = xx + ridge * scale * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
+            if len(xx) < WIDE:
+                change = torch.linalg.solve(damped, left)
+            else:
+                change = torch.cholesky_solve(left, torch.linalg.cholesky(damped))
+            fitted = weight + change.T
+            yield fitted, self.fit_bias(fitted) if centred else None
+
+    def fit_bias(self, weight: Tensor) -> Tensor:
+        """Return the least-squares bias (outputs,) for a weight (outputs, inputs)."""
+        return (self.y - weight @ self.x) / self.tokens
+
+    def error(self, weight: Tensor, bias: Tensor | None) -> float:
+        """Return the weighted mean over tokens of |weight x + bias - y|^2."""
+        total = ((weight @ self.xx) * weight).sum() - 2 * (weight * self.yx).sum() + self.yy
+        if bias is not None:
+            total = total + 2 * bias @ (weight @ self.x - self.y) + self.tokens * bias @ bias
+        return total.clamp(min=0).item() / self.tokens
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and second moments of the inputs of a consumer, float64.
+
+    Attributes:
+        mean: (inputs,)
+        moments: (inputs, inputs) mean of x x^T over tokens; if centred, that of the distances to the mean.
+    """
+
+    mean: Tensor
+    moments: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, *, centred: bool) -> Spread:
+        """Return the spread of x (tokens, inputs)."""
+        x = x.double()
+        mean = x.mean(0)
+        distance = x - mean if centred else x
+        return cls(mean, distance.T @ distance / len(x))
+
+
+@dataclass(frozen=True)
+class SplitMoments:
+    """Moments of one consumer, split by sample.
+
+    Attributes:
+        fitting: Moments of the samples that a fit uses.
+        held_out: Moments of every fifth sample, on which the fit is judged.
+    """
+
+    fitting: Moments
+    held_out: Moments
+
+    def part(self, columns: Tensor) -> SplitMoments:
+        """Return the moments of the inputs with the given indices, (columns,) int64, and of all targets."""
+        columns = columns.to(self.fitting.xx.device)
+        return SplitMoments(self.fitting.part(columns), self.held_out.part(columns))
+
+    def __add__(self, other: SplitMoments) -> SplitMoments:
+        return SplitMoments(self.fitting + other.fitting, self.held_out + other.held_out)

@@ -1,0 +1,238 @@
+"""Observe one run of a weightless model: which linear layers read the features of which, and how.
+
+Every linear layer of the probe returns leaves, so the autograd graph of a layer's input ends at the layers right in
+front of it. Where each column of the input depends on single features of these, at the same token, the two layers are
+the two halves of a feed-forward block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .probe import Probe
+
+Call = tuple[str, int]
+"""A linear layer, and the number of its call in the run."""
+
+MIXED, NOWHERE = -1, -2
+# A block has one producer, or gate and up. An input with more sources is on the path between layers, so that features
+# which other layers have read as well need not be looked into.
+_FEW = 3
+_SAMPLED_ROWS = 16
+_ENOUGH_DIGITS = 0.1
+
+
+@dataclass
+class Reach:
+    """The columns of a linear layer's input that features reach.
+
+    Attributes:
+        column: (features,) int64: the one column that a feature reaches, `MIXED` if several, `NOWHERE` if none.
+        at_token: Whether every feature reaches its own token only; True for parameters.
+        linear: Whether the derivative of its column to a feature is the same at every token.
+    """
+
+    column: Tensor
+    at_token: bool = True
+    linear: bool = False
+
+    @property
+    def each_alone(self) -> bool:
+        """Whether every feature reaches one column."""
+        return bool((self.column >= 0).all())
+
+
+@dataclass
+class Read:
+    """One call of a linear layer, as observed.
+
+    Attributes:
+        layer: Dotted name of the layer.
+        columns: Number of its input columns.
+        sources: Calls of the layers on whose features its input depends.
+        constant: Whether its input depends on nothing but buffers, such as a table of coordinates.
+        reach: Of those of them that were looked into, which column each feature reaches.
+        parameters: The same of parameters outside of linear layers, by name.
+        rows: Some rows of the input, (rows, columns), if `reach` is not empty.
+        signature: Two sums over the input, by which a changed one is noticed.
+    """
+
+    layer: str
+    columns: int
+    sources: set[Call]
+    constant: bool = False
+    reach: dict[Call, Reach] = field(default_factory=dict)
+    parameters: dict[str, Reach] = field(default_factory=dict)
+    rows: Tensor | None = None
+    signature: tuple[float, float] = (0.0, 0.0)
+
+
+class Reader:
+    """Hooks for one run of a probe; they record what every linear layer reads.
+
+    Attributes:
+        reads: Call -> what was observed, in the order of the calls.
+        readers: Call -> the calls whose inputs depend on its features.
+    """
+
+    def __init__(self, probe: Probe, inside: Iterable[str]):
+        """Record the inputs of all layers, and look into those of the layers named in `inside`."""
+        small = {id(p) for p in probe.small_parameters() if p.numel()}
+        self._parameters = {id(p): name for name, p in probe.model.named_parameters() if id(p) in small}
+        self._leaves: Any = WeakTensorKeyDictionary()
+        self._inside = set(inside)
+        self._calls: dict[str, int] = {}
+        self.reads: dict[Call, Read] = {}
+        self.readers: dict[Call, set[Call]] = {}
+
+    def before(self, name: str, x: Tensor) -> None:
+        """Record what the input of a linear layer depends on."""
+        self._calls[name] = self._calls.get(name, -1) + 1
+        call = (name, self._calls[name])
+        leaves, parameters = self._below(x)
+        constant = torch.is_grad_enabled() and not x.requires_grad
+        read = Read(name, x.shape[-1], set(leaves), constant, signature=signature(x))
+        self.reads[call] = read
+        for leaf in leaves:
+            self.readers.setdefault(leaf, set()).add(call)
+        if name not in self._inside or not x.numel():
+            return
+        looked = {
+            leaf: features for leaf, features in leaves.items() if len(leaves) <= _FEW or len(self.readers[leaf]) == 1
+        }
+        if len(looked) < len(leaves):
+            parameters = {}  # those of a whole path between layers
+        tokens = x.numel() // x.shape[-1]
+        if not looked or any(leaf.numel() != tokens * leaf.shape[-1] for leaf in looked.values()):
+            return
+        try:
+            found = reach(x, list(looked.values()), list(parameters.values()))
+        except RuntimeError:  # the model wrote into what a derivative needs
+            return
+        read.reach = dict(zip(looked, found, strict=False))
+        read.parameters = dict(zip(parameters, found[len(looked) :], strict=True))
+        read.rows = sample(x)
+
+    def after(self, name: str, features: Tensor) -> None:
+        """Remember the features of a linear layer."""
+        self._leaves[features] = (name, self._calls[name])
+
+    def end(self, outputs: Any) -> tuple[float, float]:
+        """Record which features the model's outputs depend on; return the signature of the outputs."""
+        sums = [0.0, 0.0]
+        for tensor in tensors_in(outputs):
+            for leaf in self._below(tensor)[0]:
+                self.readers.setdefault(leaf, set()).add(("", 0))
+            sums = [one + other for one, other in zip(sums, signature(tensor), strict=True)]
+        return sums[0], sums[1]
+
+    def _below(self, x: Tensor) -> tuple[dict[Call, Tensor], dict[str, nn.Parameter]]:
+        """Return the features, and the parameters outside of linear layers, that a tensor depends on."""
+        leaves: dict[Call, Tensor] = {}
+        parameters: dict[str, nn.Parameter] = {}
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return leaves, parameters
+        stack, seen = [x.grad_fn], set()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is None:
+                stack += [following for following, _ in node.next_functions]
+            elif variable in self._leaves:
+                leaves[self._leaves[variable]] = variable
+            elif id(variable) in self._parameters:
+                parameters[self._parameters[id(variable)]] = variable
+        order = list(self.reads)
+        return {call: leaves[call] for call in sorted(leaves, key=order.index)}, parameters
+
+
+def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> list[Reach]:
+    """Return the columns of a linear layer's input that each feature of some leaves, or parameters, reaches.
+
+    With random positive weights w, take the gradients of sum_tj w_tj x_tj and of sum_tj w_tj c_j x_tj to a feature. If
+    the feature reaches column j alone, their ratio is c_j at every token. If it reaches several columns, the ratio
+    varies from token to token. The columns are numbered by two digits, so that the ratios of any number of columns are
+    told apart in float32. A third such ratio, with one label per token, is the token's own only if the feature reaches
+    no other token.
+
+    Args:
+        x: (..., columns)
+        leaves: Features of layers, (..., features), with as many tokens as x.
+        parameters: Parameters, whose every element counts as a feature.
+    """
+    generator = torch.Generator().manual_seed(0)
+    columns = x.shape[-1]
+    rows = x.reshape(-1, columns)
+    weights = 0.5 + torch.rand(rows.shape, generator=generator)
+    base = math.isqrt(columns - 1) + 1
+    place = torch.arange(columns)
+    tokens = 1 + torch.rand(len(rows), 1, generator=generator)
+    every = [*leaves, *parameters]
+
+    def gradients(labels: Tensor | float) -> list[Tensor]:
+        total = (rows * (weights * labels)).sum()
+        found = torch.autograd.grad(total, every, retain_graph=True, allow_unused=True)
+        return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(every, found, strict=True)]
+
+    results = []
+    by = (1.0, 1 + place // base / base, 1 + place % base / base, tokens)
+    for leaf, plain, high, low, token in zip(every, *(gradients(labels) for labels in by), strict=True):
+        features = leaf.numel() if isinstance(leaf, nn.Parameter) else leaf.shape[-1]
+        one = plain.reshape(-1, features)  # (tokens, features)
+        # The ratio of two small gradients is mostly rounding error.
+        clear = one.abs() > 1e-3 * one.abs().amax(0, keepdim=True)
+
+        def ratio(other: Tensor, one: Tensor = one, clear: Tensor = clear) -> Tensor:
+            return torch.where(clear, other.reshape(one.shape) / one.where(clear, 1.0), torch.nan)
+
+        digits = [(ratio(other) - 1) * base for other in (high, low)]
+        whole = [digit.nanmean(0).round() for digit in digits]
+        alone = clear.any(0)
+        for digit, number in zip(digits, whole, strict=True):
+            alone &= ((digit - number).abs().nan_to_num(0.0) < _ENOUGH_DIGITS).all(0)
+        column = torch.where(alone, whole[0] * base + whole[1], MIXED).long()
+        column[column >= columns] = MIXED
+        column[((one == 0) & (high.reshape(one.shape) == 0)).all(0)] = NOWHERE
+        if isinstance(leaf, nn.Parameter):
+            results.append(Reach(column))
+            continue
+        own = bool(((ratio(token) - tokens).abs().nan_to_num(0.0) < 1e-3).all())
+        slope = one / weights[:, column.clamp(min=0)] if own else one
+        spread = slope.amax(0) - slope.amin(0)
+        results.append(Reach(column, own, len(rows) > 1 and bool((spread <= 1e-4 * slope.abs().amax(0)).all())))
+    return results
+
+
+def sample(x: Tensor) -> Tensor:
+    """Return some rows of a layer's input, (rows, columns)."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    return rows[:: max(1, len(rows) // _SAMPLED_ROWS)].clone()
+
+
+def signature(x: Tensor) -> tuple[float, float]:
+    """Return the sum of a tensor's elements, and the sum of their sizes."""
+    values = x.detach()
+    return values.sum(dtype=torch.float64).item(), torch.linalg.vector_norm(values.flatten(), 1).item()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the floating tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)

@@ -1,0 +1,213 @@
+"""Statistics of neurons beside heads against loops over samples, with masks that autograd differentiates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.generative import padded
+from support.models import bert, causal_lm, image_batch, llama, text_batch, vit
+from support.neurons import neurons, one_by_one
+from torch import Tensor
+from transformers import OPTConfig, OPTForSequenceClassification, PreTrainedModel
+
+from hies_export.calibrate.collect import collect_statistics
+from hies_export.errors import RecipeError
+from hies_export.prunable.attention import find_attention
+from hies_export.prunable.find import find_modules
+from hies_export.score.criteria import CRITERIA, score_modules, score_units
+from hies_export.units import PrunableModule
+from hies_export.values import Calibration, Statistics
+
+Batches = list[dict[str, Tensor]]
+
+
+def opt() -> PreTrainedModel:
+    """Return a model whose feed-forward blocks flatten the tokens of all samples."""
+    options = {"word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "num_labels": 3}
+    config = OPTConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, ffn_dim=48, num_attention_heads=4, **options
+    )
+    return OPTForSequenceClassification(config).eval()
+
+
+def text_batches() -> Batches:
+    batches = [text_batch(4, 12), text_batch(3, 9)]
+    # Decoders find the last token by the padding's number.
+    return [batch | {"input_ids": batch["input_ids"] * batch["attention_mask"]} for batch in batches]
+
+
+CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batches]]] = {
+    "bert with padding": (bert, text_batches),
+    "vit": (vit, lambda: [image_batch(4), image_batch(3)]),
+    "gated, grouped": (lambda: llama(intermediate_size=48), text_batches),
+    "language model": (lambda: causal_lm(intermediate_size=48), lambda: [padded([9, 4, 6, 8], "right")]),
+    "flattened tokens": (opt, text_batches),
+}
+
+
+def naive(
+    model: PreTrainedModel, modules: list[PrunableModule], batches: Batches
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Return HIS, Fisher information and mean |x_u| per unit: one sample at a time, without padding."""
+    masks = {m.name: torch.ones(m.units, requires_grad=True) for m in modules}
+    read: dict[str, list[Tensor]] = {m.name: [] for m in modules}
+    handles = []
+    for module in modules:
+
+        def gate(layer: torch.nn.Module, x: tuple[Tensor, ...], module: PrunableModule = module) -> tuple[Tensor]:
+            units = x[0].unflatten(-1, (module.units, module.unit_width))
+            read[module.name].append(units.detach().flatten(0, -3).double())
+            return ((units * masks[module.name][:, None]).flatten(-2),)
+
+        handles.append(model.get_submodule(module.consumer).register_forward_pre_hook(gate))
+    his = {m.name: torch.zeros(m.units, dtype=torch.float64) for m in modules}
+    fisher = {name: torch.zeros_like(total) for name, total in his.items()}
+    samples = 0
+    for one in one_by_one(batches):
+        gradients = torch.autograd.grad(model(**one).loss, list(masks.values()))
+        for name, gradient in zip(masks, gradients, strict=True):
+            his[name] += gradient.double().abs()
+            fisher[name] += gradient.double() ** 2
+        samples += 1
+    for handle in handles:
+        handle.remove()
+    size = {name: torch.cat(tokens).norm(dim=-1).mean(0) for name, tokens in read.items()}
+    return *({name: total / samples for name, total in values.items()} for values in (his, fisher)), size  # type: ignore[return-value]
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-3, atol=1e-4 * values.abs().max().item())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_his_and_fisher_are_those_of_a_loop_over_samples(case: str) -> None:
+    make, make_batches = CASES[case]
+    model, batches = make(), make_batches()
+    modules = [*find_attention(model, batches[0]), *neurons(model)]
+    found = collect_statistics(model, batches, modules, needs=["activation_l2"])
+    his, fisher, size = naive(model, modules, batches)
+    assert_close(found["his"], his)
+    assert_close(found["fisher"], fisher)
+    assert_close(found["activation_l2"], size)
+    assert set(found["entropy"]) == {m.name for m in modules if m.kind == "attention"}
+    # Neurons that are all alike would hide a permutation.
+    assert all(values.std() > 0 for values in his.values())
+    # Each kind alone is what it is beside the other.
+    for kind in ("attention", "mlp"):
+        alone = collect_statistics(model, batches, [m for m in modules if m.kind == kind])
+        assert_close(alone["fisher"], {m.name: fisher[m.name] for m in modules if m.kind == kind})
+
+
+def test_batches_of_flattened_tokens_can_be_split() -> None:
+    model, batches = opt(), text_batches()
+    modules = neurons(model)
+    whole = collect_statistics(model, batches[:1], modules)
+    parts = [{k: v[i : i + 2] for k, v in batches[0].items()} for i in (0, 2)]
+    assert_close(collect_statistics(model, parts, modules)["fisher"], whole["fisher"])
+
+
+def test_weight_norms_of_neurons_are_sums_over_rows_and_columns() -> None:
+    for model, batch, producers, consumer in (
+        (bert(), text_batch(), ["intermediate.dense"], "output.dense"),
+        (llama(), text_batch(padding=False), ["mlp.gate_proj", "mlp.up_proj"], "mlp.down_proj"),
+    ):
+        modules = find_modules(model, batch, kinds=("mlp",))
+        found = collect_statistics(model, [batch], modules)["weight_l2"]
+        for number, module in enumerate(modules):
+            layer = model.get_submodule(module.consumer.removesuffix(f".{consumer}"))
+            assert str(number) in module.consumer
+            for neuron in (0, 5, module.units - 1):
+                total = (layer.get_submodule(consumer).weight[:, neuron].double() ** 2).sum()
+                for producer in producers:
+                    total = total + (layer.get_submodule(producer).weight[neuron].double() ** 2).sum()
+                assert found[module.name][neuron].item() == pytest.approx(total.sqrt().item(), rel=1e-6)
+
+
+def test_criteria_of_neurons_follow_their_statistics() -> None:
+    model, batches = bert(), text_batches()
+    modules = neurons(model)
+    statistics = collect_statistics(model, batches, modules, needs=["activation_l2", "output_norm"])
+    for name, statistic in (
+        ("his", "his"),
+        ("fisher", "fisher"),
+        ("l2", "weight_l2"),
+        ("activation", "activation_l2"),
+        ("activation-l2", "activation_l2"),
+        ("output-norm", "output_norm"),
+    ):
+        assert "mlp" in CRITERIA[name].kinds
+        scores = torch.cat(list(score_units(statistics, criterion=name).scores.values()))
+        values = torch.cat([statistics[statistic][m.name] for m in modules])
+        torch.testing.assert_close(scores, (values - values.min()) / (values.max() - values.min()))
+    with pytest.raises(RecipeError, match="activation needs statistics with activation_l2"):
+        score_units(collect_statistics(model, batches, modules), criterion="activation")
+
+
+def given() -> tuple[Statistics, tuple[PrunableModule, ...]]:
+    """Return statistics of two modules of each kind by hand; neurons have no entropy."""
+    modules = tuple(
+        PrunableModule(name=name, units=3, kind=kind, unit_width=1, consumer=f"{name}.out")
+        for name, kind in (("a0", "attention"), ("a1", "attention"), ("m0", "mlp"), ("m1", "mlp"))
+    )
+
+    def tensors(*rows: list[float]) -> dict[str, Tensor]:
+        return {m.name: torch.tensor(row, dtype=torch.float64) for m, row in zip(modules, rows, strict=False)}
+
+    values = {
+        "his": tensors([1, 2, 3], [4, 5, 6], [0.1, 0.3, 0.2], [0.5, 0.6, 0.4]),
+        "fisher": tensors([9, 8, 7], [6, 5, 4], [0.3, 0.1, 0.2], [0.4, 0.9, 0.7]),
+        "entropy": tensors([0.1, 0.2, 0.3], [0.4, 0.5, 0.6]),
+        "weight_l2": tensors([1, 1, 2], [2, 3, 3], [5, 4, 6], [7, 8, 9]),
+    }
+    return Statistics(values, Calibration(4, "data", "0" * 64)), modules
+
+
+def test_a_criterion_of_heads_leaves_neurons_to_fisher() -> None:
+    statistics, modules = given()
+    found = score_modules(statistics, modules, criterion="hies", alpha=0.25)
+    assert (found.criterion, found.parameters) == ("hies", {"alpha": 0.25, "normalize": "model"})
+    heads = score_units(statistics.of(["a0", "a1"]), criterion="hies", alpha=0.25)
+    neurons = score_units(statistics.of(["m0", "m1"]), criterion="fisher")
+    for name in ("a0", "a1", "m0", "m1"):
+        assert torch.equal(found.scores[name], (heads if name[0] == "a" else neurons).scores[name])
+    # HIES ranks heads among themselves; what they cost beside neurons is in one unit for both.
+    assert found.ranked == ("attention",)
+    assert {name: values.tolist() for name, values in found.effects.items()} == {
+        name: values.tolist() for name, values in statistics["fisher"].items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("criterion", "effect", "ranked"),
+    [
+        ("fisher", "fisher", ()),
+        ("his", "his", ()),
+        ("l2", "fisher", ("attention", "mlp")),
+        ("random", "fisher", ("attention", "mlp")),
+        ("ad", "fisher", ("attention",)),
+    ],
+)
+def test_effects_compare_kinds_in_a_unit_of_their_own(criterion: str, effect: str, ranked: tuple[str, ...]) -> None:
+    statistics, modules = given()
+    found = score_modules(statistics, modules, criterion=criterion)
+    assert found.ranked == ranked
+    assert all(torch.equal(found.effects[m.name], statistics[effect][m.name]) for m in modules)
+    # Each kind is scaled by its own range.
+    if criterion in ("fisher", "his"):
+        both = torch.cat([found.scores["m0"], found.scores["m1"]])
+        assert (both.min().item(), both.max().item()) == (0, 1)
+    # For one kind alone, scores are those of `score_units`.
+    alone = score_modules(statistics, modules[:2], criterion=criterion)
+    expected = score_units(statistics.of(["a0", "a1"]), criterion=criterion)
+    assert alone.parameters == expected.parameters
+    assert all(torch.equal(alone.scores[name], expected.scores[name]) for name in ("a0", "a1"))
+
+
+def test_what_is_unknown_is_refused() -> None:
+    statistics, modules = given()
+    with pytest.raises(RecipeError, match="2 problems"):
+        score_modules(statistics, modules, criterion="hise", alpha=1.0)

@@ -1,0 +1,132 @@
+"""`inspect` on models, plans and runs: both kinds of units, and why one of them cannot be cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import bert
+from support.neurons import neurons
+
+from hies_export.cli.main import main
+from hies_export.errors import UnsupportedModelError
+from hies_export.prunable.find import FINDERS
+from hies_export.units import Kept
+from hies_export.values import PruningPlan
+
+PLAN = PruningPlan(
+    {
+        "layer.0.attention": Kept((0, 2, 3), 4),
+        "layer.0": Kept(tuple(range(1000)), 1536, kind="mlp"),
+    },
+    criterion="hies",
+    alpha=0.5,
+    seed=3,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bert")
+    bert().save_pretrained(path)
+    return path
+
+
+def refuse(kind: str) -> Any:
+    def find(model: Any, batch: Any) -> Any:
+        raise UnsupportedModelError(f"no {kind} here [bold]")
+
+    return find
+
+
+def inspect(path: Path, capsys: pytest.CaptureFixture[str], *, code: int = 0) -> tuple[str, dict[str, Any]]:
+    assert main(["inspect", str(path), "--json"]) == code
+    *lines, result = capsys.readouterr().out.splitlines()
+    return "\n".join(lines), json.loads(result)
+
+
+def test_a_model_shows_heads_and_neurons(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(FINDERS, "mlp", lambda model, batch: neurons(model))
+    text, result = inspect(folder, capsys)
+    assert "18 heads; all of them can be scored and cut" in text
+    assert "192 neurons; all of them can be scored and cut" in text
+    assert "feed-forward block" in text
+    assert (result["can_be_cut"], "refused" in result) == (True, False)
+    assert [m["heads"] for m in result["attention"]] == [6, 6, 6]
+    assert result["mlp"] == [{"name": f"bert.encoder.layer.{i}", "neurons": 64} for i in range(3)]
+    layers = result["flops_per_layer"]
+    # 2 linear layers of 48 x 64 inputs and outputs, a multiply-add is two operations.
+    tokens = layers[0]["feed_forward"] / (2 * 2 * 48 * 64)
+    assert tokens == int(tokens) > 0
+    assert len({row["layer"] for row in layers}) == 4
+
+
+@pytest.mark.parametrize(
+    ("refused", "shown", "not_shown"), [("mlp", "18 heads", "192 neurons"), ("attention", "192 neurons", "18 heads")]
+)
+def test_one_kind_may_be_refused(
+    refused: str,
+    shown: str,
+    not_shown: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(FINDERS, "mlp", lambda model, batch: neurons(model))
+    monkeypatch.setitem(FINDERS, refused, refuse(refused))
+    text, result = inspect(folder, capsys)
+    assert shown in text
+    assert not_shown not in text
+    name = {"mlp": "neurons", "attention": "heads"}[refused]
+    assert f"{name} cannot be cut: no {refused} here [bold]" in text
+    assert result["can_be_cut"] is True
+    assert result["refused"] == {refused: f"no {refused} here [bold]"}
+    assert refused not in result
+
+
+def test_a_model_without_any_units_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("attention", "mlp"):
+        monkeypatch.setitem(FINDERS, kind, refuse(kind))
+    assert main(["inspect", str(folder), "--json"]) == 2
+    out, err = capsys.readouterr()
+    result = json.loads(out.splitlines()[-1])
+    assert (result["can_be_cut"], result["reason"]) == (False, "no attention here [bold]")
+    assert "error: no attention here [bold]" in err
+
+
+@pytest.mark.parametrize("name", ["plan.json", "."])
+def test_a_plan_and_a_run_show_both_kinds(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").write_text(PLAN.to_json())
+    text, result = inspect(tmp_path / name, capsys)
+    assert text.splitlines() == [
+        "1 of 4 heads and 536 of 1,536 neurons removed by hies, alpha 0.5, seed 3",
+        "heads  ■ kept  · cut",
+        "    0  ■ · ■ ■   3 of 4  layer.0.attention",
+        "",
+        "neurons  ■ kept  · cut",
+        "    0  ■■■■■■■■■■■■■■■·········  1,000 of 1,536  layer.0",
+    ]
+    assert result["heads"] == {"total": 4, "removed": 1}
+    assert result["neurons"] == {"total": 1536, "removed": 536}
+    assert result["modules"]["layer.0"] == {"kind": "mlp", "kept": 1000}
+
+
+def test_a_slim_checkpoint_says_what_was_cut(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bert().save_pretrained(tmp_path)
+    (tmp_path / "hies_plan.json").write_text(PLAN.to_json())
+    text, result = inspect(tmp_path, capsys)
+    assert "what was cut from the dense model:\n1 of 4 heads and 536 of 1,536 neurons removed" in text
+    assert result["cut"]["neurons"] == {"total": 1536, "removed": 536}
+    assert "cut" not in inspect(folder, capsys)[1]
+
+
+def test_a_file_that_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    assert main(["inspect", str(tmp_path / "a.json")]) == 2
+    assert "a plan must be JSON written by hies_export" in capsys.readouterr().err

@@ -1,0 +1,541 @@
+"""Heads and neurons under one budget through the whole line, and what `criterion: auto` chooses, again by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.models import llama, save_project, save_text_model, write_rows
+from support.runs import without_tracing
+from transformers import AutoModelForSequenceClassification
+
+import hies_export
+from hies_export.calibrate.collect import collect_statistics
+from hies_export.calibrate.effects import collect_effects
+from hies_export.calibrate.moments import MomentStream, collect_moments
+from hies_export.cost.flops import flops_table
+from hies_export.cost.parameters import parameters_table
+from hies_export.errors import PlanError, RecipeError
+from hies_export.evaluate.metrics import higher_is_better
+from hies_export.evaluate.predict import predict
+from hies_export.measure.counts import count_flops
+from hies_export.pipeline import candidates as candidates_module
+from hies_export.pipeline import prepare as prepare_module
+from hies_export.pipeline import targets
+from hies_export.pipeline.choose import Choice, choose
+from hies_export.pipeline.prepare import Prepared, prepare
+from hies_export.pipeline.quality import predict_pruned
+from hies_export.pipeline.run import prune
+from hies_export.pipeline.search import HeldOut, choose_by_agreement
+from hies_export.progress import Silent
+from hies_export.prunable.find import find_modules
+from hies_export.recipe import PruningRecipe
+from hies_export.report.report import Report
+from hies_export.score.compensated import score_compensated
+from hies_export.score.criteria import score_modules
+from hies_export.select.iterative import compose
+from hies_export.select.joint import select_within
+from hies_export.slim.cut import prune_units
+from hies_export.slim.refit import Compensation, FewTokensWarning, refit
+from hies_export.units import Kept, Selection
+from hies_export.values import PruningPlan, Scores
+
+BUDGET = 0.55
+TOLERANCE = 0.02
+BOTH = ["attention", "mlp"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A regressor, whose predictions all differ, its data, and a recipe of both kinds."""
+    torch.manual_seed(0)
+    folder = save_project(
+        tmp_path_factory.mktemp("both"),
+        train=150,
+        validation=40,
+        calibration={"samples": 20, "batch_size": 10},
+        evaluation={"stability_tolerance": TOLERANCE},
+        prune={"modules": BOTH, "criterion": "fisher", "budget": {"flops": BUDGET}},
+        measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
+    )
+    save_text_model(folder / "model", num_labels=1)
+    for name, count in (("train", 150), ("validation", 40)):
+        write_rows(folder / f"{name}.jsonl", count, lambda i: (i * 37 % 23) / 23)
+    return folder
+
+
+def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
+    return PruningRecipe.from_yaml(folder / "recipe.yaml", {k.replace("__", "."): v for k, v in fields.items()})
+
+
+@dataclass
+class Run:
+    """A finished run of `criterion: auto`."""
+
+    folder: Path
+    recipe: PruningRecipe
+    report: Report
+    prepared: Prepared
+
+
+@pytest.fixture(scope="session")
+def done(folder: Path) -> Iterator[Run]:
+    compensation = {"samples": 60}
+    recipe = recipe_of(folder, prune__criterion="auto", prune__compensation=compensation, output=str(folder / "auto"))
+    with pytest.MonkeyPatch.context() as patch, without_tracing():
+        # As in a data set that has rows enough for all uses.
+        patch.setattr(prepare_module, "AUTO_SAMPLES", 90)
+        report = recipe.run()
+        yield Run(folder / "auto", recipe, report, prepare(recipe))
+
+
+def masked_logits(prepared: Prepared, plan: PruningPlan, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return logits of the dense model with hooks that zero what removed units write."""
+    handles = []
+    for module in prepared.sites:
+        width = 8 if module.kind == "attention" else 1
+        mask = torch.zeros(plan.kept[module.name].total, width)
+        mask[list(plan.kept[module.name].units)] = 1
+
+        def zero(layer: torch.nn.Module, x: tuple[torch.Tensor, ...], mask: torch.Tensor = mask) -> Any:
+            return (x[0] * mask.flatten(),)
+
+        handles.append(prepared.model.get_submodule(module.consumer).register_forward_pre_hook(zero))
+    with torch.no_grad():
+        logits = prepared.model(**batch).logits
+    for handle in handles:
+        handle.remove()
+    return logits
+
+
+def inputs_of(prepared: Prepared) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in prepared.evaluation[0].items() if key != "labels"}
+
+
+def test_a_run_cuts_both_kinds_and_counts_them(done: Run) -> None:
+    report, plan = done.report, PruningPlan.from_file(done.folder / "plan.json")
+    assert [kept.kind for kept in plan.kept.values()] == ["attention"] * 3 + ["mlp"] * 3
+    assert (plan.heads, plan.neurons) == (18, 192)
+    for counts, kept in ((report.heads, plan.of_kind("attention")), (report.neurons, plan.of_kind("mlp"))):
+        assert counts["kept_per_layer"] == [len(part.units) for part in kept.values()]
+        assert counts["removed"] == counts["total"] - sum(counts["kept_per_layer"]) > 0
+    assert report.cut_max_abs < 1e-4
+    assert report.reload_max_abs < 1e-5
+    slim = hies_export.load(done.folder / "slim")
+    for number, layer in enumerate(slim.bert.encoder.layer):
+        heads, neurons = (counts["kept_per_layer"][number] for counts in (report.heads, report.neurons))
+        assert layer.attention.self.query.out_features == layer.attention.output.dense.in_features == 8 * heads
+        assert layer.intermediate.dense.out_features == layer.output.dense.in_features == neurons
+    (batch,) = done.prepared.measured.values()
+    flops = count_flops(slim, batch) / count_flops(done.prepared.model, batch)
+    assert report.details["budget"] == {
+        "kind": "flops",
+        "target": BUDGET,
+        "predicted": pytest.approx(flops),
+        "measured": pytest.approx(flops),
+    }
+    assert BUDGET - 0.01 < flops <= BUDGET
+    assert sum(p.numel() for p in slim.parameters()) == report.parameters["slim"]
+
+
+def test_a_cut_of_both_kinds_computes_what_masks_do_and_reloads(done: Run) -> None:
+    plan, batch = PruningPlan.from_file(done.folder / "plan.json"), inputs_of(done.prepared)
+    cut = prune_units(done.prepared.model, plan, done.prepared.sites)
+    with torch.no_grad():
+        torch.testing.assert_close(cut(**batch).logits, masked_logits(done.prepared, plan, batch), rtol=1e-4, atol=1e-5)
+        ours = hies_export.load(done.folder / "slim")(**batch).logits
+        theirs = AutoModelForSequenceClassification.from_pretrained(done.folder / "slim", trust_remote_code=True)
+        assert torch.equal(ours, theirs(**batch).logits)
+        # It was refitted, so it is not what masks compute.
+        assert not torch.allclose(ours, cut(**batch).logits, atol=1e-3)
+
+
+def test_auto_tries_every_criterion_and_chooses_the_best(done: Run) -> None:
+    tried = done.report.details["tried"]
+    alphas = [("hies", alpha, 1) for alpha in (0.3, 0.6, 0.9, 0.99)]
+    others = [("his", None, 1), ("fisher", None, 1), ("compensated", None, 1), ("compensated", None, 2)]
+    found = [(t["criterion"], t["alpha"], t["steps"]) for t in tried]
+    assert found[:8] == alphas + others
+    assert [t["candidate"] for t in tried[:8]] == list(range(8))
+    assert [t["token_weights"] for t in tried] == [1.0] * 8 + [0.3, 0.1]
+    sign = 1 if higher_is_better(done.prepared.metrics[0]) else -1
+
+    def merit(number: int) -> tuple[float, float, int]:
+        return tried[number]["stability"], sign * tried[number]["quality"], number
+
+    best = max(range(8), key=merit)
+    assert [t["candidate"] for t in tried[8:]] == [best, best]
+    (chosen,) = (number for number, t in enumerate(tried) if t["chosen"])
+    assert chosen == max((best, 8, 9), key=merit)
+    plan = PruningPlan.from_file(done.folder / "plan.json")
+    assert (plan.criterion, plan.alpha) == found[chosen][:2] == (done.report.criterion, done.report.alpha)
+    assert len({t["stability"] for t in tried}) > 2  # candidates that are all alike would prove nothing
+
+
+def by_hand(prepared: Prepared) -> list[tuple[Scores, Selection]]:
+    """Return what every criterion that takes one round would cut."""
+    (batch,) = prepared.measured.values()
+    table = flops_table(prepared.model, prepared.sites, batch=batch)
+    statistics = collect_statistics(prepared.model, prepared.calibration, prepared.sites)
+    split = collect_moments(prepared.model, prepared.sites, prepared.compensation)
+    moments = {name: part.fitting + part.held_out for name, part in split.items()}
+    scores = [score_modules(statistics, prepared.sites, alpha=alpha) for alpha in (0.3, 0.6, 0.9, 0.99)]
+    scores += [score_modules(statistics, prepared.sites, criterion=name) for name in ("his", "fisher")]
+    effects = collect_effects(prepared.model, prepared.calibration, prepared.sites)
+    scores.append(score_compensated(effects, prepared.sites, moments=moments))
+    return [(one, select_within(one, prepared.sites, prepared.sites, table, ratio=BUDGET)) for one in scores]
+
+
+def agreement(dense: Any, other: Any) -> float:
+    """Return the share of predictions that moved by no more than the tolerance."""
+    moved = np.abs(np.asarray(dense).ravel() - np.asarray(other).ravel())
+    return float((moved <= TOLERANCE).mean())
+
+
+def pearson(prepared: Prepared, logits: Any) -> float:
+    """Return the correlation with the labels of the held-out rows."""
+    labels = torch.cat([batch["labels"] for batch in prepared.held_out])
+    return float(np.corrcoef(np.asarray(logits).ravel(), labels.numpy())[0, 1])
+
+
+def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> None:
+    prepared, tried = done.prepared, done.report.details["tried"]
+    moments = MomentStream(prepared.model, prepared.sites, prepared.compensation, weighted=True)
+    dense = predict(prepared.model, prepared.held_out)
+
+    def judged(selection: Selection, weights: float) -> tuple[float, float]:
+        slim = prune_units(prepared.model, selection, prepared.sites)
+        refit(slim, selection, prepared.sites, moments, Compensation(token_weights=weights))
+        logits = predict(slim, prepared.held_out)
+        return agreement(dense, logits), pearson(prepared, logits)
+
+    candidates = by_hand(prepared)
+    for (scores, selection), row in zip(candidates, tried[:7], strict=True):
+        assert (scores.criterion, scores.parameters.get("alpha")) == (row["criterion"], row["alpha"])
+        assert judged(selection, 1.0) == pytest.approx((row["stability"], row["quality"]))
+    for row in tried[8:]:
+        if row["steps"] == 1:
+            found = judged(candidates[row["candidate"]][1], row["token_weights"])
+            assert found == pytest.approx((row["stability"], row["quality"]))
+    # What is saved is what was chosen.
+    slim = predict(hies_export.load(done.folder / "slim"), prepared.held_out)
+    (chosen,) = (row for row in tried if row["chosen"])
+    assert agreement(dense, slim) == pytest.approx(chosen["stability"])
+
+
+def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run) -> None:
+    def rows(batches: list[dict[str, torch.Tensor]]) -> int:
+        return sum(len(batch["input_ids"]) for batch in batches)
+
+    prepared = done.prepared
+    assert (rows(prepared.calibration), rows(prepared.compensation), rows(prepared.held_out)) == (20, 60, 90)
+    # Shuffled by the recipe's seed: the first 20 of the 60 are scored on, and the 90 behind them are held out.
+    draws = prepare_module.Draws.of(done.recipe)
+    assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
+    reader = prepare_module._reader(done.recipe, prepared.model.config)
+    samples = prepare_module._draw(done.recipe, reader, draws)
+    drawn = reader.load("train", samples=150, shuffle_seed=0, name=None, files=done.recipe.data.files)
+    assert [*samples.held_out] == [*drawn.select(range(60, 150))]
+    assert [*samples.compensation] == [*drawn.select(range(60))]
+
+
+class Judged(HeldOut):
+    """Judges a selection by the number of units it keeps, as a table says."""
+
+    metric = "perplexity"
+
+    def __init__(self, of: dict[int, tuple[float, float | None]]):
+        self._of = of
+
+    def judgement(self, selection: Selection) -> Any:
+        share, quality = self._of[len(selection["layer"].units)]
+        return type("Judgement", (), {"stability": share, "quality": quality})
+
+
+def test_agreement_decides_then_the_metric_then_the_later_candidate() -> None:
+    given = [(Scores(f"c{n}", {}, {}), {"layer": Kept(tuple(range(n)), 9)}) for n in range(1, 5)]
+    options = {"steps": [1, 1, 1, 2]}
+
+    def chosen(*of: dict[int, tuple[float, float | None]]) -> tuple[int, float]:
+        held_out = {weights: Judged(table) for weights, table in zip((1.0, 0.3), of, strict=False)}
+        tried = choose_by_agreement(given, held_out, **options)
+        assert len(tried) == 4 + len(of) - 1
+        assert [t.steps for t in tried[:4]] == [1, 1, 1, 2]
+        (found,) = (t for t in tried if t.chosen)
+        return found.candidate, found.token_weights
+
+    assert chosen({1: (0.9, 9.0), 2: (0.95, 50.0), 3: (0.94, 1.0), 4: (0.2, 1.0)}) == (1, 1.0)
+    assert chosen({1: (0.9, 9.0), 2: (0.9, 8.0), 3: (0.9, 8.5), 4: (0.2, 1.0)}) == (1, 1.0)  # a lower perplexity
+    assert chosen({1: (0.9, 8.0), 2: (0.9, 9.0), 3: (0.9, 8.0), 4: (0.8, 1.0)}) == (2, 1.0)
+    assert chosen({1: (0.9, None), 2: (0.9, None), 3: (0.7, None), 4: (0.8, None)}) == (1, 1.0)
+    # Only the best is judged with other weights of tokens, and they must be at least as good.
+    first = {1: (0.9, 8.0), 2: (0.8, 9.0), 3: (0.7, 9.0), 4: (0.8, 1.0)}
+    assert chosen(first, {1: (0.95, 9.0)}) == (0, 0.3)
+    assert chosen(first, {1: (0.9, 8.0)}) == (0, 0.3)
+    assert chosen(first, {1: (0.85, 1.0)}) == (0, 1.0)
+
+
+def chosen_by(recipe: PruningRecipe) -> tuple[Prepared, Choice]:
+    prepared = prepare(recipe)
+    return prepared, choose(prepared, recipe, progress=Silent())
+
+
+def test_hies_ranks_heads_and_fisher_neurons(folder: Path) -> None:
+    prepared, choice = chosen_by(recipe_of(folder, prune__criterion="hies", prune__alpha=0.5))
+    statistics = collect_statistics(prepared.model, prepared.calibration, prepared.sites)
+    scores = score_modules(statistics, prepared.sites, criterion="hies", alpha=0.5)
+    (batch,) = prepared.measured.values()
+    table = flops_table(prepared.model, prepared.sites, batch=batch)
+    assert choice.plan.kept == select_within(scores, prepared.sites, prepared.sites, table, ratio=BUDGET)
+    assert (choice.plan.criterion, choice.plan.alpha) == ("hies", 0.5)
+    # Scores and statistics of all modules are told, and entropies of those that have one.
+    assert set(choice.scores.scores) == set(choice.statistics["fisher"]) == {m.name for m in prepared.sites}
+    assert set(choice.statistics["entropy"]) == {m.name for m in prepared.sites if m.kind == "attention"}
+    for name, kept in choice.plan.of_kind("mlp").items():
+        fisher = statistics["fisher"][name]
+        assert fisher[list(kept.units)].min() >= fisher[list(kept.removed)].max()
+
+
+def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
+    recipe = recipe_of(folder, prune__budget={"parameters": 0.7}, prune__multiple_of={"heads": 2, "neurons": 16})
+    prepared, choice = chosen_by(recipe)
+    slim = prune_units(prepared.model, choice.plan, prepared.sites)
+    dense, left = (sum(p.numel() for p in model.parameters()) for model in (prepared.model, slim))
+    assert left / dense <= 0.7
+    outcome = choice.budget.details()
+    assert (outcome["kind"], outcome["target"]) == ("parameters", 0.7)
+    assert outcome["predicted"] == pytest.approx(left / dense)
+    assert {len(kept.units) % 2 for kept in choice.plan.of_kind("attention").values()} == {0}
+    assert {len(kept.units) % 16 for kept in choice.plan.of_kind("mlp").values()} == {0}
+    assert choice.plan.removed > 0
+    assert choice.plan.removed_neurons > 0
+    table = parameters_table(prepared.model, prepared.sites)
+    scores = score_modules(choice.statistics, prepared.sites, criterion="fisher")
+    constraints = prepare_module.constraints_of(recipe)
+    expected = select_within(scores, prepared.sites, prepared.sites, table, ratio=0.7, constraints=constraints)
+    assert choice.plan.kept == expected
+
+
+def test_neurons_alone(folder: Path) -> None:
+    recipe = recipe_of(folder, prune__modules=["mlp"], prune__criterion="l2", prune__budget={"flops": 0.8})
+    prepared, choice = chosen_by(recipe)
+    assert {module.kind for module in prepared.sites} == {"mlp"}
+    assert (choice.plan.heads, choice.plan.neurons) == (0, 192)
+    pruned = prune(prepared, choice.plan, recipe, folder / "neurons", progress=Silent())
+    assert pruned.cut_max_abs < 1e-4
+    assert pruned.reload_max_abs < 1e-5
+    assert choice.statistics["entropy"] == {}
+    for layer in pruned.slim.bert.encoder.layer:
+        assert layer.attention.self.query.out_features == 48
+    (batch,) = prepared.measured.values()
+    assert 0.79 < count_flops(pruned.slim, batch) / count_flops(prepared.model, batch) <= 0.8
+
+
+def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "DROP_STEPS", 12)
+    recipe = recipe_of(folder, prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}})
+    prepared, choice = chosen_by(recipe)
+    (batch,) = prepared.measured.values()
+    table = flops_table(prepared.model, prepared.sites, batch=batch)
+    scores = score_modules(choice.statistics, prepared.sites, criterion="fisher")
+    least = 1 - sum(row[-1] for row in table.saved.values())
+
+    def drop(selection: Selection | None) -> float:
+        logits = (
+            predict(prepared.model, prepared.held_out)
+            if selection is None
+            else predict_pruned(prepared.model, selection, prepared.sites, prepared.held_out)
+        )
+        return pearson(prepared, logits)
+
+    selections = [
+        select_within(scores, prepared.sites, prepared.sites, table, ratio=1 - (1 - least) * step / 12 + 1e-9)
+        for step in range(1, 13)
+    ]
+    size = next(number for number, selection in enumerate(selections) if selection == choice.plan.kept)
+    dense = drop(None)
+    assert dense - drop(selections[size]) <= 0.03 + 1e-9
+    if size < 11:
+        assert dense - drop(selections[size + 1]) > 0.03
+    outcome = choice.budget.details()
+    assert outcome["masked"] == pytest.approx(drop(selections[size]))
+    removed = choice.plan.removed + choice.plan.removed_neurons
+    assert {"alpha": None, "removed": removed, "pearson": outcome["masked"]} in [dict(row) for row in outcome["judged"]]
+    totals = [sum(len(kept.removed) for kept in one.values()) for one in selections]
+    assert totals == sorted(totals)
+
+
+def test_two_steps_score_the_refitted_model(folder: Path) -> None:
+    recipe = recipe_of(folder, prune__steps=2, prune__compensation={"samples": 60})
+    prepared, choice = chosen_by(recipe)
+    (batch,) = prepared.measured.values()
+    table = flops_table(prepared.model, prepared.sites, batch=batch)
+    statistics = collect_statistics(prepared.model, prepared.calibration, prepared.sites)
+    scores = score_modules(statistics, prepared.sites, criterion="fisher")
+    halfway = 1 - (1 - BUDGET) / 2
+    first = select_within(scores, prepared.sites, prepared.sites, table, ratio=halfway)
+    slim = prune_units(prepared.model, first, prepared.sites)
+    refit(slim, first, prepared.sites, MomentStream(prepared.model, prepared.sites, prepared.compensation))
+    sites = find_modules(slim, inputs_of(prepared), kinds=BOTH)
+    again = collect_statistics(slim, prepared.calibration, sites)
+    lost = {name: len(kept.removed) for name, kept in first.items()}
+    second = select_within(
+        score_modules(again, sites, criterion="fisher"),
+        sites,
+        sites,
+        table.after(lost),
+        ratio=BUDGET + 1 - table.ratio(lost),
+    )
+    assert choice.plan.kept == compose(first, second)
+    assert [kept.kind for kept in choice.plan.kept.values()] == ["attention"] * 3 + ["mlp"] * 3
+    assert BUDGET - 0.01 < choice.budget.details()["predicted"] <= BUDGET
+    once = select_within(scores, prepared.sites, prepared.sites, table, ratio=BUDGET)
+    assert once != choice.plan.kept
+    # Numbers of units that left in the first step are those of the first step.
+    name = next(name for name, kept in first.items() if kept.removed)
+    gone = list(first[name].removed)
+    assert torch.equal(choice.statistics["fisher"][name][gone], statistics["fisher"][name][gone])
+    assert torch.equal(choice.statistics["fisher"][name][list(first[name].units)], again["fisher"][name])
+
+
+def test_a_memory_limit_changes_nothing(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written = []
+    for number, memory in enumerate((4.0, 1e-6)):
+        compensation = {"samples": 60, "memory_gb": memory, "token_weights": 0.3}
+        options = {"prune__criterion": "compensated", "prune__steps": 2, "prune__compensation": compensation}
+        recipe = recipe_of(folder, **options)
+        prepared, choice = chosen_by(recipe)
+        how = {"compensation": choice.compensation, "refit": choice.refit}
+        prune(prepared, choice.plan, recipe, tmp_path / str(number), **how, progress=Silent())
+        written.append((choice.plan.to_json(), load_file(tmp_path / str(number) / "model.safetensors")))
+        assert ("going on with one module at a time" in caplog.text) == (number == 1)
+    (plan, weights), (other_plan, other_weights) = written
+    assert plan == other_plan
+    assert set(weights) == set(other_weights)
+    assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+
+
+def test_few_calibration_tokens_are_said_and_the_run_goes_on(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(folder, prune__compensation={"samples": 5}, output=str(tmp_path / "out"))
+    prepared, choice = chosen_by(recipe)
+    with pytest.warns(FewTokensWarning, match="calibration tokens are few") as warned:
+        pruned = prune(prepared, choice.plan, recipe, tmp_path / "slim", progress=Silent())
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in prepared.compensation)
+    name, kept = next((name, kept) for name, kept in choice.plan.of_kind("mlp").items() if kept.removed)
+    said = f"{tokens} calibration tokens are few for the {len(kept.units)} inputs of {name}; at least "
+    assert any(said + f"{4 * len(kept.units)} are wanted" in str(warning.message) for warning in warned)
+    assert len(pruned.fits) == sum(bool(part.removed) for part in choice.plan.kept.values())
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "hies of neurons": (
+        {"prune__modules": ["mlp"], "prune__criterion": "hies"},
+        r"criterion hies scores heads, but prune.modules is \[mlp\]; choose one of his, fisher, .*compensated, auto",
+    ),
+    "a multiple of neurons": (
+        {"prune__multiple_of": {"neurons": 7}},
+        "multiple_of must divide the number of neurons, which is 64 in bert.encoder.layer.., got 7",
+    ),
+    "a multiple of heads": (
+        {"prune__multiple_of": {"heads": 4, "neurons": 8}},
+        "multiple_of must divide the number of heads, which is 6 in bert.encoder.layer.*, got 4",
+    ),
+    "both multiples": ({"prune__multiple_of": {"heads": 5, "neurons": 10}}, "2 problems"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_anything_is_computed(name: str, folder: Path) -> None:
+    overrides, message = BAD[name]
+    with pytest.raises(RecipeError, match=message):
+        prepare(recipe_of(folder, **overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        ({"prune__min_heads": 4}, r"heads and neurons that may go \(min_heads 4\)"),
+        ({"prune__modules": ["mlp"]}, "neurons that may go"),
+        ({"prune__modules": ["attention"]}, "heads that may go"),
+        ({"prune__keep_layers": [0, 1], "prune__criterion": "auto"}, r"heads and neurons that may go \(keep_layers"),
+    ],
+)
+def test_a_budget_below_what_is_left_says_the_least_before_scoring(
+    folder: Path, overrides: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates_module, "collect_statistics", lambda *a, **k: pytest.fail("scored"))
+    recipe = recipe_of(folder, prune__budget={"flops": 0.1}, **overrides)
+    with pytest.raises(PlanError, match=f"FLOPs at most 0.1 of dense, but cutting all {what}.* gives 0.*, the best"):
+        chosen_by(recipe)
+
+
+@pytest.mark.parametrize("criterion", ["auto", "compensated", "hies-compensated"])
+def test_query_heads_alone_are_not_for_greedy_removal(folder: Path, tmp_path: Path, criterion: str) -> None:
+    save_text_model(tmp_path / "grouped")
+    llama(num_labels=1, vocab_size=15).save_pretrained(tmp_path / "grouped")
+    options = {"model": str(tmp_path / "grouped"), "prune__unit": "query", "data__text": "sentence"}
+    with pytest.raises(
+        RecipeError, match=f"criterion {criterion} removes whole key/value groups, got unit: query; set"
+    ):
+        prepare(recipe_of(folder, prune__criterion=criterion, **options))
+
+
+def test_scores_of_both_kinds_are_written(done: Run) -> None:
+    written = json.loads((done.folder / "scores.json").read_text())
+    names = {module.name for module in done.prepared.sites}
+    assert set(written["scores"]) == set(written["his"]) == names
+    assert [len(written["scores"][module.name]) for module in done.prepared.sites] == [6] * 3 + [64] * 3
+    assert all(0 <= value <= 1 for value in itertools.chain(*written["scores"].values()))
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation: str) -> None:
+    prepared = prepare(recipe_of(folder))
+    effects = {m.name: torch.rand(m.units, dtype=torch.float64) for m in prepared.sites}
+    scores = Scores("fisher", {}, effects, effects)
+    for min_heads, neurons in itertools.product((1, 3, 5), (1, 4)):
+        recipe = recipe_of(
+            folder,
+            prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}},
+            prune__allocation=allocation,
+            prune__min_heads=min_heads,
+            prune__multiple_of={"neurons": neurons},
+        )
+        found = targets.Targets(prepared, recipe, Silent())
+        selection = found.select(scores, found.of_max_drop()[-1])
+        if allocation == "global":
+            assert [len(kept.units) for kept in selection.values()] == [min_heads] * 3 + [neurons] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "criteria"),
+    [
+        ({"prune__modules": ["mlp"], "prune__budget": {"flops": 0.7}}, ["his", "fisher", "compensated"]),
+        (
+            {"prune__modules": ["attention"], "prune__budget": {"heads": 0.5}},
+            ["hies"] * 4 + ["his", "fisher", "compensated"],
+        ),
+    ],
+)
+def test_auto_of_one_kind_without_compensation_judges_masked_models(
+    folder: Path, options: dict[str, Any], criteria: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared, choice = chosen_by(recipe_of(folder, prune__criterion="auto", **options))
+    assert "auto ranks units by the errors that least squares leaves, but prune.compensation is not set" in caplog.text
+    assert [tried.criterion for tried in choice.tried] == criteria
+    assert {(tried.steps, tried.token_weights) for tried in choice.tried} == {(1, 1.0)}
+    (chosen,) = (tried for tried in choice.tried if tried.chosen)
+    assert chosen.stability == max(tried.stability for tried in choice.tried)
+    dense = predict(prepared.model, prepared.held_out)
+    masked = predict_pruned(prepared.model, choice.plan.kept, prepared.sites, prepared.held_out)
+    assert agreement(dense, masked) == pytest.approx(chosen.stability)
+    assert (choice.plan.criterion, choice.plan.alpha) == (chosen.criterion, chosen.alpha)
+    assert choice.compensation is None

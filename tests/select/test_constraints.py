@@ -1,0 +1,98 @@
+"""Constraints of heads and of neurons, and the messages of those that cannot hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from hies_export.errors import RecipeError
+from hies_export.select.constraints import Constraints, check_constraints, most_removable, removable_counts
+from hies_export.select.iterative import compose
+from hies_export.units import Kept, Units
+
+MODULES = (
+    Units(name="a0", units=12),
+    Units(name="a1", units=12, groups=4),
+    Units(name="m0", units=64, kind="mlp"),
+    Units(name="m1", units=48, kind="mlp"),
+)
+
+
+@pytest.mark.parametrize(
+    ("constraints", "problems"),
+    [
+        (Constraints(multiple_of=5), ["the number of key/value heads, which is 4 in a1, got 5"]),
+        (Constraints(multiple_of=8), ["the number of key/value heads, which is 4 in a1, got 8"]),
+        (Constraints(unit="query", multiple_of=8), ["the number of query heads, which is 12 in a1, got 8"]),
+        (Constraints(neurons_multiple_of=32), ["the number of neurons, which is 48 in m1, got 32"]),
+        (Constraints(neurons_multiple_of=128), ["the number of neurons, which is 48 in m1, got 128"]),
+        (
+            Constraints(multiple_of=3, neurons_multiple_of=7),
+            ["key/value heads, which is 4 in a1, got 3", "neurons, which is 48 in m1, got 7"],
+        ),
+    ],
+)
+def test_a_multiple_that_does_not_divide_is_refused(constraints: Constraints, problems: list[str]) -> None:
+    with pytest.raises(RecipeError, match="multiple_of must divide") as error:
+        check_constraints(MODULES, constraints)
+    assert len(error.value.problems) == len(problems)
+    for found, expected in zip(error.value.problems, problems, strict=True):
+        assert found.startswith("multiple_of must divide the number of ")
+        assert found.endswith(expected)
+
+
+def test_heads_without_groups_are_called_heads() -> None:
+    with pytest.raises(RecipeError, match="must divide the number of heads, which is 12 in a0, got 5"):
+        check_constraints(MODULES[:1], Constraints(multiple_of=5))
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        Constraints(),
+        Constraints(multiple_of=4, neurons_multiple_of=16),
+        Constraints(unit="query", multiple_of=6, neurons_multiple_of=8),
+        Constraints(multiple_of=2, keep_layers=(0, -1)),
+    ],
+)
+def test_a_multiple_of_each_kind_may_differ(constraints: Constraints) -> None:
+    check_constraints(MODULES, constraints)
+
+
+def test_the_multiple_of_one_kind_is_nothing_to_the_other() -> None:
+    check_constraints(MODULES[:2], Constraints(neurons_multiple_of=5))
+    check_constraints(MODULES[2:], Constraints(multiple_of=5, min_heads=40))
+
+
+def test_a_multiple_below_one_is_refused_for_both() -> None:
+    with pytest.raises(RecipeError, match="2 problems") as error:
+        check_constraints(MODULES, Constraints(multiple_of=0, neurons_multiple_of=-2))
+    assert [*error.value.problems] == [f"multiple_of must be at least 1, got {value}" for value in (0, -2)]
+
+
+def test_what_may_go_is_by_kind() -> None:
+    assert most_removable(MODULES, Constraints()) == [11, 3, 63, 47]
+    # Heads alone have a least number; five query heads are two groups of three.
+    assert most_removable(MODULES, Constraints(min_heads=5)) == [7, 2, 63, 47]
+    # Layers are counted among those of a kind.
+    assert most_removable(MODULES, Constraints(keep_layers=(0,))) == [0, 3, 0, 47]
+    assert most_removable(MODULES, Constraints(keep_layers=(-1,))) == [11, 0, 63, 0]
+    found = removable_counts(MODULES, Constraints(multiple_of=2, neurons_multiple_of=16))
+    assert found == [[0, 2, 4, 6, 8, 10], [0, 2], [0, 16, 32, 48], [0, 16, 32]]
+    assert removable_counts(MODULES, Constraints(unit="query", multiple_of=8))[1] == [0, 1]
+
+
+def test_a_layer_beyond_the_larger_kind_is_refused() -> None:
+    modules = (*MODULES, Units(name="m2", units=16, kind="mlp"))
+    check_constraints(modules, Constraints(keep_layers=(2, -3)))
+    assert most_removable(modules, Constraints(keep_layers=(2,))) == [11, 3, 63, 47, 0]
+    with pytest.raises(RecipeError, match="keep_layers must name layers 0 to 2, got 3"):
+        check_constraints(modules, Constraints(keep_layers=(3,)))
+
+
+def test_two_selections_in_a_row_keep_the_kinds() -> None:
+    first = {"a1": Kept((0, 1, 2, 6, 7, 8), 12, 4), "m0": Kept((1, 3, 5, 7), 8, kind="mlp")}
+    second = {"a1": Kept((3, 4, 5), 6, 2), "m0": Kept((0, 2), 4, kind="mlp")}
+    assert compose(first, second) == {
+        "a1": Kept((6, 7, 8), 12, 4, "attention"),
+        "m0": Kept((1, 5), 8, 8, "mlp"),
+    }

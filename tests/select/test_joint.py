@@ -1,0 +1,422 @@
+"""Heads and neurons under one budget: against the best of all choices, and against rules that a choice must keep."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+import torch
+
+from hies_export.errors import NonFiniteError, PlanError, RecipeError
+from hies_export.select import joint
+from hies_export.select.budget import CostTable
+from hies_export.select.constraints import Constraints, removable_counts
+from hies_export.select.joint import chains_of, select_within
+from hies_export.select.knapsack import least_loss
+from hies_export.units import Selection, Units
+from hies_export.values import Chain, Removal, Scores
+
+
+def heads(name: str, units: int, *, groups: int = 0) -> Units:
+    return Units(name=name, units=units, groups=groups)
+
+
+def block(name: str, units: int) -> Units:
+    return Units(name=name, units=units, kind="mlp")
+
+
+def table_of(modules: Sequence[Units], price: Mapping[str, float], unit: str = "group") -> CostTable:
+    """Return a table in which every unit of a kind costs as much, and everything but units is free."""
+    total = sum(price[module.kind] * module.units for module in modules)
+    saved = {}
+    for module in modules:
+        bundles = module.groups if unit == "group" or module.kind == "mlp" else module.group_size
+        size = module.units // bundles
+        saved[module.name] = tuple(price[module.kind] * size * k / total for k in range(bundles))
+    return CostTable("FLOPs", saved)
+
+
+PRICE = {"attention": 6.0, "mlp": 1.0}
+
+
+def effects_of(modules: Sequence[Units], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    most = {"attention": 20.0, "mlp": 1.0}
+    return {m.name: most[m.kind] * torch.rand(m.units, generator=generator, dtype=torch.float64) ** 3 for m in modules}
+
+
+def scores_of(effects: Mapping[str, torch.Tensor], *, ranked: tuple[str, ...] = ()) -> Scores:
+    return Scores("fisher", {}, effects, effects, ranked)
+
+
+def cost(selection: Selection, modules: Sequence[Units]) -> float:
+    return sum(PRICE[m.kind] * len(selection[m.name].units) for m in modules) / sum(
+        PRICE[m.kind] * m.units for m in modules
+    )
+
+
+def lost(selection: Selection, effects: Mapping[str, torch.Tensor]) -> float:
+    return sum(effects[name][list(kept.removed)].sum().item() for name, kept in selection.items())
+
+
+SMALL = (heads("a0", 3), heads("a1", 2), block("m0", 4), block("m1", 4))
+LARGE = tuple(m for i in range(3) for m in (heads(f"a{i}", 8), block(f"m{i}", 40)))
+
+
+def all_choices(modules: Sequence[Units], constraints: Constraints) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yield every selection that the constraints allow, as the units that stay."""
+
+    def allowed(module: Units, place: int) -> list[tuple[int, ...]]:
+        everything = tuple(range(module.units))
+        of_kind = [i for i, other in enumerate(modules) if other.kind == module.kind]
+        if place in [of_kind[layer] for layer in constraints.keep_layers]:
+            return [everything]
+        least = constraints.min_heads if module.kind == "attention" else 1
+        multiple = constraints.multiple_of if module.kind == "attention" else constraints.neurons_multiple_of
+        sizes = [n for n in range(least, module.units) if n % multiple == 0] + [module.units]
+        return [kept for n in sizes for kept in itertools.combinations(everything, n)]
+
+    for chosen in itertools.product(*(allowed(module, place) for place, module in enumerate(modules))):
+        yield {module.name: kept for module, kept in zip(modules, chosen, strict=True)}
+
+
+CONSTRAINTS = {
+    "none": (SMALL, Constraints()),
+    "min_heads": (SMALL, Constraints(min_heads=2)),
+    "keep_layers": (SMALL, Constraints(keep_layers=(0,))),
+    "the last layer kept": (SMALL, Constraints(keep_layers=(-1,))),
+    "multiples": (
+        (heads("a0", 4), heads("a1", 2), block("m0", 4), block("m1", 4)),
+        Constraints(multiple_of=2, neurons_multiple_of=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRAINTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_other_choice_loses_less(case: str, seed: int) -> None:
+    modules, constraints = CONSTRAINTS[case]
+    effects, table = effects_of(modules, seed), table_of(modules, PRICE)
+    choices = [
+        (
+            sum(PRICE[m.kind] * len(kept[m.name]) for m in modules),
+            sum(effects[m.name].sum().item() - effects[m.name][list(kept[m.name])].sum().item() for m in modules),
+        )
+        for kept in all_choices(modules, constraints)
+    ]
+    total = sum(PRICE[m.kind] * m.units for m in modules)
+    least = min(price for price, _ in choices) / total
+    for share in (0.05, 0.4, 0.8):
+        # Between two costs that choices have: at one of them, the rounding of costs decides.
+        ratio = (int((least + share * (1 - least)) * total) + 0.5) / total
+        found = select_within(scores_of(effects), modules, modules, table, ratio=ratio, constraints=constraints)
+        assert cost(found, modules) <= ratio + 1e-9
+        best = min(loss for price, loss in choices if price <= ratio * total + 1e-6)
+        assert lost(found, effects) == pytest.approx(best)
+        assert [(kept.kind, kept.total) for kept in found.values()] == [(m.kind, m.units) for m in modules]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_loss_is_that_of_a_knapsack_over_counts(
+    exact: bool, multiple: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exact:
+        monkeypatch.setattr(joint, "MOST_OPTIONS", 0)
+    constraints, effects = Constraints(neurons_multiple_of=multiple), effects_of(LARGE, seed)
+    ratio = random.Random(seed).uniform(0.3, 0.9)
+    found = select_within(
+        scores_of(effects), LARGE, LARGE, table_of(LARGE, PRICE), ratio=ratio, constraints=constraints
+    )
+    total = sum(int(PRICE[m.kind]) * m.units for m in LARGE)
+    assert cost(found, LARGE) <= ratio + 1e-9
+    options = removable_counts(LARGE, constraints)
+    sums = [[0.0, *effects[m.name].sort().values.cumsum(0).tolist()] for m in LARGE]
+    losses = [[row[k] for k in option] for row, option in zip(sums, options, strict=True)]
+    costs = [[int(PRICE[m.kind]) * (m.units - k) for k in option] for m, option in zip(LARGE, options, strict=True)]
+    best = float(least_loss(costs, losses, int(ratio * total + 1e-9))[0].min())
+    if exact:
+        assert lost(found, effects) == pytest.approx(best)
+    else:
+        # At most the last edge is too much: here, a head or a few neurons.
+        assert best - 1e-9 <= lost(found, effects) <= best * 1.12
+
+
+def test_both_solvers_agree_where_curves_are_fine() -> None:
+    modules = tuple(m for i in range(3) for m in (heads(f"a{i}", 12), block(f"m{i}", 600)))
+    effects, table = effects_of(modules, 1), table_of(modules, {"attention": 30.0, "mlp": 1.0})
+    by_name = {module.name: module for module in modules}
+    options = dict(zip(by_name, removable_counts(modules, Constraints()), strict=True))
+    chains = chains_of(scores_of(effects), modules)
+    curves = [joint._curve(list(joint._blocks(chain, by_name, options, "group")), table) for chain in chains]
+    for wanted in (0.1002, 0.4002, 0.7002):
+        exact, slopes = (solve(curves, wanted) for solve in (joint._exactly, joint._by_slopes))
+        losses = [sum(([0.0, *effect])[k] for k, (_, effect) in zip(n, curves, strict=True)) for n in (exact, slopes)]
+        saved = [sum(([0.0, *saving])[k] for k, (saving, _) in zip(n, curves, strict=True)) for n in (exact, slopes)]
+        assert min(saved) >= wanted - 1e-9
+        assert losses[0] <= losses[1] + 1e-9
+        assert losses[1] == pytest.approx(losses[0], rel=0.03)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_units_go_in_the_order_of_chains_whatever_their_scores(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not exact:
+        monkeypatch.setattr(joint, "MOST_OPTIONS", 0)
+    modules = (heads("a", 4, groups=2), block("m", 6))
+    chains: tuple[Chain, ...] = (
+        (Removal("a", (2, 3), 1.0), Removal("a", (0, 1), 90.0)),
+        (Removal("m", (5, 0), 0.1), Removal("m", (2, 3), 0.3), Removal("m", (4, 1), 50.0)),
+    )
+    reverse = {"a": torch.arange(4.0), "m": torch.arange(6.0)}
+    scores = Scores("compensated", {}, reverse, chains=chains)
+    assert chains_of(scores, modules) == chains
+    # Neurons to save: heads cost 12 of them a group. A removal of several neurons can be cut short, in its order.
+    expected = {0.5: ((), (5,)), 1.5: ((), (0, 5)), 2.5: ((), (0, 2, 5)), 3.5: ((), (0, 2, 3, 5))}
+    if not exact:  # the group of heads has the next slope, 1 / 12
+        expected |= dict.fromkeys((2.5, 3.5), ((2, 3), (0, 5)))
+    expected |= {5.5: ((2, 3), ()) if exact else ((2, 3), (0, 5)), 14.5: ((2, 3), (0, 2, 5))}
+    for wanted, removed in expected.items():
+        found = select_within(scores, modules, modules, table_of(modules, PRICE), ratio=1 - wanted / 30)
+        assert tuple(kept.removed for kept in found.values()) == removed
+
+
+@pytest.mark.parametrize("options", [0, 20_000])
+def test_heads_leave_in_the_order_of_their_scores_over_the_whole_model(
+    options: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joint, "MOST_OPTIONS", options)
+    effects = effects_of(LARGE, 3)
+    generator = torch.Generator().manual_seed(9)
+    hies = {m.name: torch.rand(m.units, generator=generator, dtype=torch.float64) for m in LARGE if m.kind != "mlp"}
+    scores = Scores("hies", {"alpha": 0.9}, effects | hies, effects, ranked=("attention",))
+    order = sorted((value, name, head) for name, values in hies.items() for head, value in enumerate(values.tolist()))
+    removed = []
+    for ratio in (0.9, 0.75, 0.6, 0.45, 0.3):
+        found = select_within(scores, LARGE, LARGE, table_of(LARGE, PRICE), ratio=ratio)
+        gone = {(name, head) for name in hies for head in found[name].removed}
+        left = dict.fromkeys(hies, 8)
+        expected = []
+        for _, name, head in order:
+            if len(expected) < len(gone) and left[name] > 1:  # every module keeps a head
+                expected.append((name, head))
+                left[name] -= 1
+        assert gone == set(expected)
+        removed.append(len(gone))
+        # Neurons go by their effects, in every block.
+        for module in LARGE:
+            if module.kind == "mlp":
+                kept, out = (
+                    effects[module.name][list(units)]
+                    for units in (found[module.name].units, found[module.name].removed)
+                )
+                assert len(out) == 0 or kept.min() >= out.max()
+    assert removed == sorted(removed)
+    assert len(set(removed)) > 2
+
+
+@pytest.mark.parametrize("options", [0, 20_000])
+@pytest.mark.parametrize("seed", range(3))
+def test_multiples_of_both_kinds_are_kept(options: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "MOST_OPTIONS", options)
+    modules = tuple(m for i in range(3) for m in (heads(f"a{i}", 16, groups=8), block(f"m{i}", 48)))
+    constraints = Constraints(multiple_of=2, neurons_multiple_of=16, min_heads=5, keep_layers=(1,))
+    effects = effects_of(modules, seed)
+    for ratio in (0.9, 0.75, 0.64):
+        found = select_within(
+            scores_of(effects), modules, modules, table_of(modules, PRICE), ratio=ratio, constraints=constraints
+        )
+        assert cost(found, modules) <= ratio
+        assert [len(found[name].removed) for name in ("a1", "m1")] == [0, 0]
+        for module in modules:
+            kept = found[module.name]
+            if module.kind == "mlp":
+                assert len(kept.units) % 16 == 0
+                assert len(kept.units) > 0
+            else:
+                # Whole groups, a multiple of two of them, and so at least 5 heads.
+                assert len(kept.kept_groups) % 2 == 0
+                assert len(kept.units) == 2 * len(kept.kept_groups) >= 5
+
+
+def test_query_heads_leave_all_groups_alike() -> None:
+    modules = (heads("a", 12, groups=3), block("m", 20))
+    effects, constraints = effects_of(modules, 2), Constraints(unit="query", multiple_of=6)
+    table = table_of(modules, PRICE, unit="query")
+    found = select_within(scores_of(effects), modules, modules, table, ratio=0.6, constraints=constraints)
+    assert len(found["a"].units) == 6
+    assert [sum(unit // 4 == group for unit in found["a"].units) for group in range(3)] == [2, 2, 2]
+    # The two best of each group.
+    best = effects["a"].view(3, 4).topk(2).indices + 4 * torch.arange(3)[:, None]
+    assert found["a"].units == tuple(sorted(best.flatten().tolist()))
+
+
+def test_uniform_takes_the_smallest_share_that_is_enough() -> None:
+    modules = tuple(m for i in range(2) for m in (heads(f"a{i}", 8), block(f"m{i}", 40)))
+    effects = effects_of(modules, 4)
+    table = table_of(modules, PRICE)
+    shares = []
+    for ratio in (0.95, 0.7, 0.5, 0.3):
+        found = select_within(
+            scores_of(effects), modules, modules, table, ratio=ratio, constraints=Constraints(allocation="uniform")
+        )
+        assert cost(found, modules) <= ratio
+        (of_heads,) = {len(found[f"a{i}"].removed) for i in range(2)}
+        (of_neurons,) = {len(found[f"m{i}"].removed) for i in range(2)}
+        assert of_heads == round(8 * of_neurons / 40)
+        # One neuron fewer, with its heads, would not be enough.
+        fewer = of_neurons - 1
+        assert 1 - 2 * (6 * round(8 * fewer / 40) + fewer) / (2 * 88) > ratio
+        for name, kept in found.items():
+            out = effects[name][list(kept.removed)]
+            assert effects[name][list(kept.units)].min() >= out.max() if len(out) else True
+        shares.append(of_neurons)
+    assert shares == sorted(set(shares))
+
+
+def test_uniform_follows_chains_too() -> None:
+    modules = (heads("a", 4), block("m", 4))
+    chains: tuple[Chain, ...] = (
+        tuple(Removal("a", (u,), float(i + 1)) for i, u in enumerate((2, 0, 3, 1))),
+        (Removal("m", (3, 1), 1.0), Removal("m", (0, 2), 2.0)),
+    )
+    scores = Scores("compensated", {}, {}, chains=chains)
+    found = select_within(
+        scores, modules, modules, table_of(modules, PRICE), ratio=0.5, constraints=Constraints(allocation="uniform")
+    )
+    assert {name: kept.removed for name, kept in found.items()} == {"a": (0, 2), "m": (1, 3)}
+
+
+def test_modules_that_are_not_scored_keep_everything() -> None:
+    scored = LARGE[:2]
+    effects = effects_of(scored, 0)
+    found = select_within(scores_of(effects), LARGE, scored, table_of(LARGE, PRICE), ratio=0.8)
+    assert list(found) == [m.name for m in LARGE]
+    assert [len(found[m.name].units) for m in LARGE[2:]] == [m.units for m in LARGE[2:]]
+    assert found["a0"].removed
+    assert found["m0"].removed
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        (Constraints(), "that may go gives 0.080"),
+        (
+            Constraints(min_heads=4, keep_layers=(0,), neurons_multiple_of=20),
+            r"that may go \(min_heads 4, keep_layers \(0,\), multiple_of neurons 20\) "
+            r"gives 0.667, the best there is; raise the target or loosen the constraints",
+        ),
+        (Constraints(multiple_of=4), r"that may go \(multiple_of 4\) gives 0.284, the best there is"),
+    ],
+)
+def test_a_budget_that_cannot_be_met_says_the_least_there_is(constraints: Constraints, message: str) -> None:
+    effects, table = effects_of(LARGE, 0), table_of(LARGE, PRICE)
+    with pytest.raises(
+        PlanError, match="the budget asks for FLOPs at most 0.05 of dense, but cutting all heads and neurons " + message
+    ) as error:
+        select_within(scores_of(effects), LARGE, LARGE, table, ratio=0.05, constraints=constraints)
+    # What is said to be in reach is.
+    least = float(str(error.value).partition("gives ")[2].partition(",")[0]) + 5e-4
+    found = select_within(scores_of(effects), LARGE, LARGE, table, ratio=least, constraints=constraints)
+    assert cost(found, LARGE) <= least
+
+
+@pytest.mark.parametrize(("modules", "what"), [(LARGE[::2], "heads"), (LARGE[1::2], "neurons")])
+def test_a_budget_that_cannot_be_met_names_the_kinds_there_are(modules: Sequence[Units], what: str) -> None:
+    with pytest.raises(PlanError, match=rf"cutting all {what} that may go gives"):
+        select_within(scores_of(effects_of(modules, 0)), modules, modules, table_of(modules, PRICE), ratio=0.01)
+
+
+@pytest.mark.parametrize("options", [0, 20_000])
+def test_the_least_cost_there_is_can_be_reached(options: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "MOST_OPTIONS", options)
+    effects, table = effects_of(LARGE, 0), table_of(LARGE, PRICE)
+    least = 3 * (6 + 1) / (3 * 88)
+    for ratio in (least + 1e-9, least + 1e-4):
+        found = select_within(scores_of(effects), LARGE, LARGE, table, ratio=ratio)
+        assert {len(kept.units) for kept in found.values()} == {1}
+
+
+def test_a_table_goes_on_after_a_cut() -> None:
+    modules = (heads("a", 4), block("m", 10))
+    table = table_of(modules, PRICE)
+    lost = {"a": 1, "m": 4}
+    left = table.after(lost)
+    assert [len(row) for row in left.saved.values()] == [3, 6]
+    for more in ({"a": 0, "m": 0}, {"a": 2, "m": 5}, {"a": 1, "m": 3}):
+        both = {name: lost[name] + count for name, count in more.items()}
+        # In shares of the dense cost: what was saved before, and what is saved now.
+        assert 1 - table.ratio(both) == pytest.approx((1 - table.ratio(lost)) + (1 - left.ratio(more)))
+    assert left.what == table.what
+    assert table.after({}) == table
+    # Timings of which the middle is slower than the ends stay as they are.
+    timed = CostTable("latency", {"a": (0.0, 0.1, 0.05, 0.3)}).after({"a": 1})
+    assert timed.saved["a"] == pytest.approx((0.0, -0.05, 0.2))
+
+
+def test_two_rounds_meet_the_budget_of_both() -> None:
+    effects, table = effects_of(LARGE, 5), table_of(LARGE, PRICE)
+    first = select_within(scores_of(effects), LARGE, LARGE, table, ratio=0.75)
+    gone = {name: len(kept.removed) for name, kept in first.items()}
+    left = [Units(name=m.name, units=len(first[m.name].units), kind=m.kind) for m in LARGE]
+    values = {name: value[list(first[name].units)] for name, value in effects.items()}
+    before = table.ratio(gone)
+    second = select_within(scores_of(values), left, left, table.after(gone), ratio=0.5 + 1 - before)
+    counts = {name: gone[name] + len(kept.removed) for name, kept in second.items()}
+    assert 0.45 < table.ratio(counts) <= 0.5 + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_smaller_budgets_keep_a_part_of_what_larger_ones_keep(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "MOST_OPTIONS", 0)
+    effects = effects_of(LARGE, seed)
+    edges = sum(map(len, chains_of(scores_of(effects), LARGE)))
+    plans = [
+        select_within(scores_of(effects), LARGE, LARGE, table_of(LARGE, PRICE), ratio=0.95 - 0.05 * i)
+        for i in range(17)
+    ]
+    assert edges == 3 * 48
+    for more, less in itertools.pairwise(plans):
+        assert all(set(less[m.name].units) <= set(more[m.name].units) for m in LARGE)
+
+
+@pytest.mark.parametrize("options", [0, 20_000])
+def test_equal_inputs_give_equal_selections_and_ties_go_to_the_later_unit(
+    options: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joint, "MOST_OPTIONS", options)
+    same = {m.name: torch.ones(m.units, dtype=torch.float64) * PRICE[m.kind] for m in LARGE}
+    plans = [select_within(scores_of(same), LARGE, LARGE, table_of(LARGE, PRICE), ratio=0.6) for _ in range(2)]
+    assert plans[0] == plans[1]
+    for kept in plans[0].values():
+        assert kept.units == tuple(range(len(kept.units)))
+
+
+@pytest.mark.slow
+def test_many_neurons_are_no_trouble() -> None:
+    modules = tuple(m for i in range(32) for m in (heads(f"a{i}", 32), block(f"m{i}", 11_008)))
+    effects, price = effects_of(modules, 0), {"attention": 4 * 128.0, "mlp": 3.0}
+    scores = scores_of(effects, ranked=("attention",))
+    found = select_within(scores, modules, modules, table_of(modules, price), ratio=0.5)
+    total = sum(price[m.kind] * m.units for m in modules)
+    kept = sum(price[m.kind] * len(found[m.name].units) for m in modules) / total
+    assert 0.4999 < kept <= 0.5
+    # Neurons all cost as much, so those of the least effect in the whole model go.
+    out = torch.cat([effects[m.name][list(found[m.name].removed)] for m in modules if m.kind == "mlp"])
+    stay = torch.cat([effects[m.name][list(found[m.name].units)] for m in modules if m.kind == "mlp"])
+    assert out.max() <= stay.sort().values[32]  # up to the last edge
+    assert len(out) > 100_000
+
+
+def test_what_is_out_of_range_is_refused() -> None:
+    effects, table = effects_of(LARGE, 0), table_of(LARGE, PRICE)
+    with pytest.raises(RecipeError, match="2 problems") as error:
+        select_within(
+            scores_of(effects), LARGE, LARGE, table, ratio=0.5, constraints=Constraints(min_heads=0, keep_layers=(3,))
+        )
+    assert "keep_layers must name layers 0 to 2, got 3" in str(error.value)
+    effects["m1"][7] = float("nan")
+    with pytest.raises(NonFiniteError, match="every score must be a finite number, but neuron 7 of m1 has nan; check"):
+        select_within(scores_of(effects), LARGE, LARGE, table, ratio=0.5)
