@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibrate.moments import LayerMoments
+from ..calibrate.sums import LayerMoments
 from ..model.linear import weight_of
 from ..select.bundles import ranked_bundles
 from ..units import PrunableModule, Units
@@ -34,12 +34,8 @@ def fluctuations(model: PreTrainedModel, moments: Iterable[tuple[PrunableModule,
     """
     found = {}
     for module, layer in moments:
-        split = layer.mixed()
-        parts = (split.fitting, split.held_out)
-        tokens = sum(part.tokens for part in parts)
-        mean = (parts[0].x + parts[1].x) / tokens
-        square = (parts[0].xx.diagonal() + parts[1].xx.diagonal()) / tokens
-        variance = (square - mean.square()).clamp(min=0) * tokens / max(1, tokens - 1)
+        variance = layer.spread(centred=True).moments.diagonal().clamp(min=0)
+        variance = variance * layer.counted / max(1, layer.counted - 1)
         norms = weight_of(model.get_submodule(module.consumer)).detach().to(variance).square().sum(0)
         metric = variance * norms  # (inputs,)
         spread = metric.std().item() or 1.0
