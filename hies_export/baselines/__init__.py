@@ -1,9 +1,11 @@
-"""Methods that sweeps compare with HIES and that remove something other than whole heads.
+"""Methods of other papers, for sweeps to compare with.
 
-In go a dense model and a share to remove. Inside a `with` block, the model then computes what the smaller model would.
-Nothing is cut or saved.
+Some choose heads and neurons to remove, which are then cut like those of any criterion. The others remove something
+else: inside a `with` block, the model computes what the smaller model would, and nothing is cut or saved.
 
 names.py       names of the baselines, and how they differ from the published methods
+kwon.py        Kwon et al.: Fisher information with its cross terms
+flap.py        FLAP: the fluctuation of what consumers read
 channels.py    LLM-Pruner's channel-wise mode: single features of heads
 slicing.py     SliceGPT: principal components of what attention reads and writes
 """

@@ -21,16 +21,30 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument("--criteria", metavar="A,B,...", help="default: hies,his,ad,l2,random")
     parser.add_argument("--alphas", metavar="A,B,...", help="numbers, auto (per sparsity), auto-area; default: auto")
-    parser.add_argument("--sparsities", metavar="S,T,...", help="shares of heads (default: 0.1,0.3,0.5,0.7)")
+    parser.add_argument("--sparsities", metavar="S,T,...", help="shares of heads to remove (default: 0.1,0.3,0.5,0.7)")
+    parser.add_argument(
+        "--flops", metavar="F,G,...", help="instead: shares of the dense model's FLOPs to leave, e.g. 0.8,0.6"
+    )
+    parser.add_argument("--modules", metavar="A,B,...", help="attention, mlp, both (default: the recipe's)")
     parser.add_argument("--seeds", metavar="M,N,...", help="of the calibration rows (default: 0,1,2)")
     parser.add_argument("--calibration-sizes", metavar="M,N,...", help="rows (default: the recipe's)")
-    parser.add_argument("--compensations", metavar="A,B,...", help="none, bias, least_squares (default: none)")
+    parser.add_argument(
+        "--compensations", metavar="A,B,...", help="none, bias, scalars, least_squares, weighted (default: none)"
+    )
+    parser.add_argument(
+        "--latency",
+        metavar="RUNTIME",
+        nargs="?",
+        const="onnxruntime-cpu",
+        help="time every slim model against the dense one, at 8 x 128 (default runtime: onnxruntime-cpu)",
+    )
     parser.add_argument("--no-figures", action="store_true", help="draw nothing; figures need the extra 'plots'")
     add_json(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
+    from ..sweep.latency import LatencyRequest
     from ..sweep.sweep import sweep
     from ..sweep.tables import sweep_tables, terminal_table
 
@@ -40,7 +54,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         require_matplotlib()
     recipe = read_recipe(options)
     grid = _read_grid(options, calibration_size=recipe.calibration.samples)
-    result = sweep(recipe, grid, recipe.output, overwrite=options.overwrite, progress=progress)
+    latency = LatencyRequest(options.latency) if options.latency else None
+    result = sweep(recipe, grid, recipe.output, latency=latency, overwrite=options.overwrite, progress=progress)
     if not options.no_figures:
         from ..sweep.curves import draw_figures
 
@@ -67,6 +82,8 @@ def _read_grid(options: Namespace, *, calibration_size: int) -> SweepGrid:
         "seeds": _split("seeds", options.seeds, int),
         "calibration_sizes": _split("calibration-sizes", options.calibration_sizes, int) or (calibration_size,),
         "compensations": _split("compensations", options.compensations, str),
+        "flops": _split("flops", options.flops, float),
+        "modules": _split("modules", options.modules, str),
     }
     return SweepGrid(**{name: values for name, values in given.items() if values is not None})
 

@@ -224,6 +224,7 @@ class CompensationSection(Section):
 
     Attributes:
         method: "least_squares" refits weights and bias. "bias" only adds what the removed heads wrote on average.
+            "scalars" multiplies every unit that stays by a number of its own.
         samples: How many rows of the calibration split to use, without their labels.
         ridge: Strength of the ridge, relative to the mean of the diagonal of the inputs' covariance. By default the
             one with the smallest error on held-out tokens is chosen for every layer.
@@ -236,7 +237,7 @@ class CompensationSection(Section):
             collected in several passes over the rows.
     """
 
-    method: Literal["bias", "least_squares"] = "least_squares"
+    method: Literal["bias", "least_squares", "scalars"] = "least_squares"
     samples: int = Field(512, ge=5)
     ridge: float | None = Field(None, gt=0)
     sequential: bool = False

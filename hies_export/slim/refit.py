@@ -5,22 +5,24 @@ covariance C:
 
     bias           b' = b + W_M mu_M
     least_squares  W'_K = W_K + W_M C_MK (C_KK + lambda I)^-1,  b' = b + W_M mu_M + (W_K - W'_K) mu_K
+    scalars        W'_u = s_u W_u for every kept unit u, where s minimises E |sum_u s_u W_u x_u + b - y|^2
 
-A consumer without a bias gets none, and its moments are not centred. Both methods, and the error on held-out tokens,
-need only the moments of (x_K, y). With token weights, mu and C are weighted means over tokens.
+A consumer without a bias gets none, and its moments are not centred. All methods, and the error on held-out tokens,
+need only the moments of (x_K, y). With token weights, mu and C are weighted means over tokens. Scalars are the mask
+tuning of Kwon et al. 2022 (https://arxiv.org/abs/2204.09656, section 4.4), folded into the weights.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibrate.moments import MomentStream, SplitMoments, check_mix, check_samples, collect_moments
+from ..calibrate.moments import Moments, MomentStream, SplitMoments, check_mix, check_samples, collect_moments
 from ..calibrate.stream import LIMIT_BYTES
 from ..errors import RecipeError, RequestError
 from ..model.linear import weight_of
@@ -28,8 +30,9 @@ from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from ..values import PruningPlan, selection_of
 
-METHODS = ("bias", "least_squares")
-# Candidates for lambda, relative to the mean of the diagonal of C_KK; the error on held-out tokens decides.
+METHODS = ("bias", "least_squares", "scalars")
+# Candidates for lambda, relative to the mean of the diagonal of C_KK, or of the matrix that scalars solve; the error on
+# held-out tokens decides.
 RIDGES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 ENOUGH_TOKENS_PER_INPUT = 4
 
@@ -47,8 +50,9 @@ class Compensation:
     """Options for refitting the consumers.
 
     Attributes:
-        method: "bias" or "least_squares".
-        ridge: lambda relative to the mean of the diagonal of C_KK; None to choose it on held-out samples.
+        method: "bias", "least_squares" or "scalars".
+        ridge: lambda relative to the mean of the diagonal of C_KK; None to choose it on held-out samples. For scalars
+            it draws them towards one.
         sequential: Whether to refit layer by layer, with inputs from the slim model as refitted so far. It takes a pass
             of both models for each layer. Targets always come from the dense model.
         token_weights: How evenly tokens weigh, in (0, 1]: each weighs this + (1 - this) q / mean(q), where q is the
@@ -88,9 +92,9 @@ class LayerFit:
 
     Attributes:
         name: Dotted name of the module.
-        method: The method with the smallest error on held-out tokens: "least_squares", "bias", or "none" if the
-            consumer was left as it was cut.
-        ridge: Ridge of "least_squares", relative to the mean of the diagonal of C_KK; else None.
+        method: The method with the smallest error on held-out tokens: "least_squares", "scalars", "bias", or "none" if
+            the consumer was left as it was cut.
+        ridge: Ridge of "least_squares" or "scalars", as in `Compensation`; else None.
         tokens: Number of calibration tokens, including held-out ones.
         error: Mean squared error of the consumer's output on held-out tokens, as a share of the error without a refit.
     """
@@ -210,7 +214,7 @@ def _refit_all(
     slim: PreTrainedModel, moments: Iterable[tuple[PrunableModule, SplitMoments]], how: Compensation
 ) -> list[LayerFit]:
     """Refit consumers in place, each from the moments of its kept inputs."""
-    return [_refit(slim.get_submodule(module.consumer), module.name, found, how) for module, found in moments]
+    return [_refit(slim.get_submodule(module.consumer), module, found, how) for module, found in moments]
 
 
 def _check_biases(dense: PreTrainedModel, cut: Sequence[PrunableModule], how: Compensation) -> None:
@@ -222,35 +226,32 @@ def _check_biases(dense: PreTrainedModel, cut: Sequence[PrunableModule], how: Co
         )
 
 
-def _refit(layer: nn.Module, name: str, moments: SplitMoments, how: Compensation) -> LayerFit:
+def _refit(layer: nn.Module, module: PrunableModule, moments: SplitMoments, how: Compensation) -> LayerFit:
     """Refit one consumer in place, unless no fit is better on held-out tokens."""
-    fitting, held_out = moments.fitting, moments.held_out
+    name, fitting, held_out = module.name, moments.fitting, moments.held_out
     weight = weight_of(layer).detach().double()
     bias = layer.bias.detach().double() if isinstance(layer.bias, Tensor) else None
-    centred = bias is not None
     everything = fitting + held_out
-    wanted = ENOUGH_TOKENS_PER_INPUT * len(everything.x)
-    if how.method == "least_squares" and everything.counted < wanted:
-        warnings.warn(
-            f"{everything.counted} calibration tokens are few for the {len(everything.x)} inputs of {name}; at least "
-            f"{wanted} are wanted: raise compensation.samples",
-            FewTokensWarning,
-            stacklevel=4,
-        )
+    _warn_of_few_tokens(name, everything, how, width=module.unit_width)
+
+    def fits(of: Moments, ridges: Sequence[float]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        if how.method == "scalars":
+            return ((scaled, bias) for scaled in _scaled(of, weight, bias, width=module.unit_width, ridges=ridges))
+        return of.fits(weight, ridges=ridges, centred=bias is not None)
+
     untouched = held_out.error(weight, bias)
     # (error on held-out tokens, method, ridge). The method chosen is then fitted again on all tokens.
     tried: list[tuple[float, str, float | None]] = []
-    if centred:
+    if bias is not None and how.method != "scalars":
         tried.append((held_out.error(weight, fitting.fit_bias(weight)), "bias", None))
-    if how.method == "least_squares":
+    if how.method != "bias":
         tried.append((untouched, "none", None))
         ridges = RIDGES if how.ridge is None else (how.ridge,)
-        fits = fitting.fits(weight, ridges=ridges, centred=centred)
         try:
-            for candidate, fitted in zip(ridges, fits, strict=True):
-                tried.append((held_out.error(*fitted), "least_squares", candidate))
+            for candidate, fitted in zip(ridges, fits(fitting, ridges), strict=True):
+                tried.append((held_out.error(*fitted), how.method, candidate))
         except torch.linalg.LinAlgError:
-            instead = "its bias is refitted" if centred else "it is left as it was cut"
+            instead = "its bias is refitted" if len(tried) > 1 else "it is left as it was cut"
             warnings.warn(
                 f"the covariance of the inputs of {name} is singular (what they give is the same for all tokens), "
                 f"so least squares cannot be fitted and {instead}; check that layer's weights",
@@ -259,10 +260,59 @@ def _refit(layer: nn.Module, name: str, moments: SplitMoments, how: Compensation
             )
     error, chosen, chosen_ridge = min(tried, key=lambda item: item[0])
     with torch.no_grad():
+        refitted = bias
         if chosen_ridge is not None:
-            weight, _ = everything.fit(weight, ridge=chosen_ridge, centred=centred)
+            weight, refitted = next(fits(everything, [chosen_ridge]))
             weight_of(layer).copy_(weight)
-        if centred and chosen != "none":
-            layer.bias.copy_(everything.fit_bias(weight))  # type: ignore[operator]
+        elif chosen == "bias":
+            refitted = everything.fit_bias(weight)
+        if refitted is not None and refitted is not bias:
+            layer.bias.copy_(refitted)  # type: ignore[operator]
     share = error / untouched if untouched > 0 else 1.0
     return LayerFit(name=name, method=chosen, ridge=chosen_ridge, tokens=everything.counted, error=share)
+
+
+def _scaled(
+    moments: Moments, weight: Tensor, bias: Tensor | None, *, width: int, ridges: Sequence[float]
+) -> Iterator[Tensor]:
+    """Yield the weight with every unit times its scalar, for each of several ridges that draw scalars towards one.
+
+    The squared error is s^T A s - 2 s^T c + const, with A_uv = tr(W_u^T W_v E x_v x_u^T) and
+    c_u = tr(W_u^T E (y - b) x_u^T).
+
+    Args:
+        moments: Moments of the kept inputs.
+        weight: (outputs, inputs)
+        bias: (outputs,), or None.
+        width: Number of inputs per unit.
+        ridges: Relative to the mean of the diagonal of A.
+
+    Raises:
+        torch.linalg.LinAlgError: A is singular.
+    """
+    xx, yx = moments.xx / moments.tokens, moments.yx / moments.tokens
+    if bias is not None:
+        yx = yx - torch.outer(bias, moments.x / moments.tokens)
+    units = len(xx) // width
+    products = (weight.T @ weight * xx).view(units, width, units, width).sum((1, 3))  # A, (units, units)
+    wanted = (weight * yx).sum(0).view(units, width).sum(1)  # c, (units,)
+    scale = products.diagonal().mean()
+    for ridge in ridges:
+        damped = products + ridge * scale * torch.eye(units, dtype=xx.dtype, device=xx.device)
+        factor = torch.linalg.cholesky(damped)
+        change = torch.cholesky_solve((wanted - products.sum(1))[:, None], factor)[:, 0]
+        yield weight * (1 + change).repeat_interleave(width)
+
+
+def _warn_of_few_tokens(name: str, moments: Moments, how: Compensation, *, width: int) -> None:
+    """Warn if there are fewer tokens than four times the unknowns of an output."""
+    unknowns = {"bias": 0, "least_squares": len(moments.x), "scalars": len(moments.x) // width}[how.method]
+    wanted = ENOUGH_TOKENS_PER_INPUT * unknowns
+    if moments.counted < wanted:
+        what = "units" if how.method == "scalars" else "inputs"
+        warnings.warn(
+            f"{moments.counted} calibration tokens are few for the {unknowns} {what} of {name}; at least {wanted} are "
+            "wanted: raise compensation.samples",
+            FewTokensWarning,
+            stacklevel=5,
+        )

@@ -309,14 +309,14 @@ def _of_sweep(folder: Path) -> Exploration:
     rows = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     details = json.loads((folder / "details.json").read_text(encoding="utf-8"))
     his = _tensors(details["his"])
-    plans = {(p["criterion"], p["alpha"], p["sparsity"]): _sweep_plan(p, details) for p in details["plans"]}
+    plans = {_sweep_key(p): _sweep_plan(p, details) for p in details["plans"]}
     # details.json has the plans of the first seed and calibration size only, which come first among the rows.
     own = [row for row in rows if row["criterion"] in FAMILY]
     own = [row for row in own if all(row[key] == own[0][key] for key in ("seed", "calibration_samples"))]
     measured = []
     for compensation in dict.fromkeys(row["compensation"] for row in own):
         alike = [row for row in own if row["compensation"] == compensation]
-        lost = [lost_share(his, plans[row["criterion"], row["alpha"], row["sparsity"]]) for row in alike]
+        lost = [lost_share(his, plans[_sweep_key(row)]) for row in alike]
         made = "masked" if compensation == "none" else f"cut and compensated ({compensation})"
         measured.append(
             Measured(
@@ -326,6 +326,7 @@ def _of_sweep(folder: Path) -> Exploration:
                 (1.0, *(row["stability"] for row in alike)),
             )
         )
+    per_head, per_neuron = _flops_by_rows(rows)
     return Exploration(
         model="",
         statistics=Statistics(
@@ -333,11 +334,30 @@ def _of_sweep(folder: Path) -> Exploration:
         ),
         normalize="model",
         plan=next(iter(plans.values())),
-        flops_per_head=(1 - rows[0]["flops_ratio"]) / rows[0]["heads_removed"],
+        flops_per_head=per_head,
+        flops_per_neuron=per_neuron,
         shape="",
         metric=rows[0]["metric"],
         measured=tuple(measured),
     )
+
+
+def _sweep_key(found: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells the plans of a sweep apart, of a plan or of a row; older ones remove heads only."""
+    flops = found.get("flops_target")
+    modules = None if flops is None else found["modules"]
+    return (found["criterion"], found["alpha"], found["sparsity"], flops, modules)
+
+
+def _flops_by_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the share of the dense model's FLOPs that a head and a neuron cost, fitted to the rows of a sweep."""
+    counted = [row for row in rows if row["flops_ratio"] is not None]
+    if not any(row.get("neurons_removed") for row in counted):
+        return (1 - counted[0]["flops_ratio"]) / counted[0]["heads_removed"], 0.0
+    removed = np.array([[row["heads_removed"], row["neurons_removed"]] for row in counted], dtype=float)
+    saved = np.array([1 - row["flops_ratio"] for row in counted])
+    per_head, per_neuron = np.linalg.lstsq(removed, saved, rcond=None)[0]
+    return float(per_head), float(per_neuron)
 
 
 def _sweep_plan(plan: Mapping[str, Any], details: Mapping[str, Any]) -> PruningPlan:
@@ -346,7 +366,7 @@ def _sweep_plan(plan: Mapping[str, Any], details: Mapping[str, Any]) -> PruningP
         # A module without statistics keeps all its heads.
         total = len(details["his"].get(name, heads))
         groups = details["key_value_heads"][name]
-        kept[name] = Kept(tuple(heads), total, groups)
+        kept[name] = Kept(tuple(heads), total, groups, details.get("kinds", {}).get(name, ATTENTION))
     return PruningPlan(kept=kept, criterion=plan["criterion"], alpha=plan["alpha"], seed=details["seed"])
 
 

@@ -1,13 +1,15 @@
 """Compare many ways to prune one model.
 
-In go a recipe and a `SweepGrid` of criteria, alphas, sparsities, seeds, calibration sizes and compensations. Out comes
-a folder with one row of quality and stability per combination, as JSON, CSV, tables and figures. No checkpoint is
-written.
+In go a recipe and a `SweepGrid` of criteria, alphas, kinds of modules, budgets, seeds, calibration sizes and
+compensations. Out comes a folder with one row of quality and stability per combination, as JSON, CSV, tables and
+figures, with measured time if wanted. No checkpoint is written.
 
 In the order of reading:
 
 - `grid.py`: `SweepGrid`, and its combinations, the cells.
 - `sweep.py`: `sweep`, which evaluates every cell.
+- `choosing.py`: `Chooser`, which scores and selects the units that a cell keeps.
+- `latency.py`: `Stopwatch`, which times the slim models.
 - `shared.py`: what cells have in common, computed once: the model, statistics, moments.
 - `journal.py`: the finished cells on disk, so that an interrupted sweep can continue.
 - `tables.py`: write the rows as JSON, CSV, Markdown and LaTeX.

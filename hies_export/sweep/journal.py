@@ -25,6 +25,7 @@ class Journal:
     Attributes:
         rows: Entries of the finished cells, by `Cell.key`.
         alphas: Finished alpha curves, by `Cell.key`.
+        latency: Finished timings, by `Stopwatch.key`.
 
     Args:
         folder: Folder of the journal; created if it does not exist.
@@ -39,6 +40,7 @@ class Journal:
     def __init__(self, folder: Path, *, asked: Mapping[str, Any], overwrite: bool = False):
         self.rows: dict[str, dict[str, Any]] = {}
         self.alphas: dict[str, dict[str, Any]] = {}
+        self.latency: dict[str, dict[str, Any]] = {}
         self._path = folder / NAME
         digests = {field: _digest(value) for field, value in asked.items()}
         found = self._path.is_file() and not overwrite
@@ -72,6 +74,10 @@ class Journal:
         """Write an alpha curve to disk."""
         self._write({"kind": "alpha", "key": key, "value": curve})
 
+    def add_latency(self, key: str, timing: Mapping[str, Any]) -> None:
+        """Write a timing to disk."""
+        self._write({"kind": "latency", "key": key, "value": timing})
+
     def _write(self, line: dict[str, Any]) -> None:
         text = json.dumps(line) + "\n"
         self._file.write(text.encode())
@@ -84,6 +90,8 @@ class Journal:
             self.rows[line["key"]] = line["value"]
         elif line["kind"] == "alpha":
             self.alphas[line["key"]] = line["value"]
+        elif line["kind"] == "latency":
+            self.latency[line["key"]] = line["value"]
 
     def _read(self, digests: Mapping[str, str]) -> int:
         """Read the complete lines, and return their size in bytes."""

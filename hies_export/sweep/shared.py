@@ -1,35 +1,38 @@
-"""Hold what the cells of a sweep have in common: the model, and the statistics, moments and effects of one seed."""
+"""Hold what the cells of a sweep have in common: the model, and the statistics, moments and scores of one seed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from ..baselines.flap import fluctuations
+from ..baselines.kwon import mask_gradients
 from ..baselines.names import CHANNELS, OWN_SAMPLES
 from ..baselines.slicing import Bases, collect_bases
 from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
-from ..calibrate.effects import Effects, collect_effects
-from ..calibrate.moments import SplitMoments, collect_moments
+from ..calibrate.moments import MomentStream
 from ..data.lengths import by_length
 from ..data.targets import size_of
 from ..evaluate.judge import Judge
 from ..evaluate.predict import Predictions, predict
+from ..kinds import MLP
 from ..measure.counts import count_flops
 from ..model.copies import share_weights
-from ..pipeline.prepare import HELD_OUT_SAMPLES, Draws, Prepared, prepare
-from ..progress import Clock
-from ..recipe import CompensationSection, PruningRecipe
-from ..score.compensated import score_compensated
+from ..pipeline.candidates import Candidates
+from ..pipeline.prepare import GIB, HELD_OUT_SAMPLES, Draws, Prepared, prepare
+from ..progress import SILENT, Clock
+from ..recipe import BudgetSection, CompensationSection, PruningRecipe
 from ..score.criteria import needs_of, uses_alpha
 from ..slim.cut import prune_units
 from ..tasks import TASKS
-from ..units import Selection
+from ..units import PrunableModule, Selection
 from ..values import Scores, Statistics
-from .grid import AUTOMATIC, SweepGrid
+from .grid import AUTOMATIC, WEIGHTED, SweepGrid
 
-# Samples that `hies-compensated` scores on: covariances of hundreds of inputs need more samples than other scores.
+# Samples whose gradients `compensated` takes: covariances of hundreds of inputs need more than other scores.
 EFFECT_SAMPLES = 256
 
 
@@ -39,13 +42,22 @@ class Shared:
     Results of a seed are kept until another seed is asked for.
 
     Attributes:
+        recipe: The recipe, with the grid's kinds of modules and its smallest budget of FLOPs.
         base: Model and data of the first seed and calibration size.
     """
 
     def __init__(self, recipe: PruningRecipe, grid: SweepGrid, clock: Clock):
-        # A sweep times nothing, so the recipe's runtimes need not be installed. FLOPs are counted at the first shape.
+        # Cells are timed on runtimes of their own, so the recipe's need not be installed. FLOPs are counted at the
+        # first shape.
         measure = recipe.measure.model_copy(update={"runtimes": ("torch",)})
-        self._recipe, self._grid, self._clock = recipe.model_copy(update={"measure": measure}), grid, clock
+        prune: dict[str, Any] = {"modules": grid.kinds}
+        if grid.flops:
+            prune["budget"] = BudgetSection(flops=min(grid.flops))
+        if MLP in grid.kinds:
+            prune["criterion"] = "fisher"  # the grid has the criteria; this one scores both kinds
+        section = recipe.prune.model_copy(update=prune)
+        self.recipe = self._recipe = recipe.model_copy(update={"measure": measure, "prune": section})
+        self._grid, self._clock = grid, clock
         self._of_model: dict[Any, Any] = {}
         self._seed: int | None = None
         self._of_seed: dict[str, Any] = {}
@@ -70,40 +82,62 @@ class Shared:
         """Return the batches to refit on, without labels."""
         return self.calibrated(seed, self._grid.calibration_sizes[0])[0].compensation
 
-    def moments(self, seed: int) -> dict[str, SplitMoments]:
-        """Return the moments to refit from, by module name."""
+    def scored(self, kinds: tuple[str, ...]) -> tuple[PrunableModule, ...]:
+        """Return the modules of some kinds that may lose units."""
+        return tuple(module for module in self.base.scored if module.kind in kinds)
 
-        def collect() -> dict[str, SplitMoments]:
-            batches = by_length(self.unlabelled(seed), config=self.base.model.config)
-            with self._clock("moments"):
-                return collect_moments(self.base.model, self.base.sites, batches)
+    def moments(self, seed: int) -> MomentStream:
+        """Return the moments to refit from; they are collected where they are first read."""
 
-        return self._once(seed, "moments", collect)
+        def stream() -> MomentStream:
+            section = self._recipe.prune.compensation or CompensationSection()
+            found = MomentStream(
+                self.base.model,
+                self.base.sites,
+                by_length(self.unlabelled(seed), config=self.base.model.config),
+                limit_bytes=round(section.memory_gb * GIB),
+                weighted=WEIGHTED in self._grid.compensations,
+            )
+            if len(found.groups) == 1:
+                with self._clock("moments"):
+                    next(iter(found))
+            return found
 
-    def effects(self, seed: int) -> Effects:
-        """Return the effects that `hies-compensated` scores are computed from."""
+        return self._once(seed, "moments", stream)
 
-        def collect() -> Effects:
-            batches: list[dict[str, Tensor]] = []
-            for batch in self.unlabelled(seed):
-                if sum(map(size_of, batches)) >= EFFECT_SAMPLES:
-                    break
-                batches.append(batch)
-            batches = by_length(batches, config=self.base.model.config)
-            with self._clock("effects"):
-                return collect_effects(self.base.model, batches, self.base.scored)
-
-        return self._once(seed, "effects", collect)
+    def compensated_samples(self, seed: int) -> list[dict[str, Tensor]]:
+        """Return the batches whose gradients `compensated` takes, without labels."""
+        batches: list[dict[str, Tensor]] = []
+        for batch in self.unlabelled(seed):
+            if sum(map(size_of, batches)) >= EFFECT_SAMPLES:
+                break
+            batches.append(batch)
+        return by_length(batches, config=self.base.model.config)
 
     def compensated_scores(self, seed: int) -> Scores:
-        """Return the scores of `hies-compensated`."""
+        """Return the scores of `compensated` for all modules that may lose units."""
 
         def score() -> Scores:
-            effects = self.effects(seed)
+            moments = self.moments(seed)
+            prepared = replace(self.base, calibration=self.compensated_samples(seed))
             with self._clock("effects"):
-                return score_compensated(effects, self.base.scored)
+                return Candidates(prepared, self._recipe, SILENT, moments).compensated()
 
         return self._once(seed, "compensated scores", score)
+
+    def fluctuations(self, seed: int) -> dict[str, Tensor]:
+        """Return the metric of `flap` for every unit, by module name."""
+        return self._once(seed, "fluctuations", lambda: fluctuations(self.base.model, self.moments(seed)))
+
+    def mask_gradients(self, seed: int, samples: int) -> dict[str, Tensor]:
+        """Return the gradients to masks that `kwon` rearranges units by, (samples, units) by module name."""
+
+        def collect() -> dict[str, Tensor]:
+            prepared, _ = self.calibrated(seed, samples)
+            with self._clock("mask gradients"):
+                return mask_gradients(prepared.model, prepared.calibration, prepared.scored)
+
+        return self._once(seed, f"mask gradients of {samples}", collect)
 
     def bases(self, seed: int) -> tuple[Bases, list[dict[str, Tensor]], Predictions]:
         """Return principal components, the batches they were collected on, and the dense model's predictions there."""

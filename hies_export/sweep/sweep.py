@@ -1,4 +1,4 @@
-"""Evaluate every cell of a grid: criteria x alphas x sparsities x seeds x calibration sizes x compensations.
+"""Evaluate every cell of a grid: criteria x alphas x modules x budgets x seeds x calibration sizes x compensations.
 
 Statistics are collected once for each seed and calibration size, moments and effects once for each seed. Equal
 selections are evaluated once. Finished cells are written to a journal, from which an interrupted sweep continues.
@@ -6,11 +6,10 @@ selections are evaluated once. Finished cells are written to a journal, from whi
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,26 @@ from ..baselines.channels import check_channels, masked_channels, select_channel
 from ..baselines.names import CHANNELS, JUDGED_ONLY, SLICED, SLICED_TUNED
 from ..baselines.slicing import fine_tuned, sliced
 from ..data.targets import size_of
-from ..errors import RecipeError
-from ..evaluate.metrics import higher_is_better
+from ..errors import RecipeError, RequestError
 from ..evaluate.predict import Predictions, predict
+from ..kinds import ATTENTION, KINDS, MLP
 from ..pipeline.prepare import constraints_of
 from ..pipeline.quality import Refit, predict_pruned
-from ..pipeline.search import ALPHAS, HeldOut, choose_alpha
 from ..progress import SILENT, Progress
 from ..recipe import PruningRecipe
-from ..score.criteria import COMPENSATED, score_units
-from ..select.constraints import check_budget
-from ..select.select import select_units
-from ..slim.refit import Compensation, LayerFit, refit
+from ..score.criteria import COMPENSATED_NAMES
+from ..slim.refit import LayerFit, refit
 from ..units import Selection
-from ..values import Scores, library_versions
-from .grid import Cell, SweepGrid
+from ..values import library_versions
+from .choosing import Chooser, bundles_lost
+from .grid import Cell, SweepGrid, compensation_of
 from .journal import Journal
+from .latency import LatencyRequest, Stopwatch
 from .shared import Clock, Shared
 from .tables import write_results
 
 # Fields of the recipe that the grid replaces, by section.
-_GIVEN_BY_THE_GRID = {"calibration": ("samples", "seed"), "prune": ("criterion", "alpha", "budget")}
+_GIVEN_BY_THE_GRID = {"calibration": ("samples", "seed"), "prune": ("criterion", "alpha", "budget", "modules")}
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,7 @@ def sweep(
     grid: SweepGrid,
     folder: Path,
     *,
+    latency: LatencyRequest | None = None,
     overwrite: bool = False,
     progress: Progress = SILENT,
 ) -> SweepResult:
@@ -76,7 +75,9 @@ def sweep(
     Args:
         recipe: Model, data, evaluation and constraints. The grid replaces its criterion, alpha, budget, compensation
             method, calibration seed and calibration size.
-        grid: The cells to evaluate.
+        grid: The cells to evaluate. Those whose modules cannot meet a budget of FLOPs are left out, unless none can.
+        latency: How to time the slim models against the dense one; None to time nothing. Models that keep as many units
+            in every module are timed once.
         folder: Where to write: a new folder, or one with the journal of a sweep of the same recipe.
         overwrite: Discard an existing journal.
         progress: Shows stages and loops.
@@ -93,25 +94,12 @@ def sweep(
         raise RecipeError(
             [f"a sweep scores heads once for all sparsities, got prune.steps: {recipe.prune.steps}; set it to 1"]
         )
+    grid = grid.for_modules(recipe.prune.modules)
     with Journal(folder, asked=_asked(recipe), overwrite=overwrite) as journal:
-        runner = _Runner(recipe, grid, journal, progress)
+        runner = _Runner(recipe, grid, journal, progress, latency)
         rows = runner.run()
         write_results(folder, rows, details=runner.details())
     return SweepResult(rows=rows, seconds=runner.seconds, evaluations=runner.evaluations)
-
-
-def weighted_area(sparsities: Sequence[float], values: Sequence[float]) -> float:
-    """Return the mean of a curve over sparsity, weighted by sparsity, so that deep cuts count most.
-
-    The mean is the integral of s * value(s) divided by the integral of s, both by the trapezoidal rule. For a single
-    point, it is that point's value.
-    """
-    points = sorted(zip(sparsities, values, strict=True))
-    if len(points) == 1:
-        return points[0][1]
-    pairs = list(itertools.pairwise(points))
-    area = sum((t - s) * (s * v + t * w) / 2 for (s, v), (t, w) in pairs)
-    return area / sum((t - s) * (s + t) / 2 for (s, _), (t, _) in pairs)
 
 
 def _asked(recipe: PruningRecipe) -> dict[str, Any]:
@@ -129,16 +117,27 @@ def _asked(recipe: PruningRecipe) -> dict[str, Any]:
 class _Runner:
     """Evaluation of the cells that are not yet in the journal."""
 
-    def __init__(self, recipe: PruningRecipe, grid: SweepGrid, journal: Journal, progress: Progress):
+    def __init__(
+        self,
+        recipe: PruningRecipe,
+        grid: SweepGrid,
+        journal: Journal,
+        progress: Progress,
+        latency: LatencyRequest | None = None,
+    ):
         self._recipe, self._grid, self._journal, self._progress = recipe, grid, journal, progress
         self._constraints = constraints_of(recipe)
+        if latency is not None:
+            latency.check(recipe)
         self._clock = Clock()
         self.evaluations = 0
         progress.stage("load")
         self._shared = Shared(recipe, grid, self._clock)
         self._base = self._shared.base
-        for sparsity in grid.sparsities:
-            check_budget(self._base.scored, heads=sparsity, constraints=self._constraints)
+        self._chooser = Chooser(self._shared, grid, journal, self._clock, progress)
+        self._cells = self._chooser.cells()
+        self._stopwatch = None if latency is None else Stopwatch(self._shared, journal, latency, progress)
+        self._check_biases()
         if CHANNELS in grid.criteria:
             check_channels(self._base.scored)
         with self._clock("evaluate"):
@@ -154,8 +153,8 @@ class _Runner:
 
     def run(self) -> list[dict[str, Any]]:
         """Evaluate the missing cells, and return the rows of all cells."""
-        cells = self._grid.cells()
-        waiting = [cell for cell in cells if cell.key(self._grid) not in self._journal.rows]
+        cells, key = self._cells, self._chooser.key
+        waiting = [cell for cell in cells if key(cell) not in self._journal.rows]
         if len(waiting) < len(cells):
             self._progress.stage(f"{len(cells) - len(waiting)} of {len(cells)} rows are in the journal")
         started, part = time.perf_counter(), None
@@ -166,7 +165,10 @@ class _Runner:
                 known = "" if left is None else f", about {left / 60:.0f} min left"
                 name = f"seed {cell.seed}, compensation {cell.compensation}"
                 self._progress.stage(f"{name}: {number} of {len(waiting)} rows done{known}")
-            self._journal.add(cell.key(self._grid), self._evaluate(cell))
+            self._journal.add(key(cell), self._evaluate(cell))
+        if self._stopwatch is not None:
+            with self._clock("latency"):
+                self._stopwatch.time([self._lost(cell) for cell in cells if cell.criterion not in JUDGED_ONLY])
         return [self._row(cell) for cell in cells]
 
     def details(self) -> dict[str, Any]:
@@ -177,18 +179,21 @@ class _Runner:
         seed, size = self._grid.seeds[0], self._grid.calibration_sizes[0]
         _, statistics = self._shared.calibrated(seed, size)
         plans = {}
-        for cell in self._grid.cells():
+        for cell in self._cells:
             if (cell.seed, cell.samples) != (seed, size) or cell.criterion in JUDGED_ONLY:
                 continue
-            entry = self._journal.rows[cell.key(self._grid)]
-            selection = self._select(self._scores(cell, entry["alpha"]), cell)
+            entry = self._journal.rows[self._chooser.key(cell)]
+            selection = self._chooser.selection(cell, entry["alpha"])
             kept = {name: kept.units for name, kept in selection.items()}
             label = {"criterion": cell.criterion, "alpha": entry["alpha"], "sparsity": cell.sparsity}
+            if cell.flops is not None:
+                label |= {"flops_target": cell.flops, "modules": "+".join(cell.kinds)}
             plans["|".join(map(str, label.values()))] = label | {"kept": kept}
         return {
             "seed": seed,
             "calibration_samples": statistics.calibration.samples,
             "key_value_heads": {module.name: module.groups for module in self._base.sites},
+            "kinds": {module.name: module.kind for module in self._base.sites},
             "his": statistics["his"],
             "entropy": statistics["entropy"],
             "plans": list(plans.values()),
@@ -197,27 +202,36 @@ class _Runner:
 
     def _evaluate(self, cell: Cell) -> dict[str, Any]:
         """Evaluate a cell, and return its entry for the journal."""
-        alpha = self._alpha(cell) if isinstance(cell.alpha, str) else cell.alpha
         if cell.criterion in JUDGED_ONLY:
             judged, result = self._evaluate_baseline(cell)
+            alpha, lost = None, None
         else:
-            selection = self._select(self._scores(cell, alpha), cell)
+            alpha = self._chooser.alpha(cell, self._refit(cell))
+            selection = self._chooser.selection(cell, alpha)
+            lost = bundles_lost(selection, self._base.sites, unit=self._constraints.unit)
             units = ";".join(f"{kept.units}" for kept in selection.values())
             # The seed matters only to compensation: moments differ between seeds.
             judged = f"{cell.compensation}|{'' if cell.compensation == 'none' else cell.seed}|{units}"
             result = self._judged.get(judged) or self._evaluate_selection(selection, cell)
         self._judged[judged] = result
-        return {"judged": judged, "alpha": alpha, "samples": self._samples(cell), "result": result}
+        return {"judged": judged, "alpha": alpha, "samples": self._samples(cell), "result": result, "lost": lost}
+
+    def _lost(self, cell: Cell) -> Mapping[str, int] | None:
+        """Return how many bundles each module of a finished cell loses; None in journals from before this was kept."""
+        found: Mapping[str, int] | None = self._journal.rows[self._chooser.key(cell)].get("lost")
+        return found
 
     def _samples(self, cell: Cell) -> int:
         """Return the number of calibration samples behind a cell, for its row."""
-        if cell.criterion == COMPENSATED:
-            return self._shared.effects(cell.seed).samples
+        if cell.criterion in COMPENSATED_NAMES:
+            return sum(map(size_of, self._shared.compensated_samples(cell.seed)))
         return cell.samples or sum(map(size_of, self._shared.unlabelled(cell.seed)))
 
     def _row(self, cell: Cell) -> dict[str, Any]:
         """Return the row of a finished cell, as in sweep.json."""
-        entry = self._journal.rows[cell.key(self._grid)]
+        entry = self._journal.rows[self._chooser.key(cell)]
+        cut = cell.criterion not in JUDGED_ONLY
+        timed = {} if self._stopwatch is None else self._stopwatch.fields(entry.get("lost") if cut else None)
         return {
             "criterion": cell.criterion,
             "alpha": entry["alpha"],
@@ -226,7 +240,12 @@ class _Runner:
             "seed": cell.seed,
             "calibration_samples": entry["samples"],
             "compensation": cell.compensation,
+            "flops_target": cell.flops,
+            "modules": "+".join(cell.kinds),
+            # Journals from before neurons have heads only.
+            "neurons_removed": 0 if cut else None,
             **entry["result"],
+            **timed,
         }
 
     def _evaluate_selection(self, selection: Selection, cell: Cell) -> dict[str, Any]:
@@ -235,9 +254,14 @@ class _Runner:
         base = self._base
         with self._clock("evaluate"):
             predictions = predict_pruned(base.model, selection, base.sites, base.evaluation, refit=refitted)
-        removed = sum(len(kept.removed) for kept in selection.values())
-        ratio = self._shared.flops_ratio(selection)
-        return self._result(predictions) | {"flops_ratio": ratio, "heads_removed": removed}
+        removed = dict.fromkeys(KINDS, 0)
+        for kept in selection.values():
+            removed[kept.kind] += len(kept.removed)
+        return self._result(predictions) | {
+            "flops_ratio": self._chooser.flops_ratio(selection),
+            "heads_removed": removed[ATTENTION],
+            "neurons_removed": removed[MLP],
+        }
 
     def _evaluate_baseline(self, cell: Cell) -> tuple[str, dict[str, Any]]:
         """Evaluate a baseline that does not remove heads: without channels, or with sliced inputs.
@@ -246,6 +270,7 @@ class _Runner:
             A name that is equal for equal models, and the result.
         """
         model, modules = self._base.model, self._base.scored
+        assert cell.sparsity is not None
         stay: dict[str, Tensor] = {}
         judged = f"{cell.criterion}|{cell.seed}|{cell.sparsity}"
         if cell.criterion == CHANNELS:
@@ -266,7 +291,7 @@ class _Runner:
                     stack.enter_context(fine_tuned(model, modules, batches, targets))
             with self._clock("evaluate"):
                 predictions = predict(model, self._base.evaluation)
-        return judged, self._result(predictions) | {"flops_ratio": None, "heads_removed": None}
+        return judged, self._result(predictions) | {"flops_ratio": None, "heads_removed": None, "neurons_removed": None}
 
     def _result(self, predictions: Predictions) -> dict[str, Any]:
         """Return the metric and the stability of predictions, as fields of a row."""
@@ -280,10 +305,11 @@ class _Runner:
         }
 
     def _refit(self, cell: Cell) -> Refit | None:
-        if cell.compensation == "none":
+        section = self._recipe.prune.compensation
+        how = compensation_of(cell.compensation, None if section is None else section.ridge)
+        if how is None:
             return None
-        moments, section = self._shared.moments(cell.seed), self._recipe.prune.compensation
-        how = Compensation(method=cell.compensation, ridge=None if section is None else section.ridge)
+        moments = self._shared.moments(cell.seed)
 
         def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
             with self._clock("refit"):
@@ -291,43 +317,15 @@ class _Runner:
 
         return refitted
 
-    def _select(self, scores: Scores, cell: Cell) -> Selection:
-        return select_units(scores, self._base.sites, heads=cell.sparsity, constraints=self._constraints)
+    def _check_biases(self) -> None:
+        """Refuse to refit biases that are not there.
 
-    def _scores(self, cell: Cell, alpha: float | None) -> Scores:
-        if cell.criterion == COMPENSATED:
-            return self._shared.compensated_scores(cell.seed)
-        _, statistics = self._shared.calibrated(cell.seed, cell.samples)
-        normalize = self._recipe.prune.normalize
-        given = {} if alpha is None else {"alpha": alpha}
-        return score_units(statistics, criterion=cell.criterion, normalize=normalize, seed=cell.seed, **given)
-
-    def _alpha(self, cell: Cell) -> float:
-        """Return the alpha that "auto" or "auto-area" chooses for a cell, from held-out rows."""
-        if cell.alpha == "auto":
-            return float(self._curve(cell, cell.sparsity)["chosen"])
-        # "auto-area": the alpha with the largest weighted area under the held-out curve; ties go to the larger alpha.
-        curves = [self._curve(cell, sparsity)["curve"] for sparsity in self._grid.sparsities]
-        labelled = curves[0][0]["quality"] is not None
-        sign = 1 if not labelled or higher_is_better(self._base.metrics[0]) else -1
-        quantity = "quality" if labelled else "stability"
-        areas = [
-            (sign * weighted_area(self._grid.sparsities, [curve[i][quantity] for curve in curves]), alpha)
-            for i, alpha in enumerate(ALPHAS)
-        ]
-        return max(areas)[1]
-
-    def _curve(self, cell: Cell, sparsity: float) -> dict[str, Any]:
-        """Return all alphas' judgements on the held-out rows at a sparsity ("curve"), and the best alpha ("chosen")."""
-        at = replace(cell, alpha=None, sparsity=sparsity)
-        key = at.key(self._grid)
-        if key not in self._journal.alphas:
-            judge = self._shared.held_out_judge(cell.seed, cell.samples)
-            held_out = HeldOut(judge, self._base.model, self._base.sites, self._refit(cell))
-            with self._clock("choose alpha"):
-                candidates = [self._scores(at, alpha) for alpha in ALPHAS]
-                choice = choose_alpha(candidates, lambda scores: self._select(scores, at), held_out)
-            found = {name: value for name, value in asdict(at).items() if name != "alpha"}
-            found |= {"chosen": choice.scores.parameters["alpha"], "curve": list(choice.curve)}
-            self._journal.add_alpha(key, found)
-        return self._journal.alphas[key]
+        Raises:
+            RequestError: A consumer has no bias, and the grid has the compensation "bias".
+        """
+        for module in self._base.scored if "bias" in self._grid.compensations else ():
+            if getattr(self._base.model.get_submodule(module.consumer), "bias", None) is None:
+                raise RequestError(
+                    f"the compensation bias needs output projections with a bias, but {module.consumer} has none; "
+                    "leave it out of the compensations"
+                )

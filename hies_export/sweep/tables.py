@@ -1,4 +1,4 @@
-"""Write the rows of a sweep as JSON and CSV, and as tables of criteria by sparsity in Markdown and LaTeX."""
+"""Write the rows of a sweep as JSON and CSV, and as tables of criteria by budget in Markdown and LaTeX."""
 
 from __future__ import annotations
 
@@ -20,10 +20,19 @@ from ..values import dump_json
 
 Row = Mapping[str, Any]
 
+COMPENSATIONS = {
+    "none": "no compensation",
+    "bias": "bias",
+    "scalars": "scalars",
+    "least_squares": "least squares",
+    "weighted": "weighted least squares",
+}
+MODULES = {"attention": "heads only", "mlp": "neurons only", "attention+mlp": "heads and neurons"}
+
 
 @dataclass(frozen=True)
 class Entry:
-    """Mean and standard deviation over seeds of a method at a sparsity; the deviation of a single seed is None."""
+    """Mean and standard deviation over seeds of a method at a budget; the deviation of a single seed is None."""
 
     mean: float
     deviation: float | None
@@ -31,19 +40,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class SweepTable:
-    """A table of one quantity: a row per method, a column per sparsity.
+    """A table of one quantity: a row per method, a column per budget.
 
     Attributes:
         title: Title of the table.
-        sparsities: The columns, shares of heads removed.
-        entries: Method -> one entry per sparsity; None where the sweep has no such row.
+        budget: What the columns are shares of: "heads removed" or "FLOPs left".
+        budgets: The columns.
+        entries: Method -> one entry per budget; None where the sweep has no such row.
         higher_is_better: Whether larger values are better.
-        over_his: HIES method -> its relative improvement over HIS at each sparsity, in percent; None where unknown.
+        over_his: HIES method -> its relative improvement over HIS at each budget, in percent; None where unknown.
         differences: Criterion -> how it differs from the published method of that name.
     """
 
     title: str
-    sparsities: tuple[float, ...]
+    budget: str
+    budgets: tuple[float, ...]
     entries: Mapping[str, Sequence[Entry | None]]
     higher_is_better: bool
     over_his: Mapping[str, Sequence[float | None]]
@@ -74,9 +85,32 @@ def write_results(folder: Path, rows: Sequence[Row], *, details: Mapping[str, An
         os.replace(temporary, folder / name)
 
 
+def budget_of(row: Row) -> float:
+    """Return the budget of a row: the share of FLOPs left, or of heads removed."""
+    flops = row.get("flops_target")
+    return float(row["sparsity"] if flops is None else flops)
+
+
+def budget_name(rows: Sequence[Row]) -> str:
+    """Return what the budgets of a sweep are shares of."""
+    return "heads removed" if rows[0].get("flops_target") is None else "FLOPs left"
+
+
+def budgets_of(rows: Sequence[Row]) -> list[float]:
+    """Return the budgets of all rows, the smallest cut first."""
+    return sorted({budget_of(row) for row in rows}, reverse=budget_name(rows) == "FLOPs left")
+
+
+def modules_label(row: Row) -> str:
+    """Return what loses units in a row, in words; rows from before neurons have heads only."""
+    return MODULES[row.get("modules", "attention")]
+
+
 def method_label(row: Row, rows: Sequence[Row]) -> str:
     """Return the label of a row's method: its criterion, and what distinguishes it from the other rows."""
     parts = []
+    if len({r.get("modules", "attention") for r in rows}) > 1:
+        parts.append(modules_label(row))
     if row["alpha_by"] == "given":
         parts.append(f"α {row['alpha']:g}")
     elif row["alpha_by"] is not None:
@@ -85,12 +119,11 @@ def method_label(row: Row, rows: Sequence[Row]) -> str:
     if len(sizes) > 1:
         parts.append(f"{row['calibration_samples']} samples")
     label = row["criterion"] + (f" ({', '.join(parts)})" if parts else "")
-    names = {"none": "", "bias": " + bias", "least_squares": " + least squares"}
-    return label + names[row["compensation"]]
+    return label + (f" + {COMPENSATIONS[row['compensation']]}" if row["compensation"] != "none" else "")
 
 
 def grouped(rows: Sequence[Row], quantity: str) -> dict[str, dict[float, list[float]]]:
-    """Return the values of all seeds, method -> sparsity -> values, in the order of the rows.
+    """Return the values of all seeds, method -> budget -> values, in the order of the rows.
 
     Args:
         rows: Rows of a sweep.
@@ -98,7 +131,7 @@ def grouped(rows: Sequence[Row], quantity: str) -> dict[str, dict[float, list[fl
     """
     found: dict[str, dict[float, list[float]]] = {}
     for row in rows:
-        found.setdefault(method_label(row, rows), {}).setdefault(row["sparsity"], []).append(row[quantity])
+        found.setdefault(method_label(row, rows), {}).setdefault(budget_of(row), []).append(row[quantity])
     return found
 
 
@@ -121,12 +154,12 @@ def sweep_tables(rows: Sequence[Row]) -> list[SweepTable]:
 
 def _table(rows: Sequence[Row], quantity: str, title: str, scale: float, higher_is_better: bool) -> SweepTable:
     """Return the table of a quantity, its values multiplied by `scale`."""
-    sparsities = tuple(sorted({row["sparsity"] for row in rows}))
+    budgets = tuple(budgets_of(rows))
     entries: dict[str, list[Entry | None]] = {}
-    for method, by_sparsity in grouped(rows, quantity).items():
+    for method, by_budget in grouped(rows, quantity).items():
         entries[method] = []
-        for sparsity in sparsities:
-            values = [value * scale for value in by_sparsity.get(sparsity, [])]
+        for budget in budgets:
+            values = [value * scale for value in by_budget.get(budget, [])]
             deviation = statistics.stdev(values) if len(values) > 1 else None
             entries[method].append(Entry(statistics.fmean(values), deviation) if values else None)
     over_his: dict[str, list[float | None]] = {}
@@ -139,7 +172,7 @@ def _table(rows: Sequence[Row], quantity: str, title: str, scale: float, higher_
                 over_his[method] = [_improvement(hies, his, higher_is_better) for hies, his in pairs]
     names = dict.fromkeys(row["criterion"] for row in rows)
     differences = {name: DIFFERENCES[name] for name in names if name in DIFFERENCES}
-    return SweepTable(title, sparsities, entries, higher_is_better, over_his, differences)
+    return SweepTable(title, budget_name(rows), budgets, entries, higher_is_better, over_his, differences)
 
 
 def _improvement(hies: Entry | None, his: Entry | None, higher_is_better: bool) -> float | None:
@@ -169,8 +202,8 @@ def render_markdown(tables: Sequence[SweepTable]) -> str:
     parts = []
     for table in tables:
         lines = [
-            "| heads removed | " + " | ".join(f"{s:.0%}" for s in table.sparsities) + " |",
-            "| --- |" + " ---: |" * len(table.sparsities),
+            f"| {table.budget} | " + " | ".join(f"{s:.0%}" for s in table.budgets) + " |",
+            "| --- |" + " ---: |" * len(table.budgets),
         ]
         for method, cells in _cells(table, marks, "±", "–"):
             lines.append(f"| {method} | " + " | ".join(cells) + " |")
@@ -189,14 +222,14 @@ def render_latex(tables: Sequence[SweepTable]) -> str:
     }
     parts = []
     for table in tables:
-        columns = " & ".join(rf"{s * 100:.0f}\%" for s in table.sparsities)
+        columns = " & ".join(rf"{s * 100:.0f}\%" for s in table.budgets)
         lines = [
             r"\begin{table}[t]",
             r"\centering",
             rf"\caption{{{_escape(table.title)}. Mean $\pm$ standard deviation over seeds.}}",
-            rf"\begin{{tabular}}{{l{'r' * len(table.sparsities)}}}",
+            rf"\begin{{tabular}}{{l{'r' * len(table.budgets)}}}",
             r"\toprule",
-            rf"Heads removed & {columns} \\",
+            rf"{table.budget[0].upper()}{table.budget[1:]} & {columns} \\",
             r"\midrule",
         ]
         for method, cells in _cells(table, marks, r"$\pm$", "--"):
@@ -216,7 +249,7 @@ def terminal_table(table: SweepTable) -> Table:
         None: lambda text: text,
     }
     return plain_table(
-        ("heads removed", *(f"{s:.0%}" for s in table.sparsities)),
+        (table.budget, *(f"{s:.0%}" for s in table.budgets)),
         [(method, *cells) for method, cells in _cells(table, marks, "±", "–")],
     )
 
@@ -224,7 +257,7 @@ def terminal_table(table: SweepTable) -> Table:
 def _cells(
     table: SweepTable, marks: Mapping[int | None, Callable[[str], str]], plus_minus: str, missing: str
 ) -> list[tuple[str, list[str]]]:
-    """Return the lines of a table, each a label and one text per sparsity, with `marks` applied by rank."""
+    """Return the lines of a table, each a label and one text per budget, with `marks` applied by rank."""
     found = []
     for method, entries in table.entries.items():
         cells = []

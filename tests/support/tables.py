@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hies_export import CRITERIA, PruningRecipe, score_compensated
-from hies_export.baselines.names import DIFFERENCES, JUDGED_ONLY
+from hies_export.baselines.names import DIFFERENCES, FLAP, JUDGED_ONLY, KWON
 from hies_export.score.criteria import COMPENSATED
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
@@ -68,8 +68,10 @@ def criteria_table() -> str:
         if entry.function.__module__.startswith("hies_export."):  # not those that a test or an example registered
             rows.append(_criterion_row(name, ", ".join(f"`{need}`" for need in entry.needs), entry.function))
     rows.append(_criterion_row(COMPENSATED, "a pass of its own", score_compensated))
-    rows += ["", "Baselines of a sweep that are judged and not cut:", "", "| baseline | how it is done here |"]
-    rows += ["| --- | --- |", *(f"| `{name}` | {_escaped(DIFFERENCES[name])} |" for name in JUDGED_ONLY), ""]
+    for what, names in (("are cut like its criteria", (KWON, FLAP)), ("are judged and not cut", JUDGED_ONLY)):
+        rows += ["", f"Baselines of a sweep that {what}:", "", "| baseline | how it is done here |", "| --- | --- |"]
+        rows += [f"| `{name}` | {_escaped(DIFFERENCES[name])} |" for name in names]
+    rows.append("")
     return "\n".join(rows)
 
 

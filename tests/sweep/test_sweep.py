@@ -33,9 +33,10 @@ from hies_export.recipe import PruningRecipe
 from hies_export.select.constraints import Constraints
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, refit
+from hies_export.sweep.choosing import weighted_area
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.journal import Journal
-from hies_export.sweep.sweep import sweep, weighted_area
+from hies_export.sweep.sweep import sweep
 from hies_export.sweep.tables import render_latex, render_markdown, sweep_tables
 from hies_export.values import Scores
 
@@ -61,7 +62,7 @@ def recipe_file(tmp_path: Path) -> Path:
 def test_rows_are_what_a_single_run_of_each_finds(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("hies_export.sweep.sweep", "hies_export.pipeline.choose"):
+    for module in ("hies_export.sweep.choosing", "hies_export.pipeline.candidates"):
         monkeypatch.setattr(f"{module}.ALPHAS", (0.0, 0.3, 0.5, 0.9))  # fewer to judge
     recipe = PruningRecipe.from_yaml(recipe_file)
     grid = SweepGrid(

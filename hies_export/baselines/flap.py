@@ -1,0 +1,65 @@
+"""Score units as FLAP does, by how much their inputs fluctuate (An et al. 2023, https://arxiv.org/abs/2312.11983).
+
+The fluctuation of input channel j of a consumer is the sample variance of the channel over tokens, times |W_:j|^2: what
+the consumer's output loses if the channel is replaced by its mean. Fluctuations are standardised within each consumer.
+A head's score is the mean over its channels, and a neuron has one channel. All heads and neurons of the model are then
+ranked together, and the lowest go until the budget is met.
+
+FLAP replaces what is removed by its mean, which is the compensation `bias` of `slim.refit`. That needs a bias in every
+consumer. (The original adds one where there is none; here, models without are compared under another compensation.)
+Tokens are those of the compensation rows, without padding, where the original takes text of one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..calibrate.sums import LayerMoments
+from ..model.linear import weight_of
+from ..select.bundles import ranked_bundles
+from ..units import PrunableModule, Units
+from ..values import Removal, Scores
+from .names import FLAP
+
+
+def fluctuations(model: PreTrainedModel, moments: Iterable[tuple[PrunableModule, LayerMoments]]) -> dict[str, Tensor]:
+    """Return the fluctuation metric of every unit: module -> (units,) float64 on CPU, standardised by module.
+
+    Args:
+        model: The dense model.
+        moments: Pairs of a module and the moments of its consumer, as a `MomentStream` yields them.
+    """
+    found = {}
+    for module, layer in moments:
+        variance = layer.spread(centred=True).moments.diagonal().clamp(min=0)
+        variance = variance * layer.counted / max(1, layer.counted - 1)
+        norms = weight_of(model.get_submodule(module.consumer)).detach().to(variance).square().sum(0)
+        metric = variance * norms  # (inputs,)
+        spread = metric.std().item() or 1.0
+        standard = (metric - metric.mean()) / spread
+        found[module.name] = standard.view(module.units, module.unit_width).mean(1).cpu()
+    return found
+
+
+def score_flap(metrics: Mapping[str, Tensor], modules: Sequence[Units], *, unit: str = "group") -> Scores:
+    """Return scores with one chain of removals: the bundles of all modules, those with the least fluctuation first.
+
+    The effect of a removal is its place in the chain, because the metric has no unit once it is standardised.
+
+    Args:
+        metrics: From `fluctuations`.
+        modules: The modules that may lose units.
+        unit: "group" or "query", see `hies_export.select.bundles`.
+    """
+    order = sorted(
+        (score, -number, place, units)
+        for number, module in enumerate(modules)
+        for place, (score, units) in enumerate(ranked_bundles(metrics[module.name], module, unit))
+    )
+    chain = tuple(
+        Removal(modules[-number].name, units, float(rank)) for rank, (_, number, _, units) in enumerate(order, start=1)
+    )
+    return Scores(FLAP, {}, {module.name: metrics[module.name] for module in modules}, chains=(chain,))

@@ -1,0 +1,142 @@
+"""Choose units as Kwon et al. 2022 do (A Fast Post-Training Pruning Framework, https://arxiv.org/abs/2204.09656).
+
+Their method has three steps, for masks m of heads and neurons at one:
+
+1. Search (section 4.2): minimise the diagonal of the empirical Fisher information, sum_{m_i = 0} E (dL/dm_i)^2, under a
+   budget of FLOPs. Here this is the criterion `fisher` under the budget's knapsack, which minimises the same sum.
+2. Rearrangement (section 4.3): in every layer, with as many units as the search left there, minimise
+   (1 - m)^T I (1 - m) with the Fisher information I of the layer's masks, cross terms included. `rearranged` does it
+   greedily, in one round, as their code does (github.com/WoosukKwon/retraining-free-pruning, `greedy_rearrange`).
+3. Tuning (section 4.4): a scalar per unit that stays, by linear least squares, layer by layer. This is the compensation
+   `scalars` of `slim.refit`.
+
+What differs: the search is exact for modules of any cost, and leaves at least one unit in every module. (Theirs assumes
+that all heads cost the same, and all neurons.) Scalars are fitted from the dense model's inputs, in one pass for all
+layers, towards the consumer's dense output. (Theirs take the inputs of the cut model, layer by layer, and the target
+includes the difference in the residual stream.) They shrink towards one by a ridge that held-out tokens choose, where
+theirs is fixed, and a layer's scalars are left out if they are worse on held-out tokens, where theirs are left out
+beyond 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..calibrate.collect import own_labels
+from ..calibrate.gates import Gates
+from ..data.targets import predicted_positions, size_of
+from ..errors import DataError
+from ..model.modes import frozen, without_cache
+from ..model.watch import intercept
+from ..progress import SILENT, Progress
+from ..units import PrunableModule, Selection, Units
+
+
+def mask_gradients(
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, Tensor]],
+    modules: Sequence[PrunableModule],
+    *,
+    progress: Progress = SILENT,
+) -> dict[str, Tensor]:
+    """Return the gradient of every sample's own loss to a mask of one on the output of every unit.
+
+    The Fisher information of a module's masks is the mean over samples of the products of two of its columns, and the
+    statistic "fisher" of `collect_statistics` its diagonal.
+
+    Args:
+        model: The dense model; its weights, mode and gradients are restored.
+        batches: Keyword arguments of the model. Without `labels`, the model's predictions replace them.
+        modules: The modules whose units to mask.
+        progress: Shows the loop over the batches.
+
+    Returns:
+        Module -> (samples, units) float64 on CPU.
+
+    Raises:
+        DataError: There is no batch.
+        UnsupportedModelError: The number of rows that a module sees is not the number of samples.
+        NonFiniteError: A gradient is NaN or infinite.
+    """
+    if not batches:
+        raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
+    found: dict[str, list[Tensor]] = {module.name: [] for module in modules}
+    with frozen(model), without_cache(model):
+        for index, batch in enumerate(progress.track(batches, "mask gradients")):
+            for name, gradients in _of_batch(model, batch, modules, index).items():
+                found[name].append(gradients)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def _of_batch(
+    model: PreTrainedModel, batch: Mapping[str, Tensor], modules: Sequence[PrunableModule], index: int
+) -> dict[str, Tensor]:
+    """Return the gradients of one batch, module -> (batch, units)."""
+    batch = {key: value.to(model.device) for key, value in batch.items()}
+    if "labels" not in batch:
+        with torch.no_grad():
+            batch["labels"] = own_labels(model(**batch).logits, batch.get("attention_mask"))
+    labels, gates = batch["labels"], Gates(modules)
+    # The model averages one loss per label token, or one per sample. How many are each sample's: (batch,)
+    losses = predicted_positions(labels).sum(-1) if labels.dim() == 2 else torch.ones(len(labels))
+
+    def masked(name: str, x: Tensor) -> Tensor:
+        # Some models flatten (samples, tokens) in front of their feed-forward blocks.
+        return gates.apply(name, x, rows=size_of(batch) if x.dim() == 2 else len(x))
+
+    consumers = {module.name: module.consumer for module in modules}
+    with intercept(model, consumers, masked), torch.enable_grad():
+        loss = model(**batch).loss
+        total = loss * losses.sum().to(loss.device)
+        gradients = torch.autograd.grad(total, list(gates.tensors.values()), allow_unused=True)
+    return gates.per_sample(dict(zip(gates.tensors, gradients, strict=True)), losses, index)
+
+
+def rearranged(selection: Selection, modules: Sequence[Units], gradients: Mapping[str, Tensor]) -> Selection:
+    """Exchange units within every module, so that the Fisher information of what is removed falls; counts stay.
+
+    Args:
+        selection: The units that stay by the diagonal of the Fisher information.
+        modules: The modules to rearrange; the others stay as they are.
+        gradients: From `mask_gradients`.
+    """
+    found = dict(selection)
+    for module in modules:
+        kept = selection[module.name]
+        of_group = gradients[module.name].view(-1, module.groups, module.group_size).sum(-1)  # (samples, groups)
+        removed = exchanged(of_group, kept.removed_groups)
+        stay = sorted(set(range(module.groups)) - set(removed))
+        found[module.name] = module.kept(g * module.group_size + i for g in stay for i in range(module.group_size))
+    return found
+
+
+def exchanged(gradients: Tensor, removed: Sequence[int]) -> list[int]:
+    """Return as many units to remove, so that |sum of their gradients|^2 over the samples is smaller or the same.
+
+    This sum is (1 - m)^T I (1 - m) times the number of samples. Every unit that stays is removed in turn, in the order
+    of its own Fisher information, and of all removed units the one comes back without which the sum is least.
+
+    Args:
+        gradients: (samples, units).
+        removed: The units to remove, before the exchange.
+    """
+    if not removed:
+        return []
+    alone = gradients.square().sum(0)  # the diagonal of I, times the number of samples
+    gone = torch.zeros(gradients.shape[1], dtype=torch.bool)
+    gone[list(removed)] = True
+    total = gradients[:, gone].sum(1)
+    order = [unit for unit in alone.argsort(stable=True).tolist() if not gone[unit]]
+    for unit in order:
+        gone[unit] = True
+        total = total + gradients[:, unit]
+        # |total - g_i|^2 without |total|^2, which is the same for every unit i.
+        without = alone - 2 * (total @ gradients)
+        back = int(without.masked_fill(~gone, torch.inf).argmin())
+        gone[back] = False
+        total = total - gradients[:, back]
+    return gone.nonzero().flatten().tolist()
