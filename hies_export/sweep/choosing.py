@@ -172,9 +172,9 @@ class Chooser:
         _, statistics = self._shared.calibrated(cell.seed, cell.samples)
         criterion = "fisher" if cell.criterion == KWON else cell.criterion
         options: dict[str, Any] = {"normalize": self._recipe.prune.normalize, "seed": cell.seed}
-        return score_modules(
-            statistics, modules, criterion=criterion, **options, **({} if alpha is None else {"alpha": alpha})
-        )
+        if alpha is not None:
+            options["alpha"] = alpha
+        return score_modules(statistics, modules, criterion=criterion, **options)
 
     def alpha(self, cell: Cell, refit: Refit | None) -> float | None:
         """Return the alpha of a cell; "auto" and "auto-area" choose it on held-out rows.

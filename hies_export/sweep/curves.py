@@ -11,6 +11,7 @@ from typing import Any
 
 from ..baselines.names import OWN_SAMPLES
 from ..errors import RequestError
+from ..kinds import ATTENTION
 from ..report.style import COLOURS, MARKERS, head_grid, head_map, new_figure, require_matplotlib, write_figures
 from .tables import (
     COMPENSATIONS,
@@ -315,7 +316,7 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
     Several methods that remove several kinds of units have a colour per method and a dash per kind.
     """
-    lines = {_name(r, rows): (_name(r, [r]), r.get("modules")) for r in rows}
+    lines = {_name(r, rows): (_name(r, [r]), str(r.get("modules", ATTENTION))) for r in rows}
     methods, modules = (list(dict.fromkeys(part)) for part in zip(*lines.values(), strict=True))
     if len(methods) == 1 or len(modules) == 1:
         return {name: _style(index) for index, name in enumerate(lines)}
