@@ -76,7 +76,7 @@ def test_defaults() -> None:
         ("prune.alpha", -0.1, r"alpha must be in \[0, 1\), got -0.1"),
         ("prune.alpha", float("nan"), r"alpha must be in \[0, 1\), got nan"),
         ("prune.alpha", "best", r"alpha must be a number in \[0, 1\) or auto, got 'best'"),
-        ("prune.compensation", {"method": "magic"}, "prune.compensation.method must be 'bias', 'least_squares' or 'scalars'"),
+        ("prune.compensation", {"method": "magic"}, "compensation.method must be 'bias', 'least_squares' or 'scalars'"),
         ("prune.compensation", {"sample": 5}, "prune.compensation.sample is not a field .* did you mean 'samples'"),
         ("prune.compensation", {"ridge": 0}, "prune.compensation.ridge must be greater than 0, got 0"),
         ("prune.criterion", "hiess", "criterion must be one of hies, .*, got 'hiess'; did you mean 'hies'"),

@@ -87,6 +87,10 @@ class Judge:
         metrics = compute_metrics(predictions, self._references, names=self.metrics, regression=self.regression)
         return Quality(metrics, self._stability(predictions))
 
+    def agreement(self, predictions: Predictions) -> torch.Tensor:
+        """Return which predictions equal the dense model's, (predictions,) bool."""
+        return agreement(self.dense, predictions, regression=self.regression, tolerance=self.tolerance)
+
     def judgement(self, predictions: Predictions) -> Judgement:
         """Return the first metric of predictions with its bootstrap standard error, and their stability."""
         share = self._stability(predictions)
@@ -196,8 +200,10 @@ def _metric_inputs(
     return found.numpy(), references.numpy(), {"num_labels": predictions.shape[-1]}
 
 
-def stability(dense: Predictions, other: Predictions, *, regression: bool = False, tolerance: float = 0.25) -> float:
-    """Return the share, in [0, 1], of predictions that equal the dense model's.
+def agreement(
+    dense: Predictions, other: Predictions, *, regression: bool = False, tolerance: float = 0.25
+) -> torch.Tensor:
+    """Return which predictions equal the dense model's, (predictions,) bool.
 
     A prediction is a sample's class, its number, or all tokens of its answer; in plain text it is a token.
 
@@ -217,8 +223,7 @@ def stability(dense: Predictions, other: Predictions, *, regression: bool = Fals
                 f"{len(other.tokens)} tokens of {len(dense)} and {len(other)}"
             )
         differ = dense.tokens != other.tokens
-        same = dense.per_sample(differ) == 0 if dense.answers else ~differ
-        return same.double().mean().item()
+        return dense.per_sample(differ) == 0 if dense.answers else ~differ
     assert isinstance(dense, torch.Tensor)
     assert isinstance(other, torch.Tensor)
     if dense.shape != other.shape or len(dense) == 0:
@@ -226,5 +231,24 @@ def stability(dense: Predictions, other: Predictions, *, regression: bool = Fals
             f"stability compares logits of the same samples, got shapes {tuple(dense.shape)} and {tuple(other.shape)}"
         )
     one, two = (predicted(logits, regression=regression) for logits in (dense, other))
-    same = (one - two).abs() <= tolerance if regression else one == two
-    return same.double().mean().item()
+    return (one - two).abs() <= tolerance if regression else one == two
+
+
+def stability(dense: Predictions, other: Predictions, *, regression: bool = False, tolerance: float = 0.25) -> float:
+    """Return the share, in [0, 1], of predictions that equal the dense model's; see `agreement`.
+
+    Raises:
+        DataError: The predictions differ in shape, or there are none.
+    """
+    return agreement(dense, other, regression=regression, tolerance=tolerance).double().mean().item()
+
+
+def clearly_better(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether one model agrees with the dense one more often than another, beyond two paired standard errors.
+
+    Args:
+        one: From `agreement`.
+        other: The same of another model, for the same predictions.
+    """
+    gained = one.double() - other.double()
+    return bool(gained.mean() > 2 * gained.std() / len(gained) ** 0.5)

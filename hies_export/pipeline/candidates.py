@@ -21,7 +21,7 @@ from .search import ALPHAS
 
 # Criteria that `criterion: auto` tries beside `compensated`, and the alphas of HIES. Fewer alphas than `alpha: auto`
 # tries, because each is cut and refitted.
-AUTO_CRITERIA = ("hies", "his", "fisher")
+AUTO_CRITERIA = ("fisher", "hies", "his")
 AUTO_ALPHAS = (0.3, 0.6, 0.9, 0.99)
 
 
@@ -67,7 +67,8 @@ class Candidates:
                 if name != "hies" or "attention" in kinds
                 for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
             ]
-            return [self.compensated(), *simple]
+            # The first is taken unless another is clearly better. It presumes a refit.
+            return [self.compensated(), *simple] if prune.compensation else [*simple, self.compensated()]
         if prune.alpha != "auto":
             return [self._by(prune.criterion, prune.alpha)]
         return [self._by(prune.criterion, alpha) for alpha in (ALPHAS if uses_alpha(prune.criterion) else (0.0,))]

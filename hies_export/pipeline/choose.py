@@ -31,7 +31,7 @@ from .search import HeldOut, Tried, choose_alpha, choose_by_agreement, choose_by
 from .targets import Round, Targets
 
 # Below this share of the dense cost, `criterion: auto` also removes units in steps. Above, a step costs quality.
-STEPS_BELOW = 0.6
+STEPS_BELOW = 0.45
 
 
 @dataclass(frozen=True)

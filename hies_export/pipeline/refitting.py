@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformers import PreTrainedModel
 
 from ..calibrate.moments import MomentStream
@@ -89,7 +87,7 @@ class Refitting:
         if how is None or moments is None:
             return None
 
-        def refitted(slim: PreTrainedModel, selection: Selection) -> Sequence[LayerFit]:
+        def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
             return refit(slim, selection, sites, moments, how)
 
         return refitted

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import PlanError
-from ..evaluate.judge import Judge, Judgement
+from ..evaluate.judge import Judge, Judgement, clearly_better
 from ..evaluate.metrics import higher_is_better
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
@@ -38,6 +39,7 @@ class HeldOut:
     ):
         self._judge, self._model, self._modules, self.refit = judge, model, modules, refit
         self._judgements: dict[_Key, Judgement] = {}
+        self._agreements: dict[_Key, Tensor] = {}
         self._metrics: dict[_Key, float] = {}
 
     @property
@@ -53,8 +55,15 @@ class HeldOut:
         """Return a selection's metric with its standard error, and its stability."""
         key = _key(selection)
         if key not in self._judgements:
-            self._judgements[key] = self._judge.judgement(self._predict(selection))
+            predictions = self._predict(selection)
+            self._judgements[key] = self._judge.judgement(predictions)
+            self._agreements[key] = self._judge.agreement(predictions)
         return self._judgements[key]
+
+    def agreement(self, selection: Selection) -> Tensor:
+        """Return which predictions of a selection equal the dense model's, (predictions,) bool."""
+        self.judgement(selection)
+        return self._agreements[_key(selection)]
 
     def value(self, selection: Selection) -> float:
         """Return a selection's metric."""
@@ -145,11 +154,13 @@ def choose_by_agreement(
 ) -> tuple[Tried, ...]:
     """Choose the candidate that agrees most with the dense model on held-out rows, and then the weights of tokens.
 
-    Of equally stable ones, that with the better metric is chosen, then the earlier one. All candidates are judged with
-    the first weights of tokens. The best is then judged with the others.
+    A later candidate takes the place of an earlier one if it agrees more often by two paired standard errors, and its
+    metric is not worse by more than its own standard error. A few hundred rows cannot tell smaller differences from
+    noise, so the order of candidates decides these. All candidates are judged with the first weights of tokens. The
+    best is then judged with the others, by the same rule.
 
     Args:
-        candidates: Scores and what they select.
+        candidates: Scores and what they select, the most trusted first.
         held_out: Weights of tokens -> judge of selections refitted with these weights.
         steps: Rounds of each candidate.
         progress: Shows the loop over the candidates.
@@ -158,6 +169,7 @@ def choose_by_agreement(
         Everything that was tried, in order; one is marked as chosen.
     """
     first, *others = held_out
+    sign = 1.0 if higher_is_better(held_out[first].metric) else -1.0
 
     def judged(number: int, weights: float) -> Tried:
         scores, selection = candidates[number]
@@ -165,16 +177,23 @@ def choose_by_agreement(
         alpha = scores.parameters.get("alpha")
         return Tried(number, scores.criterion, alpha, steps[number], weights, found.quality, found.stability)
 
-    sign = 1.0 if higher_is_better(held_out[first].metric) else -1.0
+    def better(one: Tried, other: Tried) -> bool:
+        flags = [held_out[t.token_weights].agreement(candidates[t.candidate][1]) for t in (one, other)]
+        error = held_out[one.token_weights].judgement(candidates[one.candidate][1]).standard_error
+        lost = 0.0 if one.quality is None or other.quality is None else sign * (other.quality - one.quality)
+        return clearly_better(*flags) and lost <= error
 
-    def merit(tried: Tried) -> tuple[float, float]:
-        return tried.stability, 0.0 if tried.quality is None else sign * tried.quality
+    def best_of(tried: Sequence[Tried]) -> Tried:
+        best = tried[0]
+        for other in tried[1:]:
+            best = other if better(other, best) else best
+        return best
 
     tried = [judged(number, first) for number in progress.track(range(len(candidates)), "choose criterion")]
-    best = max(tried, key=merit)
-    tried += [judged(best.candidate, weights) for weights in others]
-    best = max((t for t in tried if t.candidate == best.candidate), key=merit)
-    return tuple(replace(t, chosen=t is best) for t in tried)
+    best = best_of(tried)
+    weighted = [judged(best.candidate, weights) for weights in others]
+    best = best_of([best, *weighted])
+    return tuple(replace(t, chosen=t is best) for t in (*tried, *weighted))
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[l
         # A module that min_heads stops would lose a smaller share than the others.
         if any(w > o[-1] for w, o in zip(wanted, options, strict=True)):
             break
-        if any(counts) and counts != (found or [None])[-1]:
+        if any(counts) and (not found or counts != found[-1]):
             found.append(counts)
     return found
 
