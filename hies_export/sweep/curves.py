@@ -84,8 +84,9 @@ def curves(rows: Sequence[Row], quantity: str) -> Any:
         axis.set_title(COMPENSATIONS[compensation])
         _budget_axis(axis, rows)
     axes[0].set_ylabel(_axis_name(rows, quantity))
-    # Below the panels, where the legend covers no line.
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    # Below the panels, where the legend covers no line. Two columns of names with modules fit below a panel.
+    columns = 4 if len({r.get("modules") for r in shown}) == 1 else min(4, 2 * len(panels))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False)
     return figure
 
 
@@ -114,7 +115,9 @@ def latency_curves(rows: Sequence[Row], quantity: str) -> Any:
         axis.set_xlabel("measured time, % of dense")
     axes[0].invert_xaxis()  # shared: deeper cuts are on the right
     axes[0].set_ylabel(_axis_name(rows, quantity))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    # Two columns of the longest names fit below a panel.
+    columns = min(3, 2 * len(panels))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False)
     return figure
 
 
