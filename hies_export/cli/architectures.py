@@ -21,19 +21,21 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     """Show and return which steps each model type passed."""
     from rich.table import Table
 
-    from ..prunable.architectures import STEPS, counts, read_table, why_not
+    from ..prunable.architectures import STEPS, counts, neurons_in_short, read_table, why_not, why_not_neurons
 
     table = read_table(options.model_types)
     # Not report.plain_table: this command answers at once, without torch.
-    lines = Table("model type", "class", *STEPS, box=None, pad_edge=False, header_style="bold")
+    lines = Table("model type", "class", *STEPS, "neurons", box=None, pad_edge=False, header_style="bold")
     for name, entry in table["types"].items():
         without = "not run" if entry["kind"] == "tried" else entry["kind"]
         results = [entry.get("steps", {}).get(step, without) for step in STEPS]
-        lines.add_row(name, entry.get("class", ""), *(_mark(result) for result in results))
+        lines.add_row(name, entry.get("class", ""), *(_mark(result) for result in results), neurons_in_short(entry))
     console.print(lines)
     for name in options.model_types:
         reason = why_not(table["types"][name]) or "everything holds"
         console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
+        neurons = why_not_neurons(table["types"][name]) or "everything holds"
+        console.print(f"{name}, neurons: {neurons}", markup=False, soft_wrap=True)
     if not options.model_types:
         number = counts(table)
         held = ", ".join(f"{step} {number[step]}" for step in STEPS)
