@@ -199,8 +199,15 @@ class PruningPlan:
         return sum(kept.total - len(kept.units) for kept in self.of_kind(MLP).values())
 
     def to_json(self) -> str:
-        """Return the plan as JSON text, always the same bytes for the same plan."""
-        return dump_json({"format": PLAN_FORMAT, **asdict(self)})
+        """Return the plan as JSON text, always the same bytes for the same plan.
+
+        A module without a `kind` has heads.
+        """
+        written = {"format": PLAN_FORMAT, **asdict(self)}
+        for kept in written["kept"].values():
+            if kept["kind"] == ATTENTION:
+                del kept["kind"]
+        return dump_json(written)
 
     @classmethod
     def from_json(cls, text: str) -> PruningPlan:
