@@ -131,13 +131,36 @@ def counts(table: Table) -> dict[str, int]:
 
 def markdown(table: Table) -> str:
     """Return the table as a Markdown page: how many types pass each step, then every type with its results."""
-    number = counts(table)
-    versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
     groups: dict[str, dict[str, Any]] = {"whole": {}, "partly": {}, "refused": {}, "failed": {}, "not tried": {}}
     for name, entry in table["types"].items():
         kind = entry["kind"]
         groups[kind if kind != "tried" else "whole" if whole(entry) else "partly"][name] = entry
-    lines = [
+    lines = [*_summary(table), *_whole(groups["whole"])]
+    partly = [
+        [name, entry["class"], ", ".join(step for step in STEPS if holds(entry, step)), why_not(entry)]
+        for name, entry in groups["partly"].items()
+    ]
+    short = {name: neurons_in_short(entry) for name, entry in table["types"].items()}
+    lines += _section("Some steps pass", ["model type", "class", "passes", "fails", "neurons"], partly, short)
+    for kind, title in (
+        ("refused", "Heads are refused"),
+        ("failed", "Heads fail with another error"),
+        ("not tried", "Not tried, because no tiny model could be built"),
+    ):
+        if groups[kind]:
+            rows = [[name, why_not(entry)] for name, entry in groups[kind].items()]
+            lines += _section(title, ["model type", "why", "neurons"], rows, short)
+    tried = {name: why_not_neurons(entry) for name, entry in table["types"].items() if "class" in entry}
+    rows = [[name, why] for name, why in tried.items() if why]
+    lines += _section("Neurons are refused, or fail a step", ["model type", "why"], rows)
+    return "\n".join(lines) + "\n"
+
+
+def _summary(table: Table) -> list[str]:
+    """Return the lines that say how many types pass each step."""
+    number = counts(table)
+    versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
+    return [
         "# Model types",
         "",
         f"transformers has {number['types']} model types. For {number['tried']} of them a tiny random model was built "
@@ -155,53 +178,39 @@ def markdown(table: Table) -> str:
         "tested with a class for a task, such as `BertForSequenceClassification`, or with the base model if there is "
         "none. `config alone` means that stock transformers loads a uniform cut of heads without code from this "
         "package. The column `neurons` says which steps fail for neurons; the last table says why.",
+    ]
+
+
+def _whole(entries: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the types that pass every step."""
+    lines = [
         "",
-        f"## All steps pass ({len(groups['whole'])})",
+        f"## All steps pass ({len(entries)})",
         "",
         "`n/a` marks a step with nothing to compare.",
         "",
         "| model type | class | inputs | " + " | ".join(STEPS) + " | config alone | neurons |",
         "| --- | --- | --- |" + " --- |" * (len(STEPS) + 2),
     ]
-    for name, entry in groups["whole"].items():
+    for name, entry in entries.items():
         results = [result.partition(":")[0] for result in (entry["steps"][step] for step in STEPS)]
         alone = "yes" if entry.get("config_alone") else "no"
         inputs = ", ".join(i for i in entry["inputs"] if not i.endswith("mask"))
         lines.append(
             f"| {name} | {entry['class']} | {inputs} | {' | '.join(results)} | {alone} | {neurons_in_short(entry)} |"
         )
-    lines += [
-        "",
-        f"## Some steps pass ({len(groups['partly'])})",
-        "",
-        "| model type | class | passes | fails | neurons |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, entry in groups["partly"].items():
-        held = ", ".join(step for step in STEPS if holds(entry, step))
-        lines.append(f"| {name} | {entry['class']} | {held} | {_cell(why_not(entry))} | {neurons_in_short(entry)} |")
-    for kind, title in (
-        ("refused", "Heads are refused"),
-        ("failed", "Heads fail with another error"),
-        ("not tried", "Not tried, because no tiny model could be built"),
-    ):
-        if groups[kind]:
-            lines += [
-                "",
-                f"## {title} ({len(groups[kind])})",
-                "",
-                "| model type | why | neurons |",
-                "| --- | --- | --- |",
-            ]
-            lines += [
-                f"| {name} | {_cell(why_not(entry))} | {neurons_in_short(entry)} |"
-                for name, entry in groups[kind].items()
-            ]
-    without = {name: why for name, entry in table["types"].items() if (why := why_not_neurons(entry))}
-    tried = {name: why for name, why in without.items() if "class" in table["types"][name]}
-    lines += ["", f"## Neurons are refused, or fail a step ({len(tried)})", "", "| model type | why |", "| --- | --- |"]
-    lines += [f"| {name} | {_cell(why)} |" for name, why in tried.items()]
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _section(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], last: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return the lines of a table with a title; `last` has the cells of its last column by the first one."""
+    lines = ["", f"## {title} ({len(rows)})", "", f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
+    for row in rows:
+        cells = [*row[:-1], _cell(row[-1]), *([last[row[0]]] if last else [])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _cell(text: str) -> str:
