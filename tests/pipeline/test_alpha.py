@@ -85,6 +85,10 @@ def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) ->
         def judgement(predictions: int) -> Judgement:
             return Judgement(0.5, 0.1, predictions / 10)
 
+        @staticmethod
+        def agreement(predictions: int) -> torch.Tensor:
+            return torch.arange(10) < predictions
+
     def predict(model: object, selection: Selection, *_: object, **__: object) -> int:
         predicted.append(len(selection["layer"].units))
         return predicted[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,14 +85,15 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def done(folder: Path) -> Iterator[Run]:
+def done(folder: Path) -> Run:
     compensation = {"samples": 60}
     recipe = recipe_of(folder, prune__criterion="auto", prune__compensation=compensation, output=str(folder / "auto"))
     with pytest.MonkeyPatch.context() as patch, without_tracing():
         # As in a data set that has rows enough for all uses.
         patch.setattr(prepare_module, "AUTO_SAMPLES", 90)
         report = recipe.run()
-        yield Run(folder / "auto", recipe, report, prepare(recipe))
+        prepared = prepare(recipe)
+    return Run(folder / "auto", recipe, report, prepared)
 
 
 def masked_logits(prepared: Prepared, plan: PruningPlan, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -227,7 +227,9 @@ def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> N
     assert agreement(dense, slim) == pytest.approx(chosen["stability"])
 
 
-def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run) -> None:
+def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "AUTO_SAMPLES", 90)
+
     def rows(batches: list[dict[str, torch.Tensor]]) -> int:
         return sum(len(batch["input_ids"]) for batch in batches)
 
