@@ -181,22 +181,28 @@ class PruningPlan:
     @property
     def heads(self) -> int:
         """Number of query heads before the cut."""
-        return sum(kept.total for kept in self.of_kind(ATTENTION).values())
+        return self._total(ATTENTION)
 
     @property
     def removed(self) -> int:
         """Number of query heads that the plan removes."""
-        return sum(kept.total - len(kept.units) for kept in self.of_kind(ATTENTION).values())
+        return self._removed(ATTENTION)
 
     @property
     def neurons(self) -> int:
         """Number of feed-forward neurons before the cut; 0 if the plan leaves feed-forward blocks alone."""
-        return sum(kept.total for kept in self.of_kind(MLP).values())
+        return self._total(MLP)
 
     @property
     def removed_neurons(self) -> int:
         """Number of feed-forward neurons that the plan removes."""
-        return sum(kept.total - len(kept.units) for kept in self.of_kind(MLP).values())
+        return self._removed(MLP)
+
+    def _total(self, kind: str) -> int:
+        return sum(kept.total for kept in self.of_kind(kind).values())
+
+    def _removed(self, kind: str) -> int:
+        return sum(kept.total - len(kept.units) for kept in self.of_kind(kind).values())
 
     def to_json(self) -> str:
         """Return the plan as JSON text, always the same bytes for the same plan.

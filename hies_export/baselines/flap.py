@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..calibrate.sums import LayerMoments
 from ..model.linear import weight_of
-from ..select.bundles import ranked_bundles
+from ..select.bundles import worst_first
 from ..units import PrunableModule, Units
 from ..values import Removal, Scores
 from .names import FLAP
@@ -54,12 +54,6 @@ def score_flap(metrics: Mapping[str, Tensor], modules: Sequence[Units], *, unit:
         modules: The modules that may lose units.
         unit: "group" or "query", see `hies_export.select.bundles`.
     """
-    order = sorted(
-        (score, -number, place, units)
-        for number, module in enumerate(modules)
-        for place, (score, units) in enumerate(ranked_bundles(metrics[module.name], module, unit))
-    )
-    chain = tuple(
-        Removal(modules[-number].name, units, float(rank)) for rank, (_, number, _, units) in enumerate(order, start=1)
-    )
+    order = worst_first(metrics, modules, unit)
+    chain = tuple(Removal(name, units, float(rank)) for rank, (name, units) in enumerate(order, start=1))
     return Scores(FLAP, {}, {module.name: metrics[module.name] for module in modules}, chains=(chain,))

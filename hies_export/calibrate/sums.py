@@ -196,11 +196,6 @@ def _moments(parts: Sequence[tuple[float, Sums]], columns: Tensor | None) -> Mom
     )
 
 
-def _sum(x: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the float64 sum over tokens of x (tokens, features), each times its weight, (tokens, 1)."""
-    return (x if weights is None else x * weights).sum(0, dtype=torch.float64)
-
-
 def _add_products(total: Tensor, x: Tensor) -> None:
     """Add x^T x, of x (tokens, inputs), to a total (inputs, inputs); to a wide one only from the diagonal on."""
     # Of a wide layer these products are the main cost of a pass, so they are float32 for each batch, and their sum is

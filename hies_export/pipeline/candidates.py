@@ -10,13 +10,14 @@ from typing import Any
 from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ..calibrate.effects import EffectStream
 from ..calibrate.moments import MomentStream
+from ..calibrate.stream import LIMIT_BYTES
 from ..progress import Progress
 from ..recipe import PruningRecipe
 from ..score.compensated import RemovalOptions, removal_chain, scores_of_chains
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, needs_of, score_modules, uses_alpha
 from ..tasks import TASKS
 from ..values import Scores, Statistics
-from .prepare import GIB, Prepared
+from .prepare import Prepared
 from .search import ALPHAS
 
 # Criteria that `criterion: auto` tries beside `compensated`, and the alphas of HIES. Fewer alphas than `alpha: auto`
@@ -27,7 +28,7 @@ AUTO_ALPHAS = (0.3, 0.6, 0.9, 0.99)
 
 @dataclass(frozen=True)
 class Candidates:
-    """What the units of a model can be chosen by; the statistics are collected once.
+    """What the units of a model can be chosen by; statistics and the greedy order are computed once.
 
     Attributes:
         prepared: The model and its data.
@@ -54,12 +55,12 @@ class Candidates:
             progress=self.progress,
         )
 
-    def all(self) -> list[Scores]:
-        """Return the scores to choose from: one per alpha under `alpha: auto`, more under `criterion: auto`."""
+    def by(self, criterion: str) -> list[Scores]:
+        """Return the scores to choose from: one per alpha under `alpha: auto`, more for the criterion `auto`."""
         prune = self.recipe.prune
-        if prune.criterion in COMPENSATED_NAMES:
-            return [self.compensated()]
-        if prune.criterion == AUTO:
+        if criterion in COMPENSATED_NAMES:
+            return [self.compensated]
+        if criterion == AUTO:
             kinds = set(prune.modules)
             simple = [
                 self._by(name, alpha)
@@ -68,19 +69,20 @@ class Candidates:
                 for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
             ]
             # The first is taken unless another is clearly better. It presumes a refit.
-            return [self.compensated(), *simple] if prune.compensation else [*simple, self.compensated()]
+            return [self.compensated, *simple] if prune.compensation else [*simple, self.compensated]
         if prune.alpha != "auto":
-            return [self._by(prune.criterion, prune.alpha)]
-        return [self._by(prune.criterion, alpha) for alpha in (ALPHAS if uses_alpha(prune.criterion) else (0.0,))]
+            return [self._by(criterion, prune.alpha)]
+        return [self._by(criterion, alpha) for alpha in (ALPHAS if uses_alpha(criterion) else (0.0,))]
 
     def _by(self, criterion: str, alpha: float) -> Scores:
         options: dict[str, Any] = {"normalize": self.recipe.prune.normalize, "seed": self.recipe.calibration.seed}
         return score_modules(self.statistics, self.prepared.scored, criterion=criterion, alpha=alpha, **options)
 
+    @cached_property
     def compensated(self) -> Scores:
-        """Return the scores of greedy removal, module by module within the memory limit of the compensation."""
+        """The scores of greedy removal, module by module within the memory limit of the compensation."""
         prepared, section = self.prepared, self.recipe.prune.compensation
-        limit = round((4.0 if section is None else section.memory_gb) * GIB)
+        limit = LIMIT_BYTES if section is None else section.limit_bytes
         effects = EffectStream(
             prepared.model, prepared.calibration, prepared.scored, limit_bytes=limit, progress=self.progress
         )

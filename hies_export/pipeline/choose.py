@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +103,18 @@ class _Chooser:
 
     def as_told(self) -> Choice:
         """Choose by the recipe's criterion, in the recipe's number of rounds."""
-        return self._choice(self._in_rounds(self._recipe.prune.steps, self._recipe))
+        return self._choice(self._in_rounds(self._recipe.prune.steps, self._recipe.prune.criterion))
 
     def automatically(self) -> Choice:
         """Choose the criterion, and the weights of tokens, whose refitted model agrees most with the dense one."""
         (goal,) = self._targets.goals(1)
         first = self._targets.round(goal)
-        candidates = self._candidates(first, self._recipe)
+        candidates = self._candidates(first)
         statistics = candidates.statistics
-        picked = [_Picked(statistics, scores, self._targets.select(scores, first)) for scores in candidates.all()]
+        picked = [_Picked(statistics, scores, self._targets.select(scores, first)) for scores in candidates.by(AUTO)]
         steps = [1] * len(picked)
         if self._steps_of_auto() > 1:
-            prune = self._recipe.prune.model_copy(update={"criterion": COMPENSATED})
-            picked.append(self._in_rounds(self._steps_of_auto(), self._recipe.model_copy(update={"prune": prune})))
+            picked.append(self._in_rounds(self._steps_of_auto(), COMPENSATED))
             steps.append(self._steps_of_auto())
         held_out = {weights: self._held_out(self._prepared.metrics, weights) for weights in self._refitting.tried}
         self._progress.stage("choose criterion")
@@ -131,24 +131,24 @@ class _Chooser:
         deep = self._targets.ratio is not None and self._targets.ratio <= STEPS_BELOW
         return 2 if deep and self._recipe.prune.compensation is not None else 1
 
-    def _in_rounds(self, count: int, recipe: PruningRecipe) -> _Picked:
+    def _in_rounds(self, count: int, criterion: str) -> _Picked:
         """Choose in a number of rounds, each of which scores the model that the previous ones left."""
         picked: _Picked | None = None
         for number, goal in enumerate(self._targets.goals(count), start=1):
             if count > 1:
                 self._progress.stage(f"step {number}")
             if picked is None:
-                picked = self._pick(self._targets.round(goal), recipe)
+                picked = self._pick(self._targets.round(goal), criterion)
                 continue
             part = self._targets.round(goal, before=picked.selection, left=self._left_by(picked.selection))
-            picked = _after(picked, self._pick(part, recipe))
+            picked = _after(picked, self._pick(part, criterion))
         assert picked is not None
         return picked
 
-    def _pick(self, part: Round, recipe: PruningRecipe) -> _Picked:
+    def _pick(self, part: Round, criterion: str) -> _Picked:
         """Choose in one round; with several alphas, by their quality on the held-out rows."""
-        candidates = self._candidates(part, recipe)
-        statistics, scored = candidates.statistics, candidates.all()
+        candidates = self._candidates(part)
+        statistics, scored = candidates.statistics, candidates.by(criterion)
 
         def select(scores: Scores) -> Selection:
             return part.of_dense(self._targets.select(scores, part))
@@ -161,10 +161,15 @@ class _Chooser:
         )
         return _Picked(statistics, chosen.scores, chosen.selection, chosen.curve)
 
-    def _candidates(self, part: Round, recipe: PruningRecipe) -> Candidates:
-        # The first round scores the dense model, whose moments the refits need as well.
-        moments = self._refitting.moments if part.before is None else None
-        return Candidates(part.prepared, recipe, self._progress, moments)
+    def _candidates(self, part: Round) -> Candidates:
+        if part.before is None:
+            return self._of_dense
+        return Candidates(part.prepared, self._recipe, self._progress)
+
+    @cached_property
+    def _of_dense(self) -> Candidates:
+        """The candidates of the dense model, whose moments the refits need as well."""
+        return Candidates(self._prepared, self._recipe, self._progress, self._refitting.moments)
 
     def _left_by(self, selection: Selection) -> Prepared:
         """Return the prepared run with the dense model replaced by the one cut, and refitted, by a selection."""
@@ -230,8 +235,7 @@ class _Chooser:
         """Choose the scores, and remove as much as the held-out metric allows."""
         prepared, max_drop = self._prepared, self._recipe.prune.budget.max_drop
         assert max_drop is not None
-        candidates = Candidates(prepared, self._recipe, self._progress, self._refitting.moments)
-        statistics, scored = candidates.statistics, candidates.all()
+        statistics, scored = self._of_dense.statistics, self._of_dense.by(self._recipe.prune.criterion)
         self._progress.stage("choose sparsity")
         sizes = self._targets.of_max_drop()
         held_out = self._held_out((max_drop.metric,))

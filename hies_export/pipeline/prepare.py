@@ -34,7 +34,6 @@ from .load import load_dense, task_class
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
 # Held-out rows on which `alpha: auto` is chosen.
 HELD_OUT_SAMPLES = 256
 # Held-out rows on which `criterion: auto` is chosen: its candidates differ by few predictions.

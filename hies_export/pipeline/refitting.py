@@ -7,9 +7,10 @@ from transformers import PreTrainedModel
 from ..calibrate.moments import MomentStream
 from ..progress import Progress
 from ..recipe import CompensationSection, PruningRecipe
+from ..score.criteria import AUTO
 from ..slim.refit import Compensation, LayerFit, refit
 from ..units import Selection
-from .prepare import GIB, Prepared
+from .prepare import Prepared
 from .quality import Refit
 
 # Weights of tokens that `criterion: auto` tries, see `Compensation`.
@@ -51,7 +52,7 @@ class Refitting:
                 self._prepared.model,
                 self._prepared.sites,
                 self._prepared.compensation,
-                limit_bytes=round(self._section.memory_gb * GIB),
+                limit_bytes=self._section.limit_bytes,
                 weighted=min(self._tried) < 1,
                 progress=self._progress,
             )
@@ -73,7 +74,7 @@ class Refitting:
             return (1.0,)
         if section.token_weights is not None:
             return (section.token_weights,)
-        return TOKEN_WEIGHTS if recipe.prune.criterion == "auto" else (1.0,)
+        return TOKEN_WEIGHTS if recipe.prune.criterion == AUTO else (1.0,)
 
     def compensation(self, token_weights: float | None = None) -> Compensation | None:
         """Return how to compensate; None if the recipe does not."""

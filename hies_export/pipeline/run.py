@@ -36,7 +36,7 @@ from ..values import PruningPlan
 from .budgets import BudgetOutcome, CostOutcome, MaxDropOutcome
 from .choose import Choice, choose, head_numbers, write_choice
 from .measure import Measurements, export, measure_both
-from .prepare import GIB, Prepared, prepare
+from .prepare import Prepared, prepare
 from .quality import Evaluation, Refit, evaluate
 from .refitting import compensation_of
 from .search import quality_loss
@@ -248,7 +248,7 @@ def prune(
                 modules,
                 prepared.compensation,
                 compensation or compensation_of(section),
-                limit_bytes=round(section.memory_gb * GIB),
+                limit_bytes=section.limit_bytes,
                 progress=progress,
             )
     progress.stage("save")

@@ -17,7 +17,7 @@ from ..progress import Progress
 from ..recipe import PruningRecipe
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, counts_within, lowest_ratio, shares_to_try
-from ..select.bundles import bundle_count
+from ..select.bundles import bundles_lost
 from ..select.constraints import check_budget
 from ..select.joint import select_within
 from ..select.select import select_units
@@ -190,13 +190,8 @@ class Targets:
         return next((shape for shape in of_batch if shape[1] == wanted.sequence), of_batch[0])
 
     def _lost(self, selection: Selection) -> dict[str, int]:
-        """Return how many bundles each module loses."""
-        return {
-            module.name: bundle_count(module, self._constraints.unit)
-            * len(selection[module.name].removed)
-            // module.units
-            for module in self._prepared.scored
-        }
+        """Return how many bundles each module loses that loses any."""
+        return bundles_lost(selection, self._prepared.scored, unit=self._constraints.unit)
 
     def outcome(self, selection: Selection) -> BudgetOutcome:
         """Return the budget with what the cost table predicts; `run` adds what is measured."""

@@ -244,6 +244,11 @@ class CompensationSection(Section):
     token_weights: float | None = Field(None, gt=0, le=1)
     memory_gb: float = Field(4.0, gt=0)
 
+    @property
+    def limit_bytes(self) -> int:
+        """`memory_gb` in bytes."""
+        return round(self.memory_gb * (1 << 30))
+
     @model_validator(mode="after")
     def _weighs_tokens_in_one_pass(self) -> CompensationSection:
         if self.sequential and self.token_weights not in (None, 1):

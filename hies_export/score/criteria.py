@@ -60,7 +60,7 @@ COMPENSATED = "compensated"
 COMPENSATED_NAMES = (COMPENSATED, "hies-compensated")
 # Scores the kinds of modules that a criterion cannot score.
 FALLBACK = "fisher"
-# Chooses among criteria on held-out rows; see `pipeline.auto`.
+# Chooses among criteria on held-out rows; see `pipeline.choose`.
 AUTO = "auto"
 
 

@@ -7,12 +7,14 @@ each group, so that all groups keep the same number. A bundle's score is the mea
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from torch import Tensor
 
 from ..errors import NonFiniteError
 from ..kinds import UNIT_NAMES
-from ..units import Units
+from ..units import Selection, Units
 
 
 def bundle_count(module: Units, unit: str) -> int:
@@ -50,3 +52,28 @@ def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float
         # The means ascend, because the scores of each group do.
         return [(sum(v for v, _ in b) / len(b), tuple(h for _, h in b)) for b in zip(*ranked, strict=True)]
     return sorted(found, key=lambda item: (item[0], -item[1][0]))
+
+
+def worst_first(scores: Mapping[str, Tensor], modules: Sequence[Units], unit: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Return module and units of every bundle of all modules, worst first; of equals the later module's come first.
+
+    Args:
+        scores: Module -> one score per unit, (units,).
+        modules: The modules to rank together.
+        unit: "group" or "query".
+    """
+    order = sorted(
+        (score, -number, place, units)
+        for number, module in enumerate(modules)
+        for place, (score, units) in enumerate(ranked_bundles(scores[module.name], module, unit))
+    )
+    return [(modules[-number].name, units) for _, number, _, units in order]
+
+
+def bundles_lost(selection: Selection, modules: Sequence[Units], *, unit: str) -> dict[str, int]:
+    """Return how many bundles each module loses that loses any; `unit` is "group" or "query"."""
+    lost = {
+        module.name: bundle_count(module, unit) * len(selection[module.name].removed) // module.units
+        for module in modules
+    }
+    return {name: count for name, count in lost.items() if count}

@@ -20,7 +20,7 @@ from ..score.merge import hull
 from ..units import Selection, Units
 from ..values import Chain, Removal, Scores
 from .budget import CostTable, check_reachable, uniform_counts
-from .bundles import bundle_count, ranked_bundles
+from .bundles import bundle_count, worst_first
 from .constraints import NONE, Constraints, check_constraints, removable_counts
 from .knapsack import least_loss
 
@@ -100,15 +100,9 @@ def chains_of(scores: Scores, modules: Sequence[Units], *, unit: str = "group") 
     for kind in dict.fromkeys(module.kind for module in modules):
         of_kind = [module for module in modules if module.kind == kind]
         for together in [of_kind] if kind in scores.ranked else [[module] for module in of_kind]:
-            order = sorted(
-                (score, -number, place, units)
-                for number, module in enumerate(together)
-                for place, (score, units) in enumerate(ranked_bundles(scores.scores[module.name], module, unit))
-            )
             effect, chain = 0.0, []
             effects = {module.name: scores.effects[module.name].tolist() for module in together}
-            for _, number, _, units in order:
-                name = together[-number].name
+            for name, units in worst_first(scores.scores, together, unit):
                 effect += sum(effects[name][u] for u in units)
                 chain.append(Removal(name, units, effect))
             chains.append(tuple(chain))

@@ -20,10 +20,10 @@ from ..pipeline.targets import Round, Targets
 from ..progress import Clock, Progress
 from ..score.criteria import COMPENSATED_NAMES, score_modules
 from ..select.budget import check_reachable, lowest_ratio
-from ..select.bundles import bundle_count
+from ..select.bundles import bundles_lost
 from ..select.constraints import check_budget
 from ..select.select import select_units
-from ..units import PrunableModule, Selection
+from ..units import Selection
 from ..values import Scores
 from .grid import MODULES, Cell, SweepGrid
 from .journal import Journal
@@ -42,15 +42,6 @@ def weighted_area(removed: Sequence[float], values: Sequence[float]) -> float:
     pairs = list(itertools.pairwise(points))
     area = sum((t - s) * (s * v + t * w) / 2 for (s, v), (t, w) in pairs)
     return area / sum((t - s) * (s + t) / 2 for (s, _), (t, _) in pairs)
-
-
-def bundles_lost(selection: Selection, modules: Sequence[PrunableModule], *, unit: str) -> dict[str, int]:
-    """Return how many bundles each module loses that loses any; `unit` as in `Constraints`."""
-    lost = {
-        module.name: bundle_count(module, unit) * len(selection[module.name].removed) // module.units
-        for module in modules
-    }
-    return {name: count for name, count in lost.items() if count}
 
 
 class Chooser:

@@ -22,7 +22,7 @@ from ..kinds import MLP
 from ..measure.counts import count_flops
 from ..model.copies import share_weights
 from ..pipeline.candidates import Candidates
-from ..pipeline.prepare import GIB, HELD_OUT_SAMPLES, Draws, Prepared, prepare
+from ..pipeline.prepare import HELD_OUT_SAMPLES, Draws, Prepared, prepare
 from ..progress import SILENT, Clock
 from ..recipe import BudgetSection, CompensationSection, PruningRecipe
 from ..score.criteria import needs_of, uses_alpha
@@ -95,7 +95,7 @@ class Shared:
                 self.base.model,
                 self.base.sites,
                 by_length(self.unlabelled(seed), config=self.base.model.config),
-                limit_bytes=round(section.memory_gb * GIB),
+                limit_bytes=section.limit_bytes,
                 weighted=WEIGHTED in self._grid.compensations,
             )
             if len(found.groups) == 1:
@@ -121,7 +121,7 @@ class Shared:
             moments = self.moments(seed)
             prepared = replace(self.base, calibration=self.compensated_samples(seed))
             with self._clock("effects"):
-                return Candidates(prepared, self._recipe, SILENT, moments).compensated()
+                return Candidates(prepared, self._recipe, SILENT, moments).compensated
 
         return self._once(seed, "compensated scores", score)
 

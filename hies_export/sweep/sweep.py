@@ -28,10 +28,11 @@ from ..pipeline.quality import Refit, predict_pruned
 from ..progress import SILENT, Progress
 from ..recipe import PruningRecipe
 from ..score.criteria import COMPENSATED_NAMES
+from ..select.bundles import bundles_lost
 from ..slim.refit import LayerFit, refit
 from ..units import Selection
 from ..values import library_versions
-from .choosing import Chooser, bundles_lost
+from .choosing import Chooser
 from .grid import Cell, SweepGrid, compensation_of
 from .journal import Journal
 from .latency import LatencyRequest, Stopwatch
