@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibrate.collect import own_labels
-from ..calibrate.gates import Gates
-from ..data.targets import predicted_positions, size_of
+from ..calibrate.gates import Gates, summed_loss, with_labels
+from ..data.targets import size_of
 from ..errors import DataError
 from ..model.modes import frozen, without_cache
 from ..model.watch import intercept
@@ -60,7 +59,7 @@ def mask_gradients(
     Raises:
         DataError: There is no batch.
         UnsupportedModelError: The number of rows that a module sees is not the number of samples.
-        NonFiniteError: A gradient is NaN or infinite.
+        NonFiniteError: A loss or a gradient is NaN or infinite.
     """
     if not batches:
         raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
@@ -76,22 +75,15 @@ def _of_batch(
     model: PreTrainedModel, batch: Mapping[str, Tensor], modules: Sequence[PrunableModule], index: int
 ) -> dict[str, Tensor]:
     """Return the gradients of one batch, module -> (batch, units)."""
-    batch = {key: value.to(model.device) for key, value in batch.items()}
-    if "labels" not in batch:
-        with torch.no_grad():
-            batch["labels"] = own_labels(model(**batch).logits, batch.get("attention_mask"))
-    labels, gates = batch["labels"], Gates(modules)
-    # The model averages one loss per label token, or one per sample. How many are each sample's: (batch,)
-    losses = predicted_positions(labels).sum(-1) if labels.dim() == 2 else torch.ones(len(labels))
+    batch = with_labels(model, {key: value.to(model.device) for key, value in batch.items()})
+    gates = Gates(modules)
 
     def masked(name: str, x: Tensor) -> Tensor:
-        # Some models flatten (samples, tokens) in front of their feed-forward blocks.
-        return gates.apply(name, x, rows=size_of(batch) if x.dim() == 2 else len(x))
+        return gates.apply(name, x, samples=size_of(batch))
 
     consumers = {module.name: module.consumer for module in modules}
     with intercept(model, consumers, masked), torch.enable_grad():
-        loss = model(**batch).loss
-        total = loss * losses.sum().to(loss.device)
+        total, losses = summed_loss(model, batch, index)
         gradients = torch.autograd.grad(total, list(gates.tensors.values()), allow_unused=True)
     return gates.per_sample(dict(zip(gates.tensors, gradients, strict=True)), losses, index)
 

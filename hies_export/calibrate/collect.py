@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.targets import IGNORED, batches_fingerprint, check_label_tokens, is_regression, predicted_positions, size_of
-from ..errors import DataError, NonFiniteError, StepError
+from ..data.targets import batches_fingerprint, check_label_tokens, is_regression, size_of
+from ..errors import DataError, StepError
 from ..model.attention import use_attention
 from ..model.modes import checkpointing, frozen, without_cache
 from ..model.watch import intercept
@@ -22,7 +22,7 @@ from ..units import PrunableModule
 from ..values import Calibration, Statistics
 from . import inputs, weights
 from .entropy import Entropies
-from .gates import Gates
+from .gates import Gates, summed_loss, with_labels
 
 logger = logging.getLogger(__name__)
 
@@ -197,40 +197,26 @@ class _Pass:
             return x
         if self._inputs is not None and self._entropies.recording:
             self._read.setdefault(name, []).append(x.detach())
-        # Some models flatten (samples, tokens) in front of their feed-forward blocks.
-        rows = self._samples if x.dim() == 2 else len(x)
-        return self._gates.apply(name, x, rows=self._entropies.rows.get(name, rows))
+        return self._gates.apply(name, x, samples=self._samples, rows=self._entropies.rows.get(name))
 
     def run(self, batch: dict[str, Tensor], index: int) -> _Found:
         """Run a batch forward and backward, and return its gradients and entropies.
 
         Args:
-            batch: The batch, on the model's device; predicted labels are added if it has none.
+            batch: The batch, on the model's device; without labels, the model's predictions replace them.
             index: Number of the batch, for messages.
         """
         self.reset()
-        if "labels" not in batch:
-            with torch.no_grad():
-                batch["labels"] = own_labels(self._model(**batch).logits, batch.get("attention_mask"))
+        batch = with_labels(self._model, batch)
         self._samples = size_of(batch)
-        labels = batch["labels"]
-        # The model averages one loss per label token, or one per sample. How many are each sample's: (batch,)
-        losses = predicted_positions(labels).sum(-1) if labels.dim() == 2 else torch.ones(len(labels))
         self._entropies.enabled = self._entropies.recording = True
         try:
             with torch.enable_grad():
-                loss = self._model(**batch).loss
-                if not torch.isfinite(loss):
-                    raise NonFiniteError(
-                        f"the loss of every calibration batch must be finite, but batch {index} gave {loss.item()}; "
-                        "check the rows of that batch and the model's dtype"
-                    )
+                total, losses = summed_loss(self._model, batch, index)
                 self._entropies.recording = False
                 gates = self._gates.tensors
                 parameters = [] if self._weights is None else self._weights.parameters
-                gradients = torch.autograd.grad(
-                    loss * losses.sum().to(loss.device), [*gates.values(), *parameters], allow_unused=True
-                )
+                gradients = torch.autograd.grad(total, [*gates.values(), *parameters], allow_unused=True)
         finally:
             self._entropies.enabled = self._entropies.recording = False
         found = _Found(
@@ -248,16 +234,6 @@ class _Pass:
             **({} if self._inputs is None else self._inputs.values()),
             **({} if self._weights is None else self._weights.values()),
         }
-
-
-def own_labels(logits: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return predictions as labels: classes (batch,), or tokens (batch, tokens), shifted by one position."""
-    predicted = logits.argmax(-1)
-    if predicted.dim() == 1:
-        return predicted
-    labels = torch.full_like(predicted, IGNORED)
-    labels[:, 1:] = predicted[:, :-1]
-    return labels if attention_mask is None else labels.masked_fill(attention_mask == 0, IGNORED)
 
 
 def _part(batch: dict[str, Tensor], start: int, size: int) -> dict[str, Tensor]:

@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from ..data.targets import IGNORED, predicted_positions
 from ..errors import NonFiniteError, UnsupportedModelError
+from ..kinds import UNIT_NAMES
 from ..units import PrunableModule
 
 
@@ -22,14 +25,18 @@ class Gates:
         self._modules = {module.name: module for module in modules}
         self.tensors: dict[str, Tensor] = {}
 
-    def apply(self, name: str, x: Tensor, *, rows: int) -> Tensor:
+    def apply(self, name: str, x: Tensor, *, samples: int, rows: int | None = None) -> Tensor:
         """Return the input of a consumer times the gates of its module.
 
         Args:
             name: Name of the module.
             x: (..., units * unit_width), samples along the first axis.
-            rows: Number of samples in x.
+            samples: Number of samples of the batch.
+            rows: Number of samples in x, where it is known. By default the length of x, or `samples` if x is flat:
+                some models flatten (samples, tokens) in front of their feed-forward blocks.
         """
+        if rows is None:
+            rows = samples if x.dim() == 2 else len(x)
         module = self._modules[name]
         gate = self.tensors.get(name)
         if gate is None:
@@ -65,9 +72,52 @@ class Gates:
             gradient = gradients[name]
             gradient = torch.zeros_like(gate) if gradient is None else gradient
             if not torch.isfinite(gradient).all():
+                units = UNIT_NAMES[self._modules[name].kind] + "s"
                 raise NonFiniteError(
-                    f"every gradient must be finite, but batch {index} gave NaN or infinity at the heads of {name}; "
+                    f"every gradient must be finite, but batch {index} gave NaN or infinity at the {units} of {name}; "
                     "check the rows of that batch and the model's dtype"
                 )
             found[name] = gradient[:, :, 0, 0].double().cpu() / losses.clamp(min=1).cpu()[:, None]
         return found
+
+
+def with_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the batch with labels: those it has, else what the model predicts.
+
+    Predictions are classes (batch,), or tokens (batch, tokens) shifted by one position.
+    """
+    if "labels" in batch:
+        return dict(batch)
+    with torch.no_grad():
+        predicted = model(**batch).logits.argmax(-1)
+    if predicted.dim() == 1:
+        return {**batch, "labels": predicted}
+    labels = torch.full_like(predicted, IGNORED)
+    labels[:, 1:] = predicted[:, :-1]
+    if "attention_mask" in batch:
+        labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED)
+    return {**batch, "labels": labels}
+
+
+def summed_loss(model: PreTrainedModel, batch: Mapping[str, Tensor], index: int) -> tuple[Tensor, Tensor]:
+    """Return the sum of all losses of a batch, and how many of them belong to each sample, (batch,).
+
+    The model averages one loss per label token, or one per sample.
+
+    Args:
+        model: The model.
+        batch: Its inputs with labels.
+        index: Number of the batch, for messages.
+
+    Raises:
+        NonFiniteError: The loss is NaN or infinite.
+    """
+    labels = batch["labels"]
+    losses = predicted_positions(labels).sum(-1) if labels.dim() == 2 else torch.ones(len(labels))
+    loss = model(**batch).loss
+    if not torch.isfinite(loss):
+        raise NonFiniteError(
+            f"the loss of every calibration batch must be finite, but batch {index} gave {loss.item()}; "
+            "check the rows of that batch and the model's dtype"
+        )
+    return loss * losses.sum().to(loss.device), losses
