@@ -112,6 +112,14 @@ def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
         return int(base(**inputs).last_hidden_state.shape[1])
 
 
+def count_tokens(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
+    """Return the number of real tokens of a batch; of images, the number of patches and special tokens."""
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        return int(mask.sum())
+    return len(next(iter(batch.values()))) * sequence_length(model, batch)
+
+
 def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of a batch that the model's forward takes, in the order of its parameters, without labels."""
     accepted = [name for name in inspect.signature(model.forward).parameters if name != "labels"]

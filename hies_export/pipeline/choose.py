@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..calibrate.collect import DEFAULT_NEEDS
-from ..data.targets import size_of
+from ..data.targets import batches_fingerprint, size_of
 from ..evaluate.judge import Judge
 from ..model.copies import share_weights
 from ..model.tokens import first_samples
@@ -203,14 +203,22 @@ class _Chooser:
         )
 
     def _plan(self, picked: _Picked) -> PruningPlan:
-        calibration, scores = picked.statistics.calibration, picked.scores
+        scores, calibration = picked.scores, picked.statistics.calibration
+        if scores.criterion == COMPENSATED:
+            rows = self._of_dense.effect_batches
+            calibration = replace(
+                calibration,
+                samples=sum(map(size_of, rows)),
+                labels="predictions",
+                fingerprint=batches_fingerprint(rows),
+            )
         provenance = Provenance(
             criterion=criterion_of(scores, self._recipe),
             alpha=scores.parameters.get("alpha"),
             seed=self._recipe.calibration.seed,
             calibration={
                 "samples": calibration.samples,
-                "labels": "predictions" if scores.criterion == COMPENSATED else calibration.labels,
+                "labels": calibration.labels,
                 "fingerprint": calibration.fingerprint,
             },
             versions=library_versions(),

@@ -119,13 +119,20 @@ class Draws:
         )
 
 
-def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepared | None = None) -> Prepared:
+def prepare(
+    recipe: PruningRecipe,
+    *,
+    draws: Draws | None = None,
+    loaded: Prepared | None = None,
+    criteria: Sequence[str] | None = None,
+) -> Prepared:
     """Load model and data. Cheap checks come first, so that an invalid request fails early.
 
     Args:
         recipe: The recipe.
         draws: Samples to draw from the calibration split; by default those of a run of the recipe.
         loaded: An earlier result for the same recipe with other draws; its model and evaluation batches are reused.
+        criteria: Criteria that must suit the model and the kinds of modules; by default the recipe's.
 
     Raises:
         RequestError: A part of the recipe is missing or does not fit; the message names it.
@@ -153,7 +160,7 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
     _warn_of_one_class(calibration, regression=regression)
     modules = find_modules(model, first_samples(calibration[0]), kinds=recipe.prune.modules)
     scored = _in_towers(model, modules, recipe.prune.towers)
-    _check_kinds(recipe, scored)
+    _check_kinds(recipe, scored, (recipe.prune.criterion,) if criteria is None else criteria)
     _check_budget(recipe, scored)
     return Prepared(
         model=model,
@@ -171,27 +178,27 @@ def prepare(recipe: PruningRecipe, *, draws: Draws | None = None, loaded: Prepar
     )
 
 
-def _check_kinds(recipe: PruningRecipe, modules: tuple[PrunableModule, ...]) -> None:
+def _check_kinds(recipe: PruningRecipe, modules: tuple[PrunableModule, ...], criteria: Sequence[str]) -> None:
     """Refuse criteria that cannot score the modules, and towers without modules of a kind.
 
     Raises:
-        RecipeError: The criterion scores heads and the recipe prunes neurons only, or needs whole key/value groups.
+        RecipeError: A criterion scores heads and the recipe prunes neurons only, or needs whole key/value groups.
         RequestError: The chosen towers have no modules of a kind that the recipe names.
     """
-    prune, criterion = recipe.prune, CRITERIA.get(recipe.prune.criterion)
-    if criterion and not set(criterion.kinds) & set(prune.modules):
-        able = [name for name, known in CRITERIA.items() if set(known.kinds) & set(prune.modules)]
-        raise RecipeError(
-            [
-                f"criterion {criterion.name} scores heads, but prune.modules is [{', '.join(prune.modules)}]; choose "
-                f"one of {', '.join((*able, COMPENSATED, AUTO))}"
-            ]
-        )
+    prune = recipe.prune
     grouped = any(module.group_size > 1 for module in modules)
-    if prune.criterion in (*COMPENSATED_NAMES, AUTO) and prune.unit == "query" and grouped:
-        raise RecipeError(
-            [f"criterion {prune.criterion} removes whole key/value groups, got unit: query; set unit: group"]
-        )
+    for name in criteria:
+        criterion = CRITERIA.get(name)
+        if criterion and not set(criterion.kinds) & set(prune.modules):
+            able = [known.name for known in CRITERIA.values() if set(known.kinds) & set(prune.modules)]
+            raise RecipeError(
+                [
+                    f"criterion {name} scores heads, but prune.modules is [{', '.join(prune.modules)}]; choose one of "
+                    f"{', '.join((*able, COMPENSATED, AUTO))}"
+                ]
+            )
+        if name in (*COMPENSATED_NAMES, AUTO) and prune.unit == "query" and grouped:
+            raise RecipeError([f"criterion {name} removes whole key/value groups, got unit: query; set unit: group"])
     for kind in prune.modules:
         if kind not in {module.kind for module in modules}:
             raise RequestError(f"prune.modules names {kind}, but the towers to prune have none; change prune.modules")

@@ -264,9 +264,10 @@ class PruneSection(Section):
     Attributes:
         modules: What loses units: "attention" (heads), "mlp" (feed-forward neurons), or both under one budget.
         criterion: What units are ranked by. HIES and other criteria of attention rank heads among themselves; neurons
-            beside them are then ranked by `fisher`. `compensated` presumes `compensation`, uses neither alpha nor
-            labels, and wants `calibration.samples: 256`; see `score_compensated`. `auto` cuts, refits and judges what
-            several criteria would choose, on held-out rows.
+            beside them are then ranked by `fisher`. `compensated` presumes `compensation`, and uses neither
+            alpha nor labels. Where the calibration rows have fewer than 16,384 tokens it reads rows of the compensation
+            too; see `score_compensated`. `auto` cuts, refits and judges what several criteria would choose, on held-out
+            rows.
         alpha: The weight of importance against entropy, in [0, 1), or "auto" to choose it on held-out rows.
         normalize: Whether the terms of HIES are scaled over all heads of the model or within each layer.
         budget: See `BudgetSection`.

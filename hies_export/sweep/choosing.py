@@ -106,17 +106,8 @@ class Chooser:
         return found
 
     def cells(self) -> list[Cell]:
-        """Return the cells of the grid whose budget their modules can meet.
-
-        Raises:
-            RecipeError: There is none.
-        """
-        cells = [cell for cell in self._grid.cells() if cell.flops is None or self._lowest[cell.modules] <= cell.flops]
-        if not cells:
-            raise RecipeError(
-                [f"{', '.join(self._grid.criteria)} cannot score feed-forward neurons alone; add other modules"]
-            )
-        return cells
+        """Return the cells of the grid whose budget their modules can meet."""
+        return [cell for cell in self._grid.cells() if cell.flops is None or self._lowest[cell.modules] <= cell.flops]
 
     def _round(self, kinds: tuple[str, ...], flops: float) -> Round:
         """Return a budget of FLOPs over some kinds of modules."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,25 +14,20 @@ from ..baselines.slicing import Bases, collect_bases
 from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ..calibrate.moments import MomentStream
 from ..data.lengths import by_length
-from ..data.targets import size_of
 from ..evaluate.judge import Judge
 from ..evaluate.predict import Predictions, predict
-from ..kinds import MLP
 from ..measure.counts import count_flops
 from ..model.copies import share_weights
 from ..pipeline.candidates import Candidates
 from ..pipeline.prepare import HELD_OUT_SAMPLES, Draws, Prepared, prepare
 from ..progress import SILENT, Clock
 from ..recipe import BudgetSection, CompensationSection, PruningRecipe
-from ..score.criteria import needs_of, uses_alpha
+from ..score.criteria import COMPENSATED_NAMES, needs_of, uses_alpha
 from ..slim.cut import prune_units
 from ..tasks import TASKS
 from ..units import PrunableModule, Selection
 from ..values import Scores, Statistics
 from .grid import AUTOMATIC, WEIGHTED, SweepGrid
-
-# Samples whose gradients `compensated` takes: covariances of hundreds of inputs need more than other scores.
-EFFECT_SAMPLES = 256
 
 
 class Shared:
@@ -53,23 +47,27 @@ class Shared:
         prune: dict[str, Any] = {"modules": grid.kinds}
         if grid.flops:
             prune["budget"] = BudgetSection(flops=min(grid.flops))
-        if MLP in grid.kinds:
-            prune["criterion"] = "fisher"  # the grid has the criteria; this one scores both kinds
         section = recipe.prune.model_copy(update=prune)
-        self.recipe = self._recipe = recipe.model_copy(update={"measure": measure, "prune": section})
+        self.recipe = recipe.model_copy(update={"measure": measure, "prune": section})
         self._grid, self._clock = grid, clock
         self._of_model: dict[Any, Any] = {}
         self._seed: int | None = None
         self._of_seed: dict[str, Any] = {}
         with clock("load"):
-            self.base = prepare(self._recipe, draws=self._draws(grid.seeds[0], grid.calibration_sizes[0]))
+            self.base = self._prepare(grid.seeds[0], grid.calibration_sizes[0])
+
+    def _prepare(self, seed: int, samples: int, loaded: Prepared | None = None) -> Prepared:
+        """Return model and data of a seed and calibration size, checked against all criteria of the grid."""
+        # Under sparsities, the ranks of `compensated` are good for query heads too.
+        criteria = [name for name in self._grid.criteria if self._grid.flops or name not in COMPENSATED_NAMES]
+        return prepare(self.recipe, draws=self._draws(seed, samples), loaded=loaded, criteria=criteria)
 
     def calibrated(self, seed: int, samples: int) -> tuple[Prepared, Statistics]:
         """Return the data of a seed and calibration size, and the statistics of the calibration batches."""
 
         def collect() -> tuple[Prepared, Statistics]:
             with self._clock("load"):
-                prepared = prepare(self._recipe, draws=self._draws(seed, samples), loaded=self.base)
+                prepared = self._prepare(seed, samples, loaded=self.base)
             channels = ("channel_taylor",) if CHANNELS in self._grid.criteria else ()
             needs = (*DEFAULT_NEEDS, *needs_of(*self._grid.criteria), *channels)
             with self._clock("statistics"):
@@ -90,7 +88,7 @@ class Shared:
         """Return the moments to refit from; they are collected where they are first read."""
 
         def stream() -> MomentStream:
-            section = self._recipe.prune.compensation or CompensationSection()
+            section = self.recipe.prune.compensation or CompensationSection()
             found = MomentStream(
                 self.base.model,
                 self.base.sites,
@@ -105,25 +103,20 @@ class Shared:
 
         return self._once(seed, "moments", stream)
 
-    def compensated_samples(self, seed: int) -> list[dict[str, Tensor]]:
-        """Return the batches whose gradients `compensated` takes, without labels."""
-        batches: list[dict[str, Tensor]] = []
-        for batch in self.unlabelled(seed):
-            if sum(map(size_of, batches)) >= EFFECT_SAMPLES:
-                break
-            batches.append(batch)
-        return by_length(batches, config=self.base.model.config)
+    def compensated_candidates(self, seed: int) -> Candidates:
+        """Return the candidates whose greedy order all calibration sizes share."""
+
+        def candidates() -> Candidates:
+            prepared, _ = self.calibrated(seed, self._grid.calibration_sizes[0])
+            return Candidates(prepared, self.recipe, SILENT, self.moments(seed))
+
+        return self._once(seed, "compensated candidates", candidates)
 
     def compensated_scores(self, seed: int) -> Scores:
         """Return the scores of `compensated` for all modules that may lose units."""
-
-        def score() -> Scores:
-            moments = self.moments(seed)
-            prepared = replace(self.base, calibration=self.compensated_samples(seed))
-            with self._clock("effects"):
-                return Candidates(prepared, self._recipe, SILENT, moments).compensated
-
-        return self._once(seed, "compensated scores", score)
+        candidates = self.compensated_candidates(seed)
+        with self._clock("effects"):
+            return candidates.compensated
 
     def fluctuations(self, seed: int) -> dict[str, Tensor]:
         """Return the metric of `flap` for every unit, by module name."""
@@ -162,7 +155,7 @@ class Shared:
             batches,
             metrics=self.base.metrics,
             regression=self.base.regression,
-            tolerance=self._recipe.evaluation.stability_tolerance,
+            tolerance=self.recipe.evaluation.stability_tolerance,
         )
 
     def flops_ratio(self, selection: Selection) -> float:
@@ -175,14 +168,14 @@ class Shared:
                 found["dense"] = count_flops(model, batch)
             if counts not in found:
                 # A vision-language model looks up the image tokens, so it needs real values.
-                device = None if TASKS[self._recipe.task].in_parts else "meta"
+                device = None if TASKS[self.recipe.task].in_parts else "meta"
                 slim = prune_units(share_weights(model, device=device), selection, self.base.sites, inplace=True)
                 found[counts] = count_flops(slim, batch)
         return float(found[counts] / found["dense"])
 
     def _draws(self, seed: int, samples: int) -> Draws:
         """Return the samples that the cells of this seed and calibration size need from the calibration split."""
-        grid, section = self._grid, self._recipe.prune.compensation or CompensationSection()
+        grid, section = self._grid, self.recipe.prune.compensation or CompensationSection()
         automatic = any(alpha in AUTOMATIC for alpha in grid.alphas) and any(map(uses_alpha, grid.criteria))
         unlabelled = not set(OWN_SAMPLES).isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
         return Draws(

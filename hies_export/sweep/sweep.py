@@ -225,7 +225,7 @@ class _Runner:
     def _samples(self, cell: Cell) -> int:
         """Return the number of calibration samples behind a cell, for its row."""
         if cell.criterion in COMPENSATED_NAMES:
-            return sum(map(size_of, self._shared.compensated_samples(cell.seed)))
+            return sum(map(size_of, self._shared.compensated_candidates(cell.seed).effect_batches))
         return cell.samples or sum(map(size_of, self._shared.unlabelled(cell.seed)))
 
     def _row(self, cell: Cell) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from hies_export.measure.counts import count_flops
 from hies_export.pipeline import candidates as candidates_module
 from hies_export.pipeline import prepare as prepare_module
 from hies_export.pipeline import targets
+from hies_export.pipeline.candidates import Candidates
 from hies_export.pipeline.choose import Choice, choose
 from hies_export.pipeline.prepare import Prepared, prepare
 from hies_export.pipeline.quality import predict_pruned
@@ -180,7 +181,8 @@ def by_hand(prepared: Prepared) -> list[tuple[Scores, Selection]]:
     statistics = collect_statistics(prepared.model, prepared.calibration, prepared.sites)
     stream = MomentStream(prepared.model, prepared.sites, prepared.compensation)
     spreads = {module.name: found.spread(centred=True) for module, found in stream}
-    effects = collect_effects(prepared.model, prepared.calibration, prepared.sites)
+    # There are too few rows to reach the number of tokens that greedy removal wants, so it takes all.
+    effects = collect_effects(prepared.model, prepared.compensation, prepared.sites)
     scores = [
         score_compensated(effects, prepared.sites, spreads=spreads),
         score_modules(statistics, prepared.sites, criterion="fisher"),
@@ -188,6 +190,26 @@ def by_hand(prepared: Prepared) -> list[tuple[Scores, Selection]]:
         score_modules(statistics, prepared.sites, criterion="his"),
     ]
     return [(one, select_within(one, prepared.sites, prepared.sites, table, ratio=BUDGET)) for one in scores]
+
+
+def test_greedy_removal_reads_rows_until_it_has_enough_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(folder, prune__criterion="compensated", prune__compensation={"samples": 60})
+    prepared = prepare(recipe)
+
+    def rows(enough: int) -> list[dict[str, torch.Tensor]]:
+        monkeypatch.setattr(candidates_module, "EFFECT_TOKENS", enough)
+        return Candidates(prepared, recipe, Silent()).effect_batches
+
+    lengths = torch.cat([batch["attention_mask"].sum(1) for batch in prepared.compensation]).tolist()
+    assert len(lengths) == 60
+    for enough, batches in ((1, 2), (sum(lengths[:30]), 3), (sum(lengths[:30]) + 1, 4), (sum(lengths) + 1, 6)):
+        found = rows(enough)
+        assert len(found) == batches  # of ten rows; never fewer than the 20 rows that are scored
+        for batch, known in zip(found, prepared.compensation, strict=False):
+            assert torch.equal(batch["input_ids"], known["input_ids"])
+    # Without rows to refit on, those that are scored have to do.
+    alone = replace(prepared, compensation=[])
+    assert Candidates(alone, recipe, Silent()).effect_batches is prepared.calibration
 
 
 def agreement(dense: Any, other: Any) -> float:

@@ -146,7 +146,7 @@ def test_budgets_out_of_reach_are_left_out_or_refused(recipe_file: Path, tmp_pat
         sweep(recipe, SweepGrid(**some, flops=(0.01,)), tmp_path / "other")
     with pytest.raises(PlanError, match=r"at most 0.45 of dense, but cutting all (heads|neurons) that"):
         sweep(recipe, SweepGrid(**some, flops=(0.45,), modules=("attention", "mlp")), tmp_path / "third")
-    with pytest.raises(RecipeError, match="hies cannot score feed-forward neurons alone"):
+    with pytest.raises(RecipeError, match=r"criterion hies scores heads, but prune.modules is \[mlp\]"):
         sweep(recipe, SweepGrid(**some | {"criteria": ("hies",)}, flops=(0.8,), modules=(MLP,)), tmp_path / "fourth")
 
 
