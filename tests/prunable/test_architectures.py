@@ -161,7 +161,7 @@ def test_the_table_is_whole() -> None:
     assert number["onnx"] >= 60
     assert all(number[f"neurons {step}"] >= 200 for step in ("cut", "reload", "train"))
     # Most are not run yet: scripts/architectures --units neurons --steps onnx
-    assert number["neurons onnx"] >= 3
+    assert number["neurons onnx"] >= 100
     document = (TABLE.parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
     assert document == markdown(table)  # else run scripts/architectures
 
