@@ -13,11 +13,12 @@ import onnxruntime
 import pytest
 import torch
 import transformers
-from support.cuts import random_cut
+from support.cuts import random_cut, random_neurons
 from support.exported import TEXT, VISION, endless_llama, endless_llava, padded_prompts
 from support.families import architecture, decoder
 from transformers import PreTrainedModel
 
+import hies_export
 from hies_export.errors import DataError, ParityError, UnsupportedModelError
 from hies_export.onnx import export as export_module
 from hies_export.onnx.export import OnnxExport, export_onnx
@@ -25,6 +26,9 @@ from hies_export.onnx.generator import OnnxGenerator
 from hies_export.onnx.multimodal import image_text_batch
 from hies_export.onnx.parity import _real_tokens, compare_outputs
 from hies_export.onnx.repair import flatten_gemm_inputs, share_tied_weights
+from hies_export.prunable.find import find_modules
+from hies_export.slim.cut import prune_units
+from hies_export.slim.mask import masked_units
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
@@ -239,10 +243,32 @@ def test_a_gemm_gets_its_matrix(trans: int) -> None:
     np.testing.assert_allclose(run_program(program, x=x), want, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def exported_llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, OnnxExport]:
+def cut_in_both_towers(folder: Path) -> PreTrainedModel:
+    """Return `endless_llava` without some heads and neurons of both towers, saved and loaded again."""
+    dense = endless_llava()
+    batch = image_text_batch(dense)
+    modules = find_modules(dense, batch, kinds=("attention", "mlp"))
+    selection = random_neurons(modules, uniform=False, seed=2)
+    lost = {("vision" in m.name, m.kind) for m in modules if selection[m.name].removed}
+    assert len(lost) == 4  # heads and neurons, of both towers
+    slim = prune_units(dense, selection, modules)
+    slim.save_pretrained(folder)
+    with torch.no_grad(), masked_units(dense, selection, modules):
+        masked = dense(**batch).logits
+    with torch.no_grad():
+        torch.testing.assert_close(slim(**batch).logits, masked, atol=1e-5, rtol=1e-4)
+        loaded = hies_export.load(folder)
+        assert torch.equal(loaded(**batch).logits, slim(**batch).logits)
+    return loaded
+
+
+@pytest.fixture(scope="module", params=["dense", "cut in both towers"])
+def exported_llava(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreTrainedModel, OnnxExport]:
     torch.manual_seed(0)
-    model = endless_llava()
+    dense = request.param == "dense"
+    model = endless_llava() if dense else cut_in_both_towers(tmp_path_factory.mktemp("slim"))
     batch = image_text_batch(model, batch=1)
     return model, export_onnx(model, tmp_path_factory.mktemp("llava") / "onnx", batch=batch)
 
