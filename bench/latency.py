@@ -1,7 +1,10 @@
 """Time a dense model against slim ones with fewer heads, interleaved, with an A/A control beside every row.
 
-python bench/latency.py [--width minilm | --width bert-base | --model FOLDER] [--heads 0.3 0.5]
+python bench/latency.py [--width minilm | --width bert-base | --model FOLDER] [--heads 0.3 0.5 | --plans PLAN.json ...]
                         [--shapes 1x128 8x128 8x512] [--runtimes torch onnxruntime-cpu] [--repeats 30]
+
+--heads removes the same share of the heads of every layer. --plans removes the shares of heads and neurons that a plan
+of any model removes from its layers, stretched over the layers of this one.
 
 Without --model: random weights, which is enough for time. Writes bench/results/latency-WIDTH.json, which
 `hies-export report` shows again, and latency-WIDTH.txt. The machine should be idle.
@@ -14,16 +17,17 @@ import json
 import statistics
 import tempfile
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import torch
-from models import BERT_BASE, MINILM, bert, uniformly_pruned
+from models import BERT_BASE, MINILM, bert, cut_like, uniformly_pruned
 from rich.console import Console
 
-from hies_export import find_attention, load
+from hies_export import PruningPlan, find_attention, load
 from hies_export.checkpoint.folders import replace_file
 from hies_export.measure.compare import time_on
 from hies_export.measure.counts import count_both_flops
@@ -85,6 +89,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=float, nargs="+", default=[0.3, 0.5], help="shares of heads to remove")
+    parser.add_argument("--plans", type=Path, nargs="+", metavar="FILE", help="plans to follow instead")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--shapes", type=parse_shape, nargs="+", default=[(1, 128), (8, 128), (8, 512)], metavar="BxS")
     parser.add_argument("--runtimes", nargs="+", default=["torch", "onnxruntime-cpu"])
@@ -101,34 +106,41 @@ def main() -> None:
         name = Path(options.model).name
     else:
         dense, name = WIDTHS[options.width].build(device="cpu", dtype=torch.float32), options.width
-    modules = find_attention(dense, synthetic_batch(dense, batch=2, sequence=8))
+    small = synthetic_batch(dense, batch=2, sequence=8)
+    if options.plans:
+        title = "heads and neurons removed as in a plan"
+        cuts = {path.stem: partial(cut_like, dense, PruningPlan.from_file(path), small) for path in options.plans}
+    else:
+        title = "the same share of the heads of every layer removed"
+        modules = find_attention(dense, small)
+        cuts = {f"-{share:.0%}": partial(uniformly_pruned, dense, share, modules) for share in options.heads}
     batches = {shape: synthetic_batch(dense, batch=shape[0], sequence=shape[1]) for shape in options.shapes}
     console, rows = Console(highlight=False, markup=False, width=140), []
     cost_us = overhead_us()
     with tempfile.TemporaryDirectory() as folder:
-        for share in options.heads:
-            slim = uniformly_pruned(dense, share, modules)
+        for what, cut in cuts.items():
+            slim = cut()
             flops = count_both_flops(dense, slim, batches)
             for runtime in options.runtimes:
-                console.print(f"{name}, {share:.0%} of the heads removed, {runtime}")
+                console.print(f"{name}, {what}, {runtime}")
                 sources: list[Any] = [dense, slim]
                 if not RUNTIMES[runtime].reads_models:
-                    places = [Path(folder) / f"{runtime}-{what}" for what in ("dense", f"{share:.0%}")]
+                    places = [Path(folder) / f"{runtime}-{side}" for side in ("dense", what)]
                     for place, model in zip(places, sources, strict=True):
                         if not place.exists():
                             export_for(runtime, model, place, "float32")
                     sources = [place / "onnx" for place in places]
                 timing = Timing(repeats=options.repeats)
                 found = time_on(runtime, *sources, batches=batches, flops=flops, timing=timing)
-                rows += [{"model": f"{name} -{share:.0%}", **asdict(row)} for row in found]
+                rows += [{"model": f"{name} {what}", **asdict(row)} for row in found]
     values = {
-        "title": f"{name}: the same share of the heads of every layer removed",
+        "title": f"{name}: {title}",
         "tables": [{"title": "Latency", "names": ["dense", "slim"], "rows": rows}],
         "missing": [],
         "environment": environment(),
         "overhead_us": cost_us,
     }
-    out = options.out or RESULTS / f"latency-{name}.json"
+    out = options.out or RESULTS / f"latency-{name}{'-neurons' if options.plans else ''}.json"
     replace_file(out, json.dumps(values, indent=1) + "\n")
     with out.with_suffix(".txt").open("w", encoding="utf-8") as file:
         for target in (console, Console(file=file, highlight=False, markup=False, width=140)):

@@ -22,10 +22,13 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hies_export import PrunableModule, find_attention
+from hies_export import PrunableModule, PruningPlan, find_attention
 from hies_export.cost.cut import cut_bundles
+from hies_export.kinds import KINDS
 from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import tower_of
+from hies_export.prunable.find import find_modules
+from hies_export.slim.cut import prune_units
 
 BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
@@ -110,6 +113,22 @@ def uniformly_pruned(model: PreTrainedModel, heads: float, modules: tuple[Prunab
     chosen = [m for m in modules if towers[m.name] == "language" or "language" not in towers.values()]
     removed = {module.name: round(heads * module.groups) for module in chosen}
     return cut_bundles(model, chosen, removed, unit="group")
+
+
+def cut_like(model: PreTrainedModel, plan: PruningPlan, batch: dict[str, Tensor]) -> PreTrainedModel:
+    """Remove the shares of heads and neurons that a plan removes from each layer, stretched over the model's layers.
+
+    Which heads and neurons go does not matter for time, so it is the last of each layer.
+    """
+    modules = find_modules(model, batch, kinds=KINDS)
+    selection = {}
+    for kind in KINDS:
+        known, own = list(plan.of_kind(kind).values()), [module for module in modules if module.kind == kind]
+        for number, module in enumerate(own):
+            part = known[number * len(known) // len(own)]
+            groups = max(1, round(module.groups * len(part.units) / part.total))
+            selection[module.name] = module.kept(range(groups * module.group_size))
+    return prune_units(model, {module.name: selection[module.name] for module in modules}, modules)
 
 
 @contextmanager

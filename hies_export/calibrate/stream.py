@@ -43,8 +43,8 @@ class Stream(ABC, Generic[T]):
         if largest > limit_bytes:
             name = modules[list(sizes).index(largest)].name
             logger.warning(
-                "%s of %s take %.1f GB, more than the limit of %.1f GB: going on with one module at a time",
-                *(what, name, largest / 1e9, limit_bytes / 1e9),
+                "%s of %s take %.2g GiB, more than the limit of %.2g GiB: going on with one module at a time",
+                *(what, name, largest / (1 << 30), limit_bytes / (1 << 30)),
             )
 
     @abstractmethod

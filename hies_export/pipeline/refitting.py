@@ -37,11 +37,14 @@ class Refitting:
         prepared: The dense model and the rows to refit on.
         recipe: Says how to compensate.
         progress: Shows the loop over the rows.
+
+    Attributes:
+        tried: The weights of tokens to choose from; a single one where there is no choice.
     """
 
     def __init__(self, prepared: Prepared, recipe: PruningRecipe, progress: Progress):
         self._prepared, self._section, self._progress = prepared, recipe.prune.compensation, progress
-        self._tried = self._token_weights(recipe)
+        self.tried = self._token_weights(recipe)
         self._moments: MomentStream | None = None
 
     @property
@@ -53,7 +56,7 @@ class Refitting:
                 self._prepared.sites,
                 self._prepared.compensation,
                 limit_bytes=self._section.limit_bytes,
-                weighted=min(self._tried) < 1,
+                weighted=min(self.tried) < 1,
                 progress=self._progress,
             )
         return self._moments
@@ -62,11 +65,6 @@ class Refitting:
     def collected(self) -> bool:
         """Whether moments are at hand, or were collected once and can be collected again."""
         return self._moments is not None and self._moments.passes > 0
-
-    @property
-    def tried(self) -> tuple[float, ...]:
-        """The weights of tokens to choose from; a single one where there is no choice."""
-        return self._tried
 
     def _token_weights(self, recipe: PruningRecipe) -> tuple[float, ...]:
         section = recipe.prune.compensation
@@ -80,7 +78,7 @@ class Refitting:
         """Return how to compensate; None if the recipe does not."""
         if self._section is None:
             return None
-        return compensation_of(self._section, token_weights=token_weights or self._tried[0])
+        return compensation_of(self._section, token_weights=token_weights or self.tried[0])
 
     def by(self, token_weights: float | None = None) -> Refit | None:
         """Return what refits a cut model with the given weights of tokens; None if the recipe does not compensate."""
