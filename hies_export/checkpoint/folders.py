@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,16 +32,45 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         temporary.rename(folder)
 
 
-def refuse_existing(folder: str | Path, *, overwrite: bool = False) -> None:
-    """Refuse to write to a folder that exists.
+def refuse_existing(
+    folder: str | Path, *, overwrite: bool = False, inputs: Mapping[str, str | Path] | None = None
+) -> None:
+    """Refuse to write to a folder that exists, or to replace one that is, holds or lies inside what is read.
+
+    Args:
+        folder: The output.
+        overwrite: Whether it may be replaced.
+        inputs: What is read, such as "model" -> its folder. Names that are no paths of this machine are ignored.
 
     Raises:
-        OutputExistsError: The folder exists and `overwrite` is off.
+        OutputExistsError: The folder exists and `overwrite` is off, or replacing it would delete an input.
     """
-    if os.path.lexists(folder) and not overwrite:
+    if not os.path.lexists(folder):
+        return
+    if not overwrite:
         raise OutputExistsError(
             f"the output folder must not exist, but {folder} does; choose another or pass --overwrite to replace it"
         )
+    output = Path(folder).resolve()
+    for what, given in (inputs or {}).items():
+        path = Path(given).resolve()
+        if not path.exists():
+            continue
+        relation = _relation(output, path)
+        if relation is not None:
+            raise OutputExistsError(
+                f"--overwrite must not delete what is read, but the output folder {folder} {relation} the {what} "
+                f"{given}; choose another folder"
+            )
+
+
+def _relation(output: Path, path: Path) -> str | None:
+    """Return how an output folder overlaps an input, both resolved; None if it does not."""
+    if output == path:
+        return "is"
+    if path.is_relative_to(output):
+        return "holds"
+    return "lies inside" if output.is_relative_to(path) else None
 
 
 def replace_file(file: Path, text: str) -> None:

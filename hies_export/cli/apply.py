@@ -22,10 +22,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Write the slim checkpoint, and return its sizes in bytes and the time it took."""
+    from ..checkpoint.folders import refuse_existing
     from ..stream.apply import apply_plan
     from ..values import PruningPlan
     from .terminal import plan_text, plan_totals
 
+    inputs = {"plan": options.plan, "model": options.model}
+    refuse_existing(options.output, overwrite=options.overwrite, inputs=inputs)
     plan = PruningPlan.from_file(options.plan)
     applied = apply_plan(plan, options.model, options.output, overwrite=options.overwrite, progress=progress)
     rate = applied.dense_bytes / 1e6 / applied.seconds

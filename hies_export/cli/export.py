@@ -39,7 +39,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..onnx.export import export_onnx
     from ..onnx.multimodal import image_text_batch, is_vision_language
 
-    refuse_existing(options.output, overwrite=options.overwrite)
+    refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
     progress.stage("load")
     model = load(options.model, dtype=torch.float32)
     images = is_vision_language(model)

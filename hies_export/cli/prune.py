@@ -28,7 +28,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
-    refuse_existing(recipe.output, overwrite=options.overwrite)
+    inputs = {"recipe": options.recipe, **recipe.inputs} | ({} if options.plan is None else {"plan": options.plan})
+    refuse_existing(recipe.output, overwrite=options.overwrite, inputs=inputs)
     given = None if options.plan is None else PruningPlan.from_file(options.plan)
     progress.stage("load")
     prepared = prepare(recipe)

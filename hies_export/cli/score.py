@@ -17,12 +17,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Score, select, and write scores.json and plan.json."""
-    from ..checkpoint.folders import new_folder
+    from ..checkpoint.folders import new_folder, refuse_existing
     from ..pipeline.choose import choose, write_choice
     from ..pipeline.prepare import prepare
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
+    refuse_existing(recipe.output, overwrite=options.overwrite, inputs={"recipe": options.recipe, **recipe.inputs})
     with new_folder(recipe.output, overwrite=options.overwrite) as folder:
         progress.stage("load")
         choice = choose(prepare(recipe), recipe, progress=progress)

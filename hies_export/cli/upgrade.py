@@ -27,7 +27,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from .export import load_processor_if_any
     from .terminal import plan_totals, print_plan
 
-    refuse_existing(options.output, overwrite=options.overwrite)
+    refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
     progress.stage("load")
     model, plan = load_version4(options.model)
     progress.stage("save")

@@ -49,7 +49,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = 
 
     Args:
         recipe: The recipe.
-        overwrite: Replace an existing output folder.
+        overwrite: Replace an existing output folder, unless it is, holds or lies inside the model or the data.
         progress: Shows stages and loops.
 
     Returns:
@@ -59,7 +59,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = 
         RequestError: The recipe, the data or the model does not allow the run; raised before anything is computed.
         StepError: A stage failed; no output folder is left behind.
     """
-    refuse_existing(recipe.output, overwrite=overwrite)
+    refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
     require_onnxruntime()
     progress.stage("load")
     prepared = prepare(recipe)

@@ -108,6 +108,11 @@ class PruningRecipe(Section):
         """
         return cls(**read_fields(path, overrides or {}))
 
+    @property
+    def inputs(self) -> dict[str, str | Path]:
+        """What the recipe reads, by field: the model and the files of the data. A Hub id stays one."""
+        return {"model": self.model, **{f"data.files.{split}": path for split, path in (self.data.files or {}).items()}}
+
     def run(self, *, progress: Progress = SILENT) -> Report:
         """Run the whole line and write `output`; see `hies_export.run`."""
         import hies_export

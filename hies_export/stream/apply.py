@@ -86,7 +86,7 @@ def apply_plan(
         PlanError: The plan is not for this model, or for other weights.
         RequestError: The checkpoint has no safetensors, or they are damaged, incomplete or not the model's.
         UnsupportedModelError: Modules of the plan's kinds cannot be cut in this model.
-        OutputExistsError: The folder exists and `overwrite` is off.
+        OutputExistsError: The folder exists and `overwrite` is off, or it is, holds or lies inside the dense one.
         ReloadMismatchError: What was written is not what the slim model needs; nothing is kept.
 
     Examples:
@@ -96,7 +96,7 @@ def apply_plan(
         True
     """
     start = time.perf_counter()
-    refuse_existing(folder, overwrite=overwrite)
+    refuse_existing(folder, overwrite=overwrite, inputs={"model": model})
     source = fetch(model)
     tensors = read_tensors(source)
     dense, origins = build_skeleton(source, tensors)

@@ -1,0 +1,77 @@
+"""--overwrite replaces results, never what a command reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.models import save_project
+from support.runs import hies
+
+import hies_export
+from hies_export.errors import OutputExistsError
+from hies_export.recipe import PruningRecipe
+
+COMMANDS = ("score", "prune", "run")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_project(tmp_path_factory.mktemp("project"), train=4, validation=4, prune={"budget": {"heads": 0.5}})
+    (folder / "model" / "inside").mkdir()
+    (folder / "plan.json").write_text("{}")
+    (folder / "data").mkdir()
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (".", "holds the recipe"),
+        ("recipe.yaml", "is the recipe"),
+        ("model", "is the model"),
+        ("model/inside", "lies inside the model"),
+        ("link", "is the model"),
+        ("train.jsonl", "is the data.files.train"),
+    ],
+)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_a_recipe_reads_is_not_replaced(
+    command: str, output: str, said: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if output == "link" and not (project / "link").exists():
+        (project / "link").symlink_to(project / "model")
+    before = contents(project)
+    assert hies(command, project / "recipe.yaml", "-o", project / output, "--overwrite") == 2
+    assert f"the output folder {project / output} {said}" in capsys.readouterr().err.replace("\n", " ")
+    assert contents(project) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "output", "said"),
+    [
+        (("apply", "plan.json", "model"), "model", "is the model"),
+        (("apply", "plan.json", "model"), ".", "holds the plan"),
+        (("apply", "plan.json", "model"), "plan.json", "is the plan"),
+        (("export", "model"), "model/inside", "lies inside the model"),
+        (("upgrade", "model"), ".", "holds the model"),
+    ],
+)
+def test_what_a_command_reads_is_not_replaced(
+    arguments: tuple[str, ...], output: str, said: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(project)
+    command, *inputs = arguments
+    assert hies(command, *(project / name for name in inputs), "-o", project / output, "--overwrite") == 2
+    assert f"the output folder {project / output} {said}" in capsys.readouterr().err.replace("\n", " ")
+    assert contents(project) == before
+
+
+def test_python_is_refused_as_well(project: Path) -> None:
+    recipe = PruningRecipe.from_yaml(project / "recipe.yaml", {"output": project})
+    with pytest.raises(OutputExistsError, match="holds the model"):
+        hies_export.run(recipe, overwrite=True)
