@@ -262,13 +262,10 @@ def cut_in_both_towers(folder: Path) -> PreTrainedModel:
     return loaded
 
 
-@pytest.fixture(scope="module", params=["dense", "cut in both towers"])
-def exported_llava(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[PreTrainedModel, OnnxExport]:
+@pytest.fixture(scope="module")
+def exported_llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, OnnxExport]:
     torch.manual_seed(0)
-    dense = request.param == "dense"
-    model = endless_llava() if dense else cut_in_both_towers(tmp_path_factory.mktemp("slim"))
+    model = cut_in_both_towers(tmp_path_factory.mktemp("slim"))
     batch = image_text_batch(model, batch=1)
     return model, export_onnx(model, tmp_path_factory.mktemp("llava") / "onnx", batch=batch)
 
