@@ -31,7 +31,7 @@ from .refitting import Refitting
 from .search import HeldOut, Tried, choose_alpha, choose_by_agreement, choose_by_max_drop
 from .targets import Round, Targets
 
-# Below this share of the dense cost, `criterion: auto` also removes units in steps. Above, a step costs quality.
+# Below this share of the dense cost, `criterion: auto` trusts removal in steps most. Above, a step costs quality.
 STEPS_BELOW = 0.45
 
 
@@ -114,8 +114,9 @@ class _Chooser:
         picked = [_Picked(statistics, scores, self._targets.select(scores, first)) for scores in candidates.by(AUTO)]
         steps = [1] * len(picked)
         if self._steps_of_auto() > 1:
-            picked.append(self._in_rounds(self._steps_of_auto(), COMPENSATED))
-            steps.append(self._steps_of_auto())
+            # First, so that it is taken unless another is clearly better.
+            picked.insert(0, self._in_rounds(self._steps_of_auto(), COMPENSATED))
+            steps.insert(0, self._steps_of_auto())
         held_out = {weights: self._held_out(self._prepared.metrics, weights) for weights in self._refitting.tried}
         self._progress.stage("choose criterion")
         tried = choose_by_agreement(
