@@ -79,6 +79,8 @@ NEURONS_REFUSED = {
 }
 
 DECISIVE = ("prunable", "slim", "checkpoint")
+# Of these: the table itself, and what makes and replaces folders, whatever they hold.
+NOT_DECISIVE = ("architectures.py", "folders.py")
 LOCK = Path(__file__).parents[1] / "prunable" / "architectures.lock"
 
 
@@ -86,7 +88,7 @@ def decisive_sources() -> str:
     """Return a digest of the code that decides which steps a model type passes."""
     root = Path(hies_export.__file__).parent
     files = sorted(
-        path for folder in DECISIVE for path in (root / folder).rglob("*.py") if path.stem != "architectures"
+        path for folder in DECISIVE for path in (root / folder).rglob("*.py") if path.name not in NOT_DECISIVE
     )
     digest = hashlib.sha256()
     for path in files:
