@@ -353,10 +353,13 @@ def test_a_recipe_may_name_it(
     assert (choice.plan.criterion, choice.plan.alpha, choice.plan.removed) == (name, None, 9)
     assert choice.plan.calibration["labels"] == "predictions"  # those of the rows are not looked at
     sites, spreads = prepared.sites, None
-    if compensate:  # the rows to refit on are more than those to score on, so their moments are used
+    rows = prepared.calibration
+    if compensate:  # the rows to refit on are more than those to score on, so their gradients and moments are used
+        rows = prepared.compensation
         stream = MomentStream(prepared.model, sites, prepared.compensation)
         spreads = {module.name: found.spread(centred=True) for module, found in stream}
-    expected = score_compensated(collect_effects(prepared.model, prepared.calibration, sites), sites, spreads=spreads)
+    assert choice.plan.calibration["samples"] == (40 if compensate else 24)
+    expected = score_compensated(collect_effects(prepared.model, rows, sites), sites, spreads=spreads)
     assert all(torch.equal(choice.scores.scores[s.name], expected.scores[s.name]) for s in sites)
     assert select_heads(expected, sites, heads=0.5).kept == choice.plan.kept
     write_choice(tmp_path, choice)
