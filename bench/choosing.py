@@ -15,7 +15,7 @@ import argparse
 import json
 
 import torch
-from models import BERT_BASE, MINILM, bert
+from models import WIDTHS
 from scoring import plain
 from torch import Tensor
 
@@ -35,7 +35,6 @@ from hies_export.select.joint import select_within
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import refit
 
-WIDTHS = {"minilm": bert("MiniLM", **MINILM), "bert-base": bert("BERT-base", **BERT_BASE)}
 BATCH = 32
 HELD_OUT = 512
 
@@ -67,14 +66,14 @@ def main() -> None:
         collect_statistics(model, scored, modules, needs=(*DEFAULT_NEEDS, "fisher"))
     with clock("inputs and gradients"):
         effects = EffectStream(model, scored, modules)
-        found = dict(enumerate(effects))
+        found = list(effects)
     with clock("moments"):
         moments = MomentStream(model, modules, unlabelled)
-        known = dict(enumerate(moments))
+        known = list(moments)
     with clock("order of removal"):
         chains = []
-        for number, (module, layer) in found.items():
-            spread = known[number][1].spread(centred=layer.centred)
+        for (module, layer), (_, known_layer) in zip(found, known, strict=True):
+            spread = known_layer.spread(centred=layer.centred)
             chains.append(removal_chain(layer, module, effects.samples, spread=spread, options=options_of_removal))
         scores = scores_of_chains(modules, chains, options_of_removal)
     with clock("table of FLOPs"):

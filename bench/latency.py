@@ -24,7 +24,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from models import BERT_BASE, MINILM, bert, cut_like, uniformly_pruned
+from models import WIDTHS, cut_like, uniformly_pruned
 from rich.console import Console
 
 from hies_export import PruningPlan, find_attention, load
@@ -40,7 +40,6 @@ from hies_export.report.bench import Bench, print_bench
 from hies_export.runtimes.base import RUNTIMES, Runtime
 from hies_export.runtimes.registry import check_runtime
 
-WIDTHS = {"minilm": bert("MiniLM", **MINILM), "bert-base": bert("BERT-base", **BERT_BASE)}
 RESULTS = Path(__file__).with_name("results")
 
 

@@ -131,6 +131,9 @@ def cut_like(model: PreTrainedModel, plan: PruningPlan, batch: dict[str, Tensor]
     return prune_units(model, {module.name: selection[module.name] for module in modules}, modules)
 
 
+WIDTHS = {"minilm": bert("MiniLM", **MINILM), "bert-base": bert("BERT-base", **BERT_BASE)}
+
+
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Any:
     before = torch.get_default_dtype()

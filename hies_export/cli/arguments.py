@@ -63,3 +63,20 @@ def read_recipe(options: Namespace) -> PruningRecipe:
     if options.output is not None:
         overrides["output"] = options.output
     return PruningRecipe.from_yaml(options.recipe, overrides)
+
+
+def refuse_output(options: Namespace, recipe: PruningRecipe, **inputs: Path) -> None:
+    """Refuse an output folder of a recipe that exists, or whose replacement would delete what is read.
+
+    Args:
+        options: Those of `add_recipe`.
+        recipe: From `read_recipe`.
+        inputs: What the command reads besides, by name.
+
+    Raises:
+        OutputExistsError: See `refuse_existing`.
+    """
+    from ..checkpoint.folders import refuse_existing
+
+    read = {"recipe": options.recipe, **recipe.inputs, **inputs}
+    refuse_existing(recipe.output, overwrite=options.overwrite, inputs=read)

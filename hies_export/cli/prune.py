@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import add_recipe, read_recipe
+from .arguments import add_recipe, read_recipe, refuse_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -19,7 +19,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Write a slim checkpoint, cut by a given plan or by one made now."""
-    from ..checkpoint.folders import refuse_existing
     from ..pipeline.choose import choose
     from ..pipeline.prepare import prepare
     from ..pipeline.run import prune
@@ -28,8 +27,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
-    inputs = {"recipe": options.recipe, **recipe.inputs} | ({} if options.plan is None else {"plan": options.plan})
-    refuse_existing(recipe.output, overwrite=options.overwrite, inputs=inputs)
+    refuse_output(options, recipe, **({} if options.plan is None else {"plan": options.plan}))
     given = None if options.plan is None else PruningPlan.from_file(options.plan)
     progress.stage("load")
     prepared = prepare(recipe)

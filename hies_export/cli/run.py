@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import add_json, add_recipe, read_recipe
+from .arguments import add_json, add_recipe, read_recipe, refuse_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -19,12 +19,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Run the recipe, print its report, and return the report's summary."""
-    from ..checkpoint.folders import refuse_existing
     from ..pipeline.run import run as run_recipe
     from ..report.terminal import print_report
 
     recipe = read_recipe(options)
-    refuse_existing(recipe.output, overwrite=options.overwrite, inputs={"recipe": options.recipe, **recipe.inputs})
+    refuse_output(options, recipe)
     report = run_recipe(recipe, overwrite=options.overwrite, progress=progress)
     print_report(report, console)
     console.print(

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import add_recipe, read_recipe
+from .arguments import add_recipe, read_recipe, refuse_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -17,13 +17,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Score, select, and write scores.json and plan.json."""
-    from ..checkpoint.folders import new_folder, refuse_existing
+    from ..checkpoint.folders import new_folder
     from ..pipeline.choose import choose, write_choice
     from ..pipeline.prepare import prepare
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
-    refuse_existing(recipe.output, overwrite=options.overwrite, inputs={"recipe": options.recipe, **recipe.inputs})
+    refuse_output(options, recipe)
     with new_folder(recipe.output, overwrite=options.overwrite) as folder:
         progress.stage("load")
         choice = choose(prepare(recipe), recipe, progress=progress)

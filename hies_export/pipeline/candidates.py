@@ -88,7 +88,7 @@ class Candidates:
     def _generative(self) -> bool:
         return TASKS[self.recipe.task].generative
 
-    @property
+    @cached_property
     def effect_batches(self) -> list[Batch]:
         """The batches whose gradients greedy removal takes.
 
