@@ -11,8 +11,6 @@ JUDGED_ONLY = (CHANNELS, SLICED, SLICED_TUNED)
 KWON, FLAP = "kwon", "flap"
 # Methods with calibration samples of their own, whatever the samples of the other criteria.
 OWN_SAMPLES = (*COMPENSATED_NAMES, FLAP, SLICED, SLICED_TUNED)
-# Criteria that remove whole key/value groups.
-OF_GROUPS = (*COMPENSATED_NAMES, KWON)
 
 # Approximated method -> how it differs from the original. Reports and the reference print this.
 DIFFERENCES = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..baselines.flap import score_flap
 from ..baselines.kwon import rearranged
-from ..baselines.names import FLAP, KWON, OF_GROUPS
+from ..baselines.names import FLAP, KWON
 from ..errors import RecipeError
 from ..evaluate.metrics import higher_is_better
 from ..pipeline.prepare import constraints_of
@@ -56,7 +56,7 @@ class Chooser:
 
     Raises:
         PlanError: The constraints do not allow a budget.
-        RecipeError: A criterion removes whole key/value groups, and the recipe does not.
+        RecipeError: `kwon` removes whole key/value groups, and the recipe does not.
     """
 
     def __init__(self, shared: Shared, grid: SweepGrid, journal: Journal, clock: Clock, progress: Progress):
@@ -73,16 +73,15 @@ class Chooser:
                 progress.stage(f"{modules}: {', '.join(out)} of the FLOPs left out, the lowest is {lowest:.3f}")
 
     def _check_groups(self) -> None:
-        """Refuse criteria that remove whole key/value groups where query heads are removed inside of them.
+        """Refuse Kwon's rearrangement, of whole key/value groups, where query heads are removed inside of them.
 
         Raises:
-            RecipeError: There is one; with sparsities, ranks of `compensated` are good for both.
+            RecipeError: It is asked for.
         """
-        names = [name for name in self._grid.criteria if name in (OF_GROUPS if self._grid.flops else (KWON,))]
         grouped = any(module.group_size > 1 for module in self._base.scored)
-        if names and grouped and self._constraints.unit == "query":
+        if KWON in self._grid.criteria and grouped and self._constraints.unit == "query":
             raise RecipeError(
-                [f"{', '.join(names)} removes whole key/value groups, got unit: query; set unit: group or leave it out"]
+                [f"{KWON} removes whole key/value groups, got unit: query; set unit: group or leave it out"]
             )
 
     @cached_property
