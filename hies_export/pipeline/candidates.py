@@ -121,7 +121,7 @@ class Candidates:
             moments = MomentStream(
                 prepared.model, prepared.scored, prepared.compensation, limit_bytes=limit, progress=self.progress
             )
-        options = RemovalOptions(per_sample=not self._generative)
+        options = RemovalOptions(per_sample=not self._generative, device=prepared.model.device)
         names = {module.name for module in prepared.scored}
         known = iter(()) if moments is None else moments.of(names)
         chains = []

@@ -53,6 +53,7 @@ class RemovalOptions:
         ridge: lambda relative to the mean of the diagonal of C over all inputs of the module. (`compensate` takes the
             mean over the kept inputs.) A fixed lambda lets every e(K) follow from one inverse by downdating.
         per_sample: Whether a sample has a single prediction, so that the effects of its tokens also add up.
+        device: Where to compute, e.g. "cuda". The effects stay on the CPU and are copied there module by module.
 
     Raises:
         RecipeError: The ridge is not positive.
@@ -60,6 +61,7 @@ class RemovalOptions:
 
     ridge: float = 0.1
     per_sample: bool = True
+    device: str | torch.device = "cpu"
 
     def __post_init__(self) -> None:
         if not self.ridge > 0:
@@ -158,7 +160,7 @@ def removal_chain(
 
 
 class _Greedy:
-    """The state of a greedy removal: effects so far, and what the remaining groups would add.
+    """The state of a greedy removal, on one device: effects so far, and what the remaining groups would add.
 
     Let G be the inverse of C_KK + lambda I. Removing kept columns S leaves the residual (G_SS)^-1 (G x_K)_S, and the
     gradients of the others become h_K + P^T h_S with P = -(G_SS)^-1 G_SK. The inverse without S is
@@ -175,22 +177,26 @@ class _Greedy:
         options: RemovalOptions,
     ):
         self._width = module.unit_width * module.group_size
-        self._samples, self._sample, self._per_sample = samples, layer.sample, options.per_sample
+        self._samples, self._per_sample = samples, options.per_sample
+        self._sample = layer.sample.to(options.device)
         # A neuron's numbers are many and its system is one by one, so single precision is enough and twice as fast.
         dtype = torch.float64 if self._width > 1 else torch.float32
         spread = spread or Spread.of(layer.inputs, centred=layer.centred)
-        mean, moments = spread.mean.cpu(), spread.moments.cpu()
-        read = layer.inputs.double() - mean if layer.centred else layer.inputs.double()
+        mean, moments = spread.mean.to(options.device), spread.moments.to(options.device)
+        read = layer.inputs.to(options.device, torch.float64)
+        if layer.centred:
+            read = read - mean
         # If all inputs are zero, any damping above zero will do.
         damping = options.ridge * (moments.diagonal().mean().item() or 1.0)
-        identity = torch.eye(len(moments), dtype=moments.dtype)
+        identity = torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
         self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments + damping * identity))
         self._read = (read @ self._inverse).to(dtype)  # (tokens, kept columns)
-        self._gradient = layer.gradients.to(dtype, copy=True)  # (tokens, kept columns), changed in place
-        self._of_token = torch.zeros(len(read), dtype=dtype)
+        # (tokens, kept columns), changed in place
+        self._gradient = layer.gradients.to(options.device, dtype, copy=True)
+        self._of_token = self._read.new_zeros(len(read))
         # Groups by their columns, and which of them are left. Columns that are gone are dropped now and then.
-        self._groups = torch.arange(module.groups)
-        self._left = torch.ones(module.groups, dtype=torch.bool)
+        self._groups = torch.arange(module.groups, device=options.device)
+        self._left = torch.ones(module.groups, dtype=torch.bool, device=options.device)
 
     def remove(self, count: int) -> tuple[list[int], float]:
         """Remove the `count` groups that raise the effect least, least first; return them and the effect now.
@@ -217,7 +223,7 @@ class _Greedy:
 
     def _columns(self, places: Tensor) -> Tensor:
         """Return the columns of the groups at some places."""
-        return (places[:, None] * self._width + torch.arange(self._width)).flatten()
+        return (places[:, None] * self._width + torch.arange(self._width, device=places.device)).flatten()
 
     def _drop_gone(self) -> None:
         """Leave out the columns of groups that are gone."""
@@ -230,8 +236,8 @@ class _Greedy:
         """Return the effect after the removal of each group alone, (groups,) float64; of no meaning for those gone."""
         if self._width == 1:
             diagonal = self._inverse.diagonal().where(self._left, 1.0).to(self._read)
-            size = torch.zeros(len(diagonal), dtype=torch.float64)
-            of_sample = torch.zeros(self._samples, len(diagonal), dtype=self._read.dtype)
+            size = diagonal.new_zeros(len(diagonal), dtype=torch.float64)
+            of_sample = self._read.new_zeros(self._samples, len(diagonal))
             for start in range(0, len(self._read), TOKENS_AT_ONCE):
                 part = slice(start, start + TOKENS_AT_ONCE)
                 moved = (self._gradient[part] * self._read[part]).div_(diagonal).add_(self._of_token[part, None])
@@ -239,7 +245,7 @@ class _Greedy:
                     of_sample.index_add_(0, self._sample[part], moved)
                 size += moved.square_().sum(0)
             return (size + of_sample.square_().sum(0)) / self._samples
-        effects = torch.zeros(len(self._of_token), len(self._groups), dtype=self._of_token.dtype)
+        effects = self._of_token.new_zeros(len(self._of_token), len(self._groups))
         for place in self._left.nonzero().flatten().tolist():
             block = slice(place * self._width, (place + 1) * self._width)
             residual = torch.linalg.solve(self._inverse[block, block], self._read[:, block], left=False)
@@ -250,7 +256,7 @@ class _Greedy:
         """Return e, (candidates,), from the change of the prediction at each token, (tokens, candidates)."""
         size = of_token.square().sum(0).double()
         if self._per_sample:
-            of_sample = torch.zeros(self._samples, of_token.shape[1], dtype=of_token.dtype)
+            of_sample = of_token.new_zeros(self._samples, of_token.shape[1])
             size += of_sample.index_add_(0, self._sample, of_token).square().sum(0).double()
         return size / self._samples
 

@@ -184,6 +184,16 @@ def test_neurons_go_several_at_a_time(per_sample: bool, monkeypatch: pytest.Monk
     assert [r.effect for r in found] == pytest.approx([effect for _, effect in expected], rel=1e-5)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_tensor_is_made_on_the_device_that_was_asked_for(shape: str) -> None:
+    (module, _), samples = SHAPES[shape], 10
+    layer = layer_of(60, module.units * module.unit_width, samples, centred=True)
+    expected = removal_chain(layer, module, samples)
+    # A tensor made without naming its device would be on this one, which has no values.
+    with torch.device("meta"):
+        assert removal_chain(layer, module, samples, options=RemovalOptions(device="cpu")) == expected
+
+
 def test_a_step_is_one_percent_of_a_wide_layer() -> None:
     module, samples = module_of(251, kind="mlp"), 10
     layer = layer_of(300, 251, samples, centred=True)
