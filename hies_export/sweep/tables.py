@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..baselines.names import DIFFERENCES
+from ..baselines.names import DIFFERENCES, OWN_SAMPLES
 from ..evaluate.metrics import higher_is_better
 from ..report.terminal import plain_table
 from ..values import dump_json
@@ -116,7 +116,8 @@ def method_label(row: Row, rows: Sequence[Row]) -> str:
     elif row["alpha_by"] is not None:
         parts.append("α auto" if row["alpha_by"] == "auto" else "one α for all")
     sizes = {r["calibration_samples"] for r in rows if r["criterion"] == row["criterion"]}
-    if len(sizes) > 1:
+    # Criteria with a number of samples of their own take as many as reach their tokens, which differ by seed.
+    if len(sizes) > 1 and row["criterion"] not in OWN_SAMPLES:
         parts.append(f"{row['calibration_samples']} samples")
     label = row["criterion"] + (f" ({', '.join(parts)})" if parts else "")
     return label + (f" + {COMPENSATIONS[row['compensation']]}" if row["compensation"] != "none" else "")

@@ -88,3 +88,11 @@ def test_tables_have_a_column_per_share_of_flops_the_smallest_cut_first() -> Non
     text = render_markdown(sweep_tables(rows()))
     assert "| FLOPs left | 80% | 60% |" in text
     assert "| kwon (neurons only) + scalars | **81.00** ± 1.41 | **61.00** ± 1.41 |" in text
+
+
+def test_samples_tell_rows_apart_only_where_the_grid_gave_them() -> None:
+    # How many rows reach the tokens that `compensated` takes differs by seed.
+    found = [row | {"calibration_samples": 8 + row["seed"]} for row in rows(criteria=("fisher", "compensated"))]
+    text = render_markdown(sweep_tables(found))
+    assert "| compensated (neurons only) + scalars | <u>81.00</u> ± 1.41 | <u>61.00</u> ± 1.41 |" in text
+    assert "fisher (neurons only, 8 samples) + scalars" in text
