@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import onnx_ir
+import pyarrow.parquet
 import pytest
+import torch
+from datasets.exceptions import DatasetGenerationError
+from safetensors.torch import save_file
+from support.models import generative_tokenizer
 
 from hies_export.cli.main import main
 from hies_export.errors import CutMismatchError, PlanError, RecipeError
@@ -38,16 +45,69 @@ def test_our_errors_are_their_message_and_their_code(
     assert capsys.readouterr() == ("", f"error: {error}\n")
 
 
-def test_a_full_disk_is_1_and_with_verbose_a_traceback(
+def by_python() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def by_safetensors() -> None:
+    save_file({"weight": torch.zeros(1000)}, "/dev/full")
+
+
+def by_tokenizers() -> None:
+    generative_tokenizer().backend_tokenizer.save("/dev/full")
+
+
+def by_onnx() -> None:
+    onnx_ir.save(onnx_ir.Model(onnx_ir.Graph([], [], nodes=[], opset_imports={"": 20}), ir_version=10), "/dev/full")
+
+
+def by_arrow() -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), "/dev/full")
+
+
+def by_datasets() -> None:
+    try:
+        by_python()
+    except OSError as error:
+        raise DatasetGenerationError("An error occurred while generating the dataset") from error
+
+
+WRITERS = (by_python, by_safetensors, by_tokenizers, by_onnx, by_arrow, by_datasets)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here, the device that is always full")
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_full_disk_is_1_and_a_sentence_whichever_library_writes(
+    write: Callable[[], None], run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(lambda console, progress: write()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: [Errno 28] ")
+    assert "No space left on device" in line
+    assert line.endswith("; free some space, or write to another disk; nothing half-written was left behind")
+    with pytest.raises(Exception, match=r"No space left|An error occurred"):
+        run_command(lambda console, progress: write(), verbose=True)
+
+
+def test_a_place_where_nothing_may_be_written_is_1_and_says_so(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    full = raising(OSError(28, "No space left on device"))
-    assert run_command(full) == 1
+    assert run_command(raising(PermissionError(13, "Permission denied", "/there"))) == 1
     assert capsys.readouterr().err == (
-        "error: [Errno 28] No space left on device; nothing half-written was left behind\n"
+        "error: [Errno 13] Permission denied: '/there'; write to a folder where you may; nothing half-written was left "
+        "behind\n"
     )
-    with pytest.raises(OSError, match="No space left"):
-        run_command(full, verbose=True)
+
+
+def test_a_bug_beside_a_failure_of_the_system_keeps_its_traceback(run_command: Callable[..., int]) -> None:
+    def run(*_: object) -> None:
+        try:
+            by_python()
+        except OSError:
+            {}["missing"]
+
+    with pytest.raises(KeyError, match="missing"):
+        run_command(run)
 
 
 def test_a_bug_keeps_its_traceback(run_command: Callable[..., int]) -> None:
