@@ -19,6 +19,7 @@ from ..report.rows import Table
 from ..report.text import removed_text
 from ..studies.explore import Exploration, Measured, fit, lost_share, predict, read_exploration
 from ..values import PruningPlan
+from .guard import THIS_MACHINE, Guard
 
 
 def require_gradio() -> None:
@@ -49,22 +50,35 @@ def show(folder: str | Path, *, port: int | None = None, open_browser: bool = Fa
     require_gradio()
     # No telemetry, and no fonts from elsewhere.
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-    import gradio
-
     page = _page(exploration, Path(folder))
+    serve(page, port=port, open_browser=open_browser)
+    return page
+
+
+def serve(page: Any, *, port: int | None = None, open_browser: bool = False) -> None:
+    """Serve a Gradio page to the browsers of this machine, and answer no other site; see `Guard`.
+
+    Args:
+        page: The page.
+        port: Where to listen; a free one from 7860 by default.
+        open_browser: Open the page at once.
+    """
+    import gradio
+    from starlette.middleware import Middleware
+
     page.launch(
-        server_name="127.0.0.1",
+        server_name=THIS_MACHINE[0],
         server_port=port,
         inbrowser=open_browser,
         prevent_thread_lock=True,
         share=False,
         ssr_mode=False,
         quiet=True,
+        app_kwargs={"middleware": [Middleware(Guard)]},
         footer_links=[],
         css=_render("page.css"),
         theme=gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
     )
-    return page
 
 
 def _page(exploration: Exploration, folder: Path) -> Any:
