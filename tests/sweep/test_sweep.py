@@ -203,8 +203,10 @@ def test_a_journal_serves_a_wider_grid_but_no_other_recipe(recipe_file: Path, tm
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("")
-    with pytest.raises(OutputExistsError, match="holds something else; choose another"):
-        Journal(tmp_path, asked={})
+    for overwrite in (False, True):
+        with pytest.raises(OutputExistsError, match="holds something else; choose another"):
+            Journal(tmp_path, asked={}, overwrite=overwrite)
+    assert [p.name for p in tmp_path.iterdir()] == ["precious"]
     (tmp_path / "journal.jsonl").write_text("no json\n")
     with pytest.raises(RequestError, match="must be lines of JSON written by hies-export sweep"):
         Journal(tmp_path, asked={})
