@@ -77,7 +77,8 @@ class _ConsoleHandler(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.console.print(f"{record.levelname.lower()}: {record.getMessage()}", markup=False, style="yellow")
+        text = f"{record.levelname.lower()}: {record.getMessage()}"
+        self.console.print(text, markup=False, style="yellow", soft_wrap=True)
 
 
 def print_plan(plan: PruningPlan, console: Console) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 # What tokenizers, image processors and their chat templates are saved as, and the licence of the weights.
 COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "dict.txt", "entity_vocab.json", "emoji.json", "byte_maps.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "dict.txt", "vocab-src.json", "vocab-tgt.json"),
+    *("entity_vocab.json", "target_vocab.json", "word_shape.json", "word_pronunciation.json", "emoji.json"),
     *("tokenizer.model*", "spiece.model", "spm.model", "spm_char.model", "sentencepiece*.model"),
-    *("*.spm", "*.tiktoken", "tekken.json", "prophetnet.tokenizer", "normalizer.json"),
+    *("*.spm", "*.tiktoken", "tekken.json", "prophetnet.tokenizer", "normalizer.json", "byte_maps.json"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("audio_tokenizer_config.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
     *("LICENSE*", "LICENCE*", "NOTICE*"),

@@ -12,7 +12,7 @@ from ..checkpoint.folders import replace_file
 from ..errors import PlanError, require_package
 from ..evaluate.metrics import higher_is_better
 from ..report.drawing import BarFigure, Curve, Dot, MapFigure, bar_figure, curve_places, shaded
-from ..report.jinja import environment
+from ..report.jinja import environment, escape_markdown
 from ..report.maps import UnitBars, UnitMap, plan_maps
 from ..report.report import plan_counts
 from ..report.rows import Table
@@ -86,7 +86,9 @@ def _page(exploration: Exploration, folder: Path) -> Any:
 
     plan = exploration.plan
     with gradio.Blocks(title=f"hies-export: {folder.name}", analytics_enabled=False) as page:
-        gradio.Markdown(f"## {folder.name}\nOther plans: what they keep and cost, and their predicted quality.")
+        gradio.Markdown(
+            f"## {escape_markdown(folder.name)}\nOther plans: what they keep and cost, and their predicted quality."
+        )
         with gradio.Row():
             controls = [
                 gradio.Slider(
