@@ -23,6 +23,9 @@ A message says what must hold, what was given, and what to do.
 from __future__ import annotations
 
 import difflib
+import errno
+import os
+import re
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -147,6 +150,33 @@ def listed(names: Iterable[Any]) -> str:
     """Return the names separated by commas; from the twenty-first on, only how many more there are."""
     shown = [str(name) for name in names]
     return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
+
+
+_ADVICE = {
+    errno.ENOSPC: "free some space, or write to another disk",
+    errno.EDQUOT: "free some of your quota, or write to another disk",
+    errno.EFBIG: "write to a file system that holds larger files, or raise the limit of ulimit -f",
+    errno.EROFS: "write to a folder where you may",
+    errno.EACCES: "write to a folder where you may",
+    errno.EPERM: "write to a folder where you may",
+}
+
+
+def system_failure(error: BaseException) -> str | None:
+    """Return what the operating system refused, and what to do; None if the error or what it was raised from is other.
+
+    Libraries in Rust, such as safetensors and tokenizers, raise errors of their own that end in "(os error 28)".
+    """
+    while True:
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, OSError) or told:
+            number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+            text = str(error) if isinstance(error, OSError) else f"[Errno {number}] {os.strerror(number or 0)}"
+            advice = _ADVICE.get(number or 0)
+            return f"{text}; {advice}" if advice else text
+        if error.__cause__ is None:
+            return None
+        error = error.__cause__
 
 
 def root_cause(error: BaseException) -> str:

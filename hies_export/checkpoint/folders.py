@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import OutputExistsError
+from .leftovers import clean_up, hidden_folder, replace
+from .marker import find_foreign, mark
 
 
 @contextmanager
@@ -16,26 +17,27 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     """Yield a temporary folder that becomes `folder` when the block ends without an exception, and else is deleted.
 
     Raises:
-        OutputExistsError: The folder exists and `overwrite` is off, before the block or after it.
+        OutputExistsError: The folder may not be written, before the block or after it; see `refuse_existing`.
     """
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as parent:
-        temporary = Path(parent) / folder.name
+    with hidden_folder(folder) as parent:
+        temporary = parent / folder.name
         temporary.mkdir()
         yield temporary
+        mark(temporary)
         refuse_existing(folder, overwrite=overwrite)
-        if folder.exists():
-            # The old folder goes only once the new one is whole; the temporary parent takes it along.
-            folder.rename(Path(parent) / "replaced")
-        temporary.rename(folder)
+        # The old folder goes only once the new one is whole.
+        replace(temporary, folder)
 
 
 def refuse_existing(
     folder: str | Path, *, overwrite: bool = False, inputs: Mapping[str, str | Path] | None = None
 ) -> None:
-    """Refuse to write to a folder that exists, or to replace one that is, holds or lies inside what is read.
+    """Refuse to write to a folder that exists, or to replace more than what this package wrote.
+
+    What killed processes left beside the folder is cleaned up first.
 
     Args:
         folder: The output.
@@ -43,8 +45,10 @@ def refuse_existing(
         inputs: What is read, such as "model" -> its folder. Names that are no paths of this machine are ignored.
 
     Raises:
-        OutputExistsError: The folder exists and `overwrite` is off, or replacing it would delete an input.
+        OutputExistsError: The folder exists and `overwrite` is off; or replacing it would delete an input, or something
+            that this package did not write.
     """
+    clean_up(Path(folder))
     if not os.path.lexists(folder):
         return
     if not overwrite:
@@ -62,6 +66,12 @@ def refuse_existing(
                 f"--overwrite must not delete what is read, but the output folder {folder} {relation} the {what} "
                 f"{given}; choose another folder"
             )
+    foreign = find_foreign(output)
+    if foreign is not None:
+        raise OutputExistsError(
+            f"--overwrite replaces only what hies-export wrote, but {folder} {foreign}; choose another folder, or move "
+            "or delete that one yourself"
+        )
 
 
 def _relation(output: Path, path: Path) -> str | None:
@@ -76,10 +86,35 @@ def _relation(output: Path, path: Path) -> str | None:
 def replace_file(file: Path, text: str) -> None:
     """Write a file whole or not at all, with the folders above it; replace one that exists."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as temporary:
-        written = Path(temporary) / file.name
+    clean_up(file)
+    with hidden_folder(file) as temporary:
+        written = temporary / file.name
         written.write_text(text, encoding="utf-8")
         written.replace(file)
+
+
+def refuse_other_file(file: Path, what: str, is_ours: Callable[[str], bool]) -> None:
+    """Refuse to replace a file that holds something else than what will be written there.
+
+    Args:
+        file: The output.
+        what: What is written: "a page of hies-export".
+        is_ours: Tells from the text of a file whether it is such.
+
+    Raises:
+        OutputExistsError: The file exists and is something else.
+    """
+    if not os.path.lexists(file):
+        return
+    try:
+        ours = file.is_file() and is_ours(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        ours = False
+    if not ours:
+        raise OutputExistsError(
+            f"a file is replaced only if it is {what}, but {file} is something else; choose another file, or move or "
+            "delete that one yourself"
+        )
 
 
 def user_cache(what: str) -> Path:

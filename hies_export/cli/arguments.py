@@ -36,7 +36,7 @@ def add_output(parser: ArgumentParser, *flags: str, help: str = "folder to write
         settings: Passed on to `add_argument`, e.g. `required` or `default`.
     """
     parser.add_argument(*(flags or ("-o", "--output")), metavar="DIR", type=Path, help=help, **settings)
-    parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if hies-export wrote it")
 
 
 def add_json(parser: ArgumentParser) -> None:

@@ -50,12 +50,13 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 
 
 def _answer(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
-    from ..checkpoint.folders import replace_file
-    from ..generate.questions import answer_questions, mean_vqa_accuracy, read_questions
+    from ..checkpoint.folders import refuse_other_file, replace_file
+    from ..generate.questions import answer_questions, are_answers, mean_vqa_accuracy, read_questions
     from ..values import dump_json
 
     if options.output is None or len(options.images) != 1:
         raise RequestError("--questions needs -o FILE for the answers and one --image, the folder of the images")
+    refuse_other_file(options.output, "a file of answers", are_answers)
     questions = read_questions(options.questions)
     progress.stage("generate")
     answers = answer_questions(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from .. import __version__
-from ..errors import HiesError
+from ..errors import HiesError, system_failure
 from ..progress import Progress
 from . import (
     apply,
@@ -79,9 +79,9 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         0 done; 2 the request was wrong; 1 a step failed, nothing half-written left behind; 130 interrupted.
     """
     options = (parser or build_parser()).parse_args(arguments)
-    # Into a file or a pipe, tables are as wide as they need.
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    err = Console(stderr=True, highlight=False)
+    # Names are printed as they are. Into a file or a pipe, tables are as wide as they need.
+    out = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
+    err = Console(stderr=True, highlight=False, markup=False, emoji=False)
     silence = options.command not in WITHOUT_LIBRARIES
     interrupt = _Interrupt()
     try:
@@ -96,11 +96,12 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
             err.print("interrupted; nothing half-written was left behind", style="red")
             return 130
         if isinstance(error, HiesError):
-            err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+            err.print(f"error: {error}", style="red", soft_wrap=True)
             return error.exit_code
-        if options.verbose or not isinstance(error, OSError):
+        failure = system_failure(error)
+        if options.verbose or failure is None:
             raise
-        err.print(f"error: {error}; nothing half-written was left behind", markup=False, style="red", soft_wrap=True)
+        err.print(f"error: {failure}; nothing half-written was left behind", style="red", soft_wrap=True)
         return 1
 
 

@@ -31,13 +31,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Print the report, draw what was asked for, and return the report's values."""
-    from ..checkpoint.folders import replace_file
+    from ..checkpoint.folders import refuse_other_file, replace_file
     from ..report.bench import Bench, print_bench, read_report, render_bench
-    from ..report.html import render_html
+    from ..report.html import is_page, render_html
     from ..report.plots import draw_report
     from ..report.report import Report
     from ..report.terminal import print_report
 
+    if options.html is not None:
+        refuse_other_file(options.html, "a page of hies-export", is_page)
     found = read_report(options.folder)
     if isinstance(found, Bench):
         if options.figures is not None:

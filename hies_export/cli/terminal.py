@@ -26,14 +26,17 @@ class TerminalProgress:
 
     def stage(self, name: str) -> None:
         """Print the stage's name."""
-        self.console.print(f"[dim]·[/dim] {name}")
+        from rich.text import Text
+
+        self.console.print(Text.assemble(("·", "dim"), f" {name}"))
 
     def track(self, items: Sequence[T], name: str) -> Iterable[T]:
         """Return the items behind a bar, which only a terminal shows."""
+        from rich.markup import escape
         from rich.progress import track
 
         hidden = not self.console.is_terminal
-        return track(items, description=f"  {name}", console=self.console, transient=True, disable=hidden)
+        return track(items, description=f"  {escape(name)}", console=self.console, transient=True, disable=hidden)
 
 
 @contextlib.contextmanager
@@ -74,7 +77,8 @@ class _ConsoleHandler(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.console.print(f"{record.levelname.lower()}: {record.getMessage()}", markup=False, style="yellow")
+        text = f"{record.levelname.lower()}: {record.getMessage()}"
+        self.console.print(text, markup=False, style="yellow", soft_wrap=True)
 
 
 def print_plan(plan: PruningPlan, console: Console) -> None:

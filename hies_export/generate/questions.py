@@ -129,6 +129,16 @@ def read_questions(path: str | Path) -> list[Question]:
     return found
 
 
+def are_answers(text: str) -> bool:
+    """Return whether a text is what `answer_questions` returns, as JSON.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
+    values = json.loads(text)
+    return isinstance(values, dict) and all(isinstance(value, str) for value in values.values())
+
+
 def answer_questions(
     folder: str | Path,
     questions: Sequence[Question],

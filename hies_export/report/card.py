@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def render_card(
         location=location,
         on_hub="/" in location,
         # A further argument, where there is one.
-        revision=f', revision="{revision}"' if revision else "",
+        revision=f", revision={json.dumps(revision)}" if revision else "",
         ort_class=ORT_CLASSES.get(report.task),
     )
 

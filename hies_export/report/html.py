@@ -63,6 +63,11 @@ def render_html(report: Report, *, location: str = "slim") -> str:
     )
 
 
+def is_page(text: str) -> bool:
+    """Return whether a text is a page that this package rendered, of a report or of a bench."""
+    return '<meta name="generator" content="hies-export">' in text[:2000]
+
+
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
     """Return the numbers at the top of the page: name, number, remark."""
     quality = report.quality

@@ -1,7 +1,9 @@
-"""Fill the templates. HTML escapes whatever it is given; Markdown escapes by the filters `md` and `code`."""
+"""Fill the templates. HTML escapes whatever it is given; Markdown escapes by the filters `md` and `code`,
+and by `line` and `literal` in blocks of code."""
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from typing import Any
@@ -61,20 +63,30 @@ def environment(*packages: str) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"md": escape_markdown, "code": code_span}
+    made.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps}
     made.filters |= {"row_name": row_name, "ratio_text": ratio_text, "pair_text": pair_text}
     return made
 
 
+def one_line(text: object) -> str:
+    """Return text without line breaks; within a code block no such text can end the block."""
+    return " ".join(str(text).splitlines())
+
+
 def escape_markdown(text: object) -> str:
-    """Return text as a line of Markdown in which nothing becomes a cell, a code span or an HTML element."""
-    line = " ".join(str(text).splitlines())
-    return re.sub(r"([|`])", r"\\\1", line).replace("<", "&lt;")
+    """Return text as a line of Markdown in which nothing becomes a cell, a link, HTML, emphasis or another element.
+
+    Source: https://spec.commonmark.org/0.31.2/#backslash-escapes, and https://github.github.com/gfm/ for "|" and "~".
+    """
+    line = one_line(text)
+    # Underscores within words, and brackets without an address, are nothing to Markdown.
+    line = re.sub(r"[\\|`*~$]|(?<!\w)_|_(?!\w)|\](?=[(\[:])", r"\\\g<0>", line)
+    return re.sub(r"&(?=#?\w+;)", "&amp;", line).replace("<", "&lt;")
 
 
 def code_span(text: object) -> str:
     """Return a line of text as a code span of Markdown, with a fence that no run of backticks in it ends."""
-    line = " ".join(str(text).splitlines())
+    line = one_line(text)
     longest = max(map(len, re.findall("`+", line)), default=0)
     fence, space = "`" * (longest + 1), " " * bool(longest)
     return f"{fence}{space}{line}{space}{fence}"

@@ -48,12 +48,15 @@ def map_text(units: Map) -> Text:
     return text
 
 
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table for the terminal: no frame, the first column left, the others right."""
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
+    """Return a table for the terminal: no frame, the first column left, the others right.
+
+    A cell that is a string is shown as it is, brackets included.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(header):
         table.add_column(Text(name), justify="right" if index else "left", no_wrap=bool(index))
     for row in rows:
-        # Not as strings, in which "[bold]" would be markup.
-        table.add_row(*map(Text, row))
+        # A table would take "[bold]" in a string for markup.
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table

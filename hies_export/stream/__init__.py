@@ -5,6 +5,7 @@ loading the model, `prune_units` and `save_pretrained` would write, byte for byt
 
 shards.py     safetensors files: headers, blocks of rows and columns, writing
 renaming.py   which stored tensors become which parameters, and which tensors those become on saving
+companions.py the files beside the weights that come along
 skeleton.py   the files of a checkpoint, and its model on the meta device
 rewrite.py    stored tensors -> tensors of the slim checkpoint
 apply.py      `apply_plan`: all of it, with the checks

@@ -6,11 +6,9 @@ The result is what `load`, `prune_units` and `save_pretrained` would write, byte
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -29,10 +27,11 @@ from ..slim.check import check_selection, check_weights
 from ..slim.cut import prune_units
 from ..units import PrunableModule
 from ..values import PruningPlan
+from .companions import copy_companions
 from .renaming import Step
 from .rewrite import Rewrite
 from .shards import StoredTensor, read_blocks
-from .skeleton import SIDE_FILES, build_skeleton, fetch, read_tensors
+from .skeleton import build_skeleton, fetch, read_tensors
 
 # The default of `save_pretrained`: the same tensors go into the same files.
 MAX_SHARD_SIZE = "50GB"
@@ -68,7 +67,8 @@ def apply_plan(
     """Cut a checkpoint of safetensors by a plan, tensor by tensor.
 
     Peak memory does not grow with the model. Only tensors that transformers merges or splits on loading (mixtures of
-    experts), and that the result needs merged, are held whole, one group at a time.
+    experts), and that the result needs merged, are held whole, one group at a time. Beside the weights, only what
+    belongs to a checkpoint is taken along; see `COMPANIONS`.
 
     Args:
         plan: The units that stay.
@@ -108,7 +108,7 @@ def apply_plan(
     rewrite = Rewrite(slim, tensors, origins, cuts)
     with new_folder(folder, overwrite=overwrite) as temporary:
         slim.save_pretrained(temporary, state_dict={})  # configs, and the slim class where it is needed
-        _copy_side_files(source, temporary)
+        copy_companions(source, temporary)
         (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
         rewrite.write(temporary, max_shard_size, progress)
         _check_written(temporary, rewrite.written)
@@ -174,15 +174,6 @@ def _cuts(model: PreTrainedModel, plan: PruningPlan, modules: Sequence[PrunableM
                 cuts.setdefault(f"{name}.bias", {})[0] = index
         cuts.update({name: {0: index} for name, index in row_cuts(model, module, kept)})
     return cuts
-
-
-def _copy_side_files(source: Path, folder: Path) -> None:
-    """Copy tokenizer and processor files, but no file that holds for the dense model only."""
-    for path in sorted(source.iterdir()):
-        wanted = any(fnmatch(path.name, pattern) for pattern in SIDE_FILES)
-        of_dense = path.name.endswith(".index.json") or path.name in ("generation_config.json", "hies_plan.json")
-        if path.is_file() and wanted and not of_dense and not (folder / path.name).exists():
-            shutil.copyfile(path, folder / path.name)
 
 
 def _check_written(folder: Path, written: Mapping[str, Tensor]) -> None:

@@ -11,16 +11,17 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint.classes import find_model_class, read_config
 from ..errors import RequestError
 from ..model import internals
+from .companions import COMPANIONS
 from .renaming import Step, loading_steps
 from .shards import StoredTensor, read_blocks, read_header
 
-# What a checkpoint needs beside its weights: configs, tokenizer and processor files.
-SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+# What is fetched beside the weights.
+SIDE_FILES = (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *COMPANIONS)
 
 
 def fetch(model: str | Path) -> Path:

@@ -43,12 +43,13 @@ class Journal:
         self.latency: dict[str, dict[str, Any]] = {}
         self._path = folder / NAME
         digests = {field: _digest(value) for field, value in asked.items()}
-        found = self._path.is_file() and not overwrite
-        if not found and not overwrite and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        there = self._path.is_file()
+        if not there and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise OutputExistsError(
                 f"a sweep needs a folder that is new or holds its {NAME}, but {folder} holds something else; choose "
-                "another or pass --overwrite"
+                "another, or move or delete that one yourself"
             )
+        found = there and not overwrite
         complete = self._read(digests) if found else 0
         folder.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("r+b" if complete else "wb")

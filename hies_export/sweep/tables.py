@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from ..baselines.names import DIFFERENCES, OWN_SAMPLES
+from ..checkpoint.folders import replace_file
 from ..evaluate.metrics import higher_is_better
+from ..report.jinja import escape_markdown
 from ..report.terminal import plain_table
 from ..values import dump_json
 
@@ -80,9 +82,7 @@ def write_results(folder: Path, rows: Sequence[Row], *, details: Mapping[str, An
         "tables.tex": render_latex(tables),
     }
     for name, text in files.items():
-        temporary = folder / f".{name}"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, folder / name)
+        replace_file(folder / name, text)
 
 
 def budget_of(row: Row) -> float:
@@ -207,8 +207,8 @@ def render_markdown(tables: Sequence[SweepTable]) -> str:
             "| --- |" + " ---: |" * len(table.budgets),
         ]
         for method, cells in _cells(table, marks, "±", "–"):
-            lines.append(f"| {method} | " + " | ".join(cells) + " |")
-        parts.append(f"### {table.title}\n\n" + "\n".join(lines) + "\n")
+            lines.append(f"| {escape_markdown(method)} | " + " | ".join(cells) + " |")
+        parts.append(f"### {escape_markdown(table.title)}\n\n" + "\n".join(lines) + "\n")
     note = "Mean ± standard deviation over seeds. Best bold, second underlined; gains are relative to HIS.\n"
     differences = [f"- {name} differs from the original: {how}.\n" for name, how in tables[0].differences.items()]
     return "\n".join(parts) + "\n" + note + "".join(["\n", *differences] if differences else [])
@@ -251,7 +251,7 @@ def terminal_table(table: SweepTable) -> Table:
     }
     return plain_table(
         (table.budget, *(f"{s:.0%}" for s in table.budgets)),
-        [(method, *cells) for method, cells in _cells(table, marks, "±", "–")],
+        [(method, *map(Text.from_markup, cells)) for method, cells in _cells(table, marks, "±", "–")],
     )
 
 

@@ -4,5 +4,6 @@ In comes the folder that `hies-export run` or `sweep` wrote; out comes a page se
 a reader saves from it. What the page shows is computed in `studies/explore.py`.
 
 - `page.py`: the controls (Gradio), and what is drawn when they move.
+- `guard.py`: refuses requests that are not the page's own.
 - `templates/`: what is drawn; tables and figures are those of the report's templates.
 """

@@ -12,13 +12,14 @@ from ..checkpoint.folders import replace_file
 from ..errors import PlanError, require_package
 from ..evaluate.metrics import higher_is_better
 from ..report.drawing import BarFigure, Curve, Dot, MapFigure, bar_figure, curve_places, shaded
-from ..report.jinja import environment
+from ..report.jinja import environment, escape_markdown
 from ..report.maps import UnitBars, UnitMap, plan_maps
 from ..report.report import plan_counts
 from ..report.rows import Table
 from ..report.text import removed_text
 from ..studies.explore import Exploration, Measured, fit, lost_share, predict, read_exploration
 from ..values import PruningPlan
+from .guard import THIS_MACHINE, Guard
 
 
 def require_gradio() -> None:
@@ -49,22 +50,35 @@ def show(folder: str | Path, *, port: int | None = None, open_browser: bool = Fa
     require_gradio()
     # No telemetry, and no fonts from elsewhere.
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-    import gradio
-
     page = _page(exploration, Path(folder))
+    serve(page, port=port, open_browser=open_browser)
+    return page
+
+
+def serve(page: Any, *, port: int | None = None, open_browser: bool = False) -> None:
+    """Serve a Gradio page to the browsers of this machine, and answer no other site; see `Guard`.
+
+    Args:
+        page: The page.
+        port: Where to listen; a free one from 7860 by default.
+        open_browser: Open the page at once.
+    """
+    import gradio
+    from starlette.middleware import Middleware
+
     page.launch(
-        server_name="127.0.0.1",
+        server_name=THIS_MACHINE[0],
         server_port=port,
         inbrowser=open_browser,
         prevent_thread_lock=True,
         share=False,
         ssr_mode=False,
         quiet=True,
+        app_kwargs={"middleware": [Middleware(Guard)]},
         footer_links=[],
         css=_render("page.css"),
         theme=gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
     )
-    return page
 
 
 def _page(exploration: Exploration, folder: Path) -> Any:
@@ -72,7 +86,9 @@ def _page(exploration: Exploration, folder: Path) -> Any:
 
     plan = exploration.plan
     with gradio.Blocks(title=f"hies-export: {folder.name}", analytics_enabled=False) as page:
-        gradio.Markdown(f"## {folder.name}\nOther plans: what they keep and cost, and their predicted quality.")
+        gradio.Markdown(
+            f"## {escape_markdown(folder.name)}\nOther plans: what they keep and cost, and their predicted quality."
+        )
         with gradio.Row():
             controls = [
                 gradio.Slider(

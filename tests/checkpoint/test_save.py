@@ -153,10 +153,10 @@ def test_an_existing_folder_is_refused_or_replaced_whole(tmp_path: Path) -> None
 
     with pytest.raises(RuntimeError, match="half way"):
         fail_half_way()
-    assert [p.name for p in folder.iterdir()] == ["old.txt"]
+    assert sorted(p.name for p in folder.iterdir()) == [".hies_export", "old.txt"]
     with new_folder(folder, overwrite=True) as temporary:
         (temporary / "new.txt").write_text("new")
-    assert [p.name for p in folder.iterdir()] == ["new.txt"]
+    assert sorted(p.name for p in folder.iterdir()) == [".hies_export", "new.txt"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

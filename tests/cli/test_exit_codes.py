@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import onnx_ir
+import pyarrow.parquet
 import pytest
+import torch
+from datasets.exceptions import DatasetGenerationError
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from support.models import generative_tokenizer
 
 from hies_export.cli.main import main
 from hies_export.errors import CutMismatchError, PlanError, RecipeError
@@ -38,16 +48,100 @@ def test_our_errors_are_their_message_and_their_code(
     assert capsys.readouterr() == ("", f"error: {error}\n")
 
 
-def test_a_full_disk_is_1_and_with_verbose_a_traceback(
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Let the operating system refuse files of more than 100 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def by_python(file: Path) -> None:
+    file.write_bytes(bytes(1000))
+
+
+def by_safetensors(file: Path) -> None:
+    save_file({"weight": torch.zeros(1000)}, file)
+
+
+def by_tokenizers(file: Path) -> None:
+    generative_tokenizer().backend_tokenizer.save(str(file))
+
+
+def by_onnx(file: Path) -> None:
+    graph = onnx_ir.Graph([], [], nodes=[], opset_imports={"": 20}, name="x" * 1000)
+    onnx_ir.save(onnx_ir.Model(graph, ir_version=10), file)
+
+
+def by_arrow(file: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"a": range(1000)}), file)
+
+
+def by_datasets(file: Path) -> None:
+    try:
+        by_python(file)
+    except OSError as error:
+        raise DatasetGenerationError("An error occurred while generating the dataset") from error
+
+
+@pytest.mark.parametrize("write", [by_python, by_safetensors, by_tokenizers, by_onnx, by_arrow, by_datasets])
+def test_what_the_system_refuses_is_1_and_a_sentence_whichever_library_writes(
+    write: Callable[[Path], None], run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(*_: object) -> None:
+        with small_files():
+            write(tmp_path / "file")
+
+    assert run_command(run) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: [Errno 27] ")
+    assert "File too large" in line
+    assert "; write to a file system that holds larger files, or raise the limit of ulimit -f; nothing" in line
+    with pytest.raises(Exception, match=r"File too large|An error occurred"):
+        run_command(run, verbose=True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        Exception("No space left on device (os error 28)"),  # of tokenizers
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_full_disk_is_1_and_says_what_to_do(
+    error: Exception, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(raising(error)) == 1
+    assert capsys.readouterr().err == (
+        "error: [Errno 28] No space left on device; free some space, or write to another disk; nothing half-written "
+        "was left behind\n"
+    )
+
+
+def test_a_place_where_nothing_may_be_written_is_1_and_says_so(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    full = raising(OSError(28, "No space left on device"))
-    assert run_command(full) == 1
+    assert run_command(raising(PermissionError(13, "Permission denied", "/there"))) == 1
     assert capsys.readouterr().err == (
-        "error: [Errno 28] No space left on device; nothing half-written was left behind\n"
+        "error: [Errno 13] Permission denied: '/there'; write to a folder where you may; nothing half-written was left "
+        "behind\n"
     )
-    with pytest.raises(OSError, match="No space left"):
-        run_command(full, verbose=True)
+
+
+def test_a_bug_beside_a_failure_of_the_system_keeps_its_traceback(run_command: Callable[..., int]) -> None:
+    def run(*_: object) -> None:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            {}["missing"]
+
+    with pytest.raises(KeyError, match="missing"):
+        run_command(run)
 
 
 def test_a_bug_keeps_its_traceback(run_command: Callable[..., int]) -> None:

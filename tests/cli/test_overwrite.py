@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.models import save_project
+from support.reports import make_report
 from support.runs import hies
 
 import hies_export
@@ -69,6 +70,34 @@ def test_what_a_command_reads_is_not_replaced(
     assert hies(command, *(project / name for name in inputs), "-o", project / output, "--overwrite") == 2
     assert f"the output folder {project / output} {said}" in capsys.readouterr().err.replace("\n", " ")
     assert contents(project) == before
+
+
+@pytest.mark.parametrize("command", ["score", "apply", "export", "upgrade", "quickstart", "sweep"])
+def test_a_folder_of_the_user_is_not_replaced(
+    command: str, project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No command has begun its work by then: the plan is none, and the model has no pruned heads."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.md").write_text("mine")
+    inputs = {"apply": ("plan.json", "model"), "export": ("model",), "upgrade": ("model",), "quickstart": ()}
+    given = [project / name for name in inputs.get(command, ("recipe.yaml",))]
+    given += ["--no-figures"] if command == "sweep" else []
+    assert hies(command, *given, "-o", tmp_path / "mine", "--overwrite") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "holds something else" in said if command == "sweep" else "mine has no .hies_export" in said
+    assert contents(tmp_path) == {"mine": None, "mine/thesis.md": b"mine"}
+
+
+def test_a_page_is_written_over_pages_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").write_text(make_report().to_json())
+    for _ in range(2):
+        assert hies("report", tmp_path, "--html", tmp_path / "page.html") == 0
+    before = contents(tmp_path)
+    capsys.readouterr()
+    assert hies("report", tmp_path, "--html", tmp_path / "report.json") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "a file is replaced only if it is a page of hies-export, but" in said
+    assert contents(tmp_path) == before
 
 
 def test_python_is_refused_as_well(project: Path) -> None:

@@ -52,6 +52,16 @@ def test_only_without_verbose_transformers_is_silenced(verbose: bool, run_comman
         transformers_logging.set_verbosity(before)
 
 
+def test_names_of_stages_are_text(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    def run(console: Console, progress: TerminalProgress) -> None:
+        progress.stage("[red]benchmark[/] :smile: [/]")
+        assert list(progress.track([1], "[/]")) == [1]
+        console.print("[red]benchmark[/] :smile: [/]")
+
+    assert run_command(run) == 0
+    assert capsys.readouterr() == ("[red]benchmark[/] :smile: [/]\n", "· [red]benchmark[/] :smile: [/]\n")
+
+
 def test_nothing_stays_attached(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     handlers, show = list(logging.getLogger("hies_export").handlers), warnings.showwarning
     run_command(warn)

@@ -80,7 +80,7 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert summary["flops"]["slim"] <= 0.5 * summary["flops"]["dense"]
     assert summary["heads"]["removed"] > 0
     assert summary["neurons"]["removed"] > 0
-    assert {p.name for p in (tmp_path / "quick").iterdir()} == {"digits", "model", "recipe.yaml", "run"}
+    assert {p.name for p in (tmp_path / "quick").iterdir()} == {".hies_export", "digits", "model", "recipe.yaml", "run"}
     # What it says to try next works.
     recipe = str(tmp_path / "quick" / "recipe.yaml")
     options = [

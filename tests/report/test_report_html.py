@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import metadata_load
+from markdown_it import MarkdownIt
 from rich.console import Console
 from support.reports import latency_row, make_report
 
@@ -19,6 +21,7 @@ from hies_export.errors import RequestError
 from hies_export.report.bench import Bench, print_bench, read_report, render_bench
 from hies_export.report.card import render_card
 from hies_export.report.html import render_html
+from hies_export.report.jinja import one_line
 from hies_export.report.maps import KEPT
 from hies_export.report.markdown import render_markdown
 from hies_export.report.report import Report
@@ -241,6 +244,39 @@ def test_names_are_text_on_every_page() -> None:
         assert tables
         for table in tables:
             assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+
+
+# Links, a picture, emphasis, an entity, and a backslash that would end the escape of the bar behind it.
+MARKED = "[a](http://b)![c](d)[e][f]*g*_h_**i**~~j~~&lt;\\|\n# k\n---\n```\n| l |"
+
+
+def marked_report() -> Report:
+    """A report with names that are elements of Markdown."""
+    text = json.loads(evil_report().to_json().replace(json.dumps(EVIL)[1:-1], json.dumps(MARKED)[1:-1]))
+    return Report(**text)
+
+
+def test_names_are_text_in_markdown() -> None:
+    """As an independent parser of CommonMark sees it."""
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    for render, names in ((render_markdown, 12), (render_card, 8)):
+        found = [parser.render(render(report).split("\n---\n\n")[-1]) for report in (marked_report(), make_report())]
+        tags = [set(re.findall(r"<(\w+)", text)) for text in found]
+        assert tags[0] - tags[1] <= {"code"}
+        assert found[0].count("[a](http://b)![c](d)[e][f]*g*_h_**i**~~j~~&amp;lt;") >= names
+
+
+def test_no_name_ends_a_block_of_code() -> None:
+    assert one_line("a\n```\r\nb\u2028c") == "a ``` b c"
+
+
+def test_metadata_is_what_it_was_given(tmp_path: Path) -> None:
+    evil = "a: b\n---\nlicense: mit # {x} 'q' \"r\" [s] &t *u !v %w @x `y` null 1e3"
+    report = dataclasses.replace(marked_report(), task=evil)
+    (tmp_path / "README.md").write_text(render_card(report, origin={"base_model": evil, "license": evil}))
+    metadata = metadata_load(tmp_path / "README.md")
+    assert metadata is not None
+    assert (metadata["base_model"], metadata["license"], metadata["pipeline_tag"]) == (evil, evil, evil)
 
 
 def test_a_terminal_shows_names_as_they_are() -> None:

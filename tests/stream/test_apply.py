@@ -80,7 +80,8 @@ def in_memory(source: Path, target: Path, plan: PruningPlan | None = None, **opt
 
 def digests(folder: Path) -> dict[str, str]:
     files = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
-    files.pop("hies_plan.json", None)
+    for ours in ("hies_plan.json", ".hies_export"):
+        files.pop(ours, None)
     return files
 
 
@@ -448,11 +449,13 @@ def test_an_existing_folder(dense: Path, tmp_path: Path) -> None:
     plan = plan_for(dense)
     (tmp_path / "slim").mkdir()
     (tmp_path / "slim" / "mine").touch()
-    with pytest.raises(OutputExistsError, match="--overwrite"):
-        apply_plan(plan, dense, tmp_path / "slim")
-    assert (tmp_path / "slim" / "mine").exists()
-    apply_plan(plan, dense, tmp_path / "slim", overwrite=True)
-    assert not (tmp_path / "slim" / "mine").exists()
+    for overwrite in (False, True):
+        with pytest.raises(OutputExistsError, match="--overwrite"):
+            apply_plan(plan, dense, tmp_path / "slim", overwrite=overwrite)
+    assert [p.name for p in (tmp_path / "slim").iterdir()] == ["mine"]
+    (tmp_path / "slim" / "mine").unlink()
+    for _ in range(2):
+        apply_plan(plan, dense, tmp_path / "slim", overwrite=True)
     first_output(load(tmp_path / "slim"), text_batch(labels=False))
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import random
 import shutil
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support.models import bert, causal_lm, llama, save_project, text_batch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
@@ -37,7 +39,7 @@ from hies_export.sweep.choosing import weighted_area
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.journal import Journal
 from hies_export.sweep.sweep import sweep
-from hies_export.sweep.tables import render_latex, render_markdown, sweep_tables
+from hies_export.sweep.tables import render_latex, render_markdown, sweep_tables, terminal_table
 from hies_export.values import Scores
 
 # Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.
@@ -203,8 +205,10 @@ def test_a_journal_serves_a_wider_grid_but_no_other_recipe(recipe_file: Path, tm
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("")
-    with pytest.raises(OutputExistsError, match="holds something else; choose another"):
-        Journal(tmp_path, asked={})
+    for overwrite in (False, True):
+        with pytest.raises(OutputExistsError, match="holds something else; choose another"):
+            Journal(tmp_path, asked={}, overwrite=overwrite)
+    assert [p.name for p in tmp_path.iterdir()] == ["precious"]
     (tmp_path / "journal.jsonl").write_text("no json\n")
     with pytest.raises(RequestError, match="must be lines of JSON written by hies-export sweep"):
         Journal(tmp_path, asked={})
@@ -322,6 +326,17 @@ def test_tables_say_mean_deviation_best_second_and_gain() -> None:
     text = render_markdown(sweep_tables(lower))
     assert "| ad | **2.00** ± 1.41 |" in text
     assert "| gain of hies (α 0.5) | -21.4% |" in text
+
+
+def test_names_in_tables_are_text_and_ranks_are_styles() -> None:
+    rows = [{**row, "criterion": row["criterion"].replace("ad", "[red]a|d[/]")} for row in table_rows()]
+    table, _ = sweep_tables(rows)
+    out = io.StringIO()
+    Console(file=out, width=140, force_terminal=True).print(terminal_table(table))
+    assert "\x1b[1m85.00\x1b[0m ± 7.07" in out.getvalue()
+    assert "[red]a|d[/]" in out.getvalue()
+    assert "[bold]" not in out.getvalue()
+    assert r"| [red]a\|d[/] | 20.00 ± 14.14 |" in render_markdown([table])
 
 
 def test_the_command_prints_tables_and_one_line_of_json(

@@ -1,0 +1,142 @@
+"""Write in a hidden folder beside the output, and clean up what killed processes left there.
+
+A process holds a lock on a file in its hidden folder. The kernel ends the lock with the process, however that dies, so
+what can be locked is left over. On file systems without locks, and on Windows, nothing is removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+# Held by the process that writes; its content is the name of the machine, as a lock may hold on that machine only.
+OWNER = "hies_export.owner"
+REPLACED = ".replaced"
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def hidden_folder(output: Path) -> Iterator[Path]:
+    """Yield a new hidden folder beside an output, `.NAME-xxxxxxxx`, which is deleted when the block ends."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        owner = (folder / OWNER).open("wb", buffering=0)
+    except OSError:
+        folder.rmdir()
+        raise
+    with owner:
+        with suppress(OSError):  # of a full disk, the first file of the output will tell
+            if _lock(owner):
+                owner.write(_machine())
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+
+def replace(folder: Path, output: Path) -> None:
+    """Put a folder that lies in a hidden one in the place of the output; what was there goes with the hidden folder."""
+    if output.exists():
+        output.rename(folder.with_name(output.name + REPLACED))
+    folder.rename(output)
+
+
+def clean_up(output: Path) -> None:
+    """Remove what killed processes of this machine left in the folder of an output, and say so.
+
+    If one died between the two steps of a replacement, whose new folder was whole, the replacement is finished. What is
+    left of this output and cannot be removed safely is named in a warning.
+    """
+    for folder in sorted(output.parent.glob(".*-*")):
+        if not folder.is_dir() or folder.is_symlink():
+            continue
+        with _abandoned(folder) as abandoned:
+            if abandoned:
+                _finish(folder)
+                _remove(folder)
+                done = "could not remove" if folder.exists() else "removed"
+                logger.warning("%s %s, which a run that was killed left behind", done, folder)
+            elif _looks_like(folder, output):
+                _judge(folder, output)
+
+
+def _machine() -> bytes:
+    return platform.node().encode()
+
+
+def _lock(owner: IO[bytes]) -> bool:
+    """Lock a file for this process; return whether it is locked now."""
+    with suppress(OSError):
+        if fcntl is not None:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
+
+
+@contextmanager
+def _abandoned(folder: Path) -> Iterator[bool]:
+    """Yield whether the process that wrote in a hidden folder is gone; in the block no other can remove it."""
+    try:
+        owner = (folder / OWNER).open("r+b")
+    except OSError:
+        yield False
+        return
+    with owner:
+        yield _lock(owner) and owner.read() == _machine()
+
+
+def _finish(folder: Path) -> None:
+    """Finish the replacement that a process had begun before it was killed."""
+    for old in folder.glob(f"*{REPLACED}"):
+        output = folder.parent / old.name.removesuffix(REPLACED)
+        new = folder / output.name
+        if new.is_dir() and not output.exists():
+            new.rename(output)
+            logger.warning("%s was whole when the run that wrote it was killed, and is in its place now", output)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a hidden folder, the file with the lock last, so that a kill in between leaves what can be found again."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != OWNER:
+            path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _looks_like(folder: Path, output: Path) -> bool:
+    """Return whether a folder has the name of a hidden one of this output."""
+    prefix = f".{output.name}-"
+    return folder.name.startswith(prefix) and len(folder.name) == len(prefix) + 8
+
+
+def _judge(folder: Path, output: Path) -> None:
+    """Name a hidden folder of this output that may be in use: by an older version, another machine, without a lock."""
+    with suppress(OSError):
+        inside = {path.name for path in folder.iterdir()}
+        machine = (folder / OWNER).read_bytes() if OWNER in inside else b""
+        if not machine and inside <= {OWNER}:
+            _remove(folder)  # killed before it wrote anything
+        elif not machine and output.name in inside:
+            _warn_once(f"{folder} may be left of a run that was killed; delete it if nothing writes there")
+        elif machine not in (b"", _machine()):
+            _warn_once(f"{folder} is of a run on {machine.decode(errors='replace')}; delete it if that has ended")
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
