@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from .. import __version__
-from ..errors import HiesError
+from ..errors import HiesError, memory_failure
 from ..progress import Progress
 from . import (
     apply,
@@ -98,9 +98,10 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         if isinstance(error, HiesError):
             err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
             return error.exit_code
-        if options.verbose or not isinstance(error, OSError):
+        failure = str(error) if isinstance(error, OSError) else memory_failure(error)
+        if options.verbose or failure is None:
             raise
-        err.print(f"error: {error}; nothing half-written was left behind", markup=False, style="red", soft_wrap=True)
+        err.print(f"error: {failure}; nothing half-written was left behind", markup=False, style="red", soft_wrap=True)
         return 1
 
 

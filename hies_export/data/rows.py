@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import DataError, listed, root_cause
 from ..progress import quiet
+from .row_names import number_rows
 
 # Only an empty cell is missing: "None", "NA" and "null" are words that texts contain. The file is read in one chunk,
 # because a column's type is inferred chunk by chunk. Without index_col, a row wider than the header shifts all columns.
@@ -38,6 +39,7 @@ def load_rows(
     split: str,
     samples: int | None = None,
     shuffle_seed: int | None = None,
+    numbered: bool = False,
 ) -> datasets.Dataset:
     """Load the rows of one split, from the Hub or from local files.
 
@@ -55,6 +57,7 @@ def load_rows(
         samples: How many rows; None for all. When there are fewer, all are returned: report `len(rows)`.
         shuffle_seed: Take the rows in a seeded random order, not in file order. The rows of an image folder are
             sorted by class, so there `samples` without a seed takes the first rows of the shuffle with seed 0.
+        numbered: Add a column with the number of every row in its file or split, for `row_name`.
 
     Returns:
         The rows; those of local files are held in memory, but for the images of a folder.
@@ -70,15 +73,18 @@ def load_rows(
         raise DataError(f"samples must be at least 1, got {samples}")
     split, bracket, slice_ = split.partition("[")
     if files is None:
-        rows = _load_hub_split(str(name), split)
+        rows, source = _load_hub_split(str(name), split), f"the split {split!r}"
     else:
         _check_split(split, files)
         path = Path(files[split]).expanduser().absolute()
+        source = path.name
         if path.is_dir():
             rows = _load_image_folder(path)
             shuffle_seed = 0 if samples and shuffle_seed is None else shuffle_seed
         else:
             rows = _load_files(path)
+    if numbered:
+        rows = number_rows(rows, source=source)
     if bracket:
         rows = _sliced(rows, split, bracket + slice_)
     if len(rows) == 0:
