@@ -95,7 +95,7 @@ def read_recipe(options: Namespace) -> PruningRecipe:
     overrides = {}
     for text in options.overrides:
         key, equals, value = text.partition("=")
-        if not equals or not all(key.split(".")):
+        if not equals or not all(key.split(".")) or not key.isprintable():
             raise RecipeError([f"--set takes KEY=VALUE, got {quoted(text)}"])
         overrides[key] = parse_yaml(value, source=f"--set {key}")
     if options.output is not None:

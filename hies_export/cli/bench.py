@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..errors import RequestError
+from ..errors import RequestError, quoted
 from ..progress import Progress
 from .arguments import a_number, a_path, add_json
 
@@ -84,4 +84,4 @@ def _parse_shape(text: str) -> tuple[int, ...]:
             raise ValueError
         return shape
     except ValueError:
-        raise RequestError(f"--shape must be BATCHxSEQUENCE, or BATCH for images, got {text!r}") from None
+        raise RequestError(f"--shape must be BATCHxSEQUENCE, or BATCH for images, got {quoted(text)}") from None

@@ -78,7 +78,12 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     Returns:
         0 done; 2 the request was wrong; 1 a step failed, nothing half-written left behind; 130 interrupted.
     """
-    options = (parser or build_parser()).parse_args(arguments)
+    arguments, parser = sys.argv[1:] if arguments is None else arguments, parser or build_parser()
+    for argument in arguments:
+        # Some versions of argparse make an empty list of this value, whatever the option's type.
+        if argument.startswith("--") and argument.endswith("=--"):
+            parser.error(f"an option needs a value, got {argument}")
+    options = parser.parse_args(arguments)
     # Into a file or a pipe, tables are as wide as they need.
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     err = Console(stderr=True, highlight=False)

@@ -50,7 +50,7 @@ def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
         if column not in rows.column_names:
             known = own_columns(rows)
             hint = did_you_mean(column, known)
-            raise DataError(f"{what} must be a column of the data ({listed(known)}), got {column!r}{hint}")
+            raise DataError(f"{what} must be a column of the data ({listed(known)}), got {quoted(column)}{hint}")
         inner = rows.features[column]
         while isinstance(inner, LISTS):
             inner = inner.feature

@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import torch
 
-from ..errors import DataError, listed
+from ..errors import DataError, listed, quoted
 from .images import holds_images
 from .labels import STRINGS, kind_of
 from .row_names import own_columns, row_name
@@ -100,7 +100,9 @@ class Reader(ABC):
         columns, inputs = self.columns, self._input_columns(rows)
         for column in (*inputs, *([columns.label] if columns.label else [])):
             if column not in rows.column_names:
-                raise DataError(f"the data must have the column {column!r}, but it has {listed(own_columns(rows))}")
+                raise DataError(
+                    f"the data must have the column {quoted(column)}, but it has {listed(own_columns(rows))}"
+                )
         for column in inputs:
             feature = rows.features[column]
             if column == columns.image and not holds_images(feature):

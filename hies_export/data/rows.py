@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from ..errors import DataError, listed, root_cause
+from ..errors import DataError, listed, quoted, root_cause
 from ..progress import quiet
 from .row_names import number_rows
 
@@ -88,7 +88,7 @@ def load_rows(
     if bracket:
         rows = _sliced(rows, split, bracket + slice_)
     if len(rows) == 0:
-        raise DataError(f"the split {split + bracket + slice_!r} must have at least one row, but it is empty")
+        raise DataError(f"the split {quoted(split + bracket + slice_)} must have at least one row, but it is empty")
     order: Sequence[int] | np.ndarray = range(len(rows))
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(len(rows))
@@ -119,7 +119,7 @@ def _sliced(rows: datasets.Dataset, split: str, slice_: str) -> datasets.Dataset
         (part,) = datasets.ReadInstruction.from_spec(split + slice_).to_absolute({split: len(rows)})
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f"a slice of a split must be like {split}[:80%] or {split}[100:200], got {split + slice_!r} "
+            f"a slice of a split must be like train[:80%] or train[100:200], got {quoted(split + slice_)} "
             f"({root_cause(error)})"
         ) from error
     return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
@@ -127,7 +127,7 @@ def _sliced(rows: datasets.Dataset, split: str, slice_: str) -> datasets.Dataset
 
 def _check_split(split: str, splits: Mapping[str, Any]) -> None:
     if split not in splits:
-        raise DataError(f"the split must be one of {listed(splits)}, got {split!r}")
+        raise DataError(f"the split must be one of {listed(splits)}, got {quoted(split)}")
 
 
 def _load_files(path: Path) -> datasets.Dataset:
