@@ -26,9 +26,14 @@ import difflib
 import errno
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
+
+MOST_LISTED = 20
+# Characters of a value, and of another message, that a message quotes.
+LONGEST_VALUE, LONGEST_QUOTE = 100, 1000
 
 
 class HiesError(Exception):
@@ -51,15 +56,16 @@ class RecipeError(RequestError):
     """The recipe has unknown, missing or impossible fields.
 
     Args:
-        problems: One sentence per problem; the message has all of them.
+        problems: One sentence per problem, shortened where it quotes too much. The message has the first twenty.
     """
 
     def __init__(self, problems: Sequence[str]):
-        self.problems = tuple(problems)
+        self.problems = tuple(shortened(problem) for problem in problems)
         if len(self.problems) == 1:
             message = self.problems[0]
         else:
-            message = f"{len(self.problems)} problems:\n" + "\n".join(f"  - {p}" for p in self.problems)
+            shown = [*self.problems[:MOST_LISTED], *_left_out(len(self.problems))]
+            message = f"{len(self.problems)} problems:\n" + "\n".join(f"  - {p}" for p in shown)
         super().__init__(message)
 
 
@@ -149,7 +155,24 @@ def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
 def listed(names: Iterable[Any]) -> str:
     """Return the names separated by commas; from the twenty-first on, only how many more there are."""
     shown = [str(name) for name in names]
-    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
+    return " ".join([", ".join(shown[:MOST_LISTED]), *_left_out(len(shown))])
+
+
+def _left_out(count: int) -> list[str]:
+    return [f"and {count - MOST_LISTED} more"] if count > MOST_LISTED else []
+
+
+def quoted(value: Any) -> str:
+    """Return what Python writes for a value, cut in the middle where it is long: it may come from a damaged file."""
+    shortening = reprlib.Repr()
+    shortening.maxstring = shortening.maxother = shortening.maxlong = LONGEST_VALUE
+    return shortening.repr(value)
+
+
+def shortened(text: str) -> str:
+    """Return a text that a message quotes, cut in the middle where it is long."""
+    half = LONGEST_QUOTE // 2
+    return text if len(text) <= LONGEST_QUOTE else f"{text[:half]} ... {text[-half:]}"
 
 
 _ADVICE = {
@@ -184,3 +207,13 @@ def root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return ": ".join([type(error).__name__, *filter(None, [" ".join(str(error).split())])])
+
+
+def memory_failure(error: BaseException) -> str | None:
+    """Return a sentence for an error of Python or torch that says that there is not enough memory; None for others."""
+    # Of torch, the CPU allocator and some GPU libraries raise a plain RuntimeError.
+    phrases = ("out of memory", "not enough memory", "can't allocate memory")
+    said = isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
+    if not (said or isinstance(error, MemoryError)):
+        return None
+    return f"there is not enough memory for this, try smaller batches: {shortened(root_cause(error))}"

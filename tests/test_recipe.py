@@ -186,7 +186,7 @@ def test_overrides(tmp_path: Path) -> None:
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="there is no file"):
         PruningRecipe.from_yaml(tmp_path / "nothing.yaml")
-    with pytest.raises(RecipeError, match="must be valid YAML"):
+    with pytest.raises(RecipeError, match="must be plain YAML"):
         PruningRecipe.from_yaml(write(tmp_path, "a: [1"))
     with pytest.raises(RecipeError, match="must be a mapping of fields, but .* holds list"):
         PruningRecipe.from_yaml(write(tmp_path, "- 1"))
@@ -202,3 +202,10 @@ def test_calibration_rows_of_one_class_are_said(tmp_path: Path, caplog: pytest.L
     write_rows(tmp_path / "train.jsonl", 20, label=lambda i: 1)
     prepare(recipe)
     assert "all 6 calibration rows are of class 1, so heads are scored by that class alone" in caplog.text
+
+
+def test_fewer_rows_than_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_project(tmp_path, train=20, validation=4, calibration={"samples": 1000}, prune={"budget": {"heads": 0.5}})
+    prepared = prepare(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
+    assert sum(len(batch["labels"]) for batch in prepared.calibration) == 20
+    assert "calibration.samples is 1000, but the split 'train' has only 20: all are used" in caplog.text

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import add_json, add_output
+from .arguments import a_path, a_path_or_id, add_json, add_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the plan, the checkpoint and the folder."""
-    parser.add_argument("plan", metavar="PLAN", type=Path, help="a plan.json")
-    parser.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id, with safetensors")
+    parser.add_argument("plan", metavar="PLAN", type=a_path, help="a plan.json")
+    parser.add_argument(
+        "model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder or Hub id, with safetensors"
+    )
     add_output(parser, required=True)
     add_json(parser)
 

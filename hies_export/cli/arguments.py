@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RecipeError
+from ..errors import RecipeError, quoted
+from ..paths import check_path
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe
 
 
+def a_path(text: str) -> Path:
+    """Read a path; a `type` of argparse."""
+    return Path(a_path_or_id(text))
+
+
+def a_path_or_id(text: str) -> str:
+    """Read a folder or a Hub id; a `type` of argparse."""
+    try:
+        return check_path(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def a_text(text: str) -> str:
+    """Read a text that can be written as UTF-8; a `type` of argparse."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ArgumentTypeError(f"must be UTF-8, got {quoted(text)}") from None
+    return text
+
+
+def a_number(kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -> Callable[[str], int | float]:
+    """Return a `type` of argparse that reads a whole number (int) or any (float) between two, both included."""
+
+    def read(text: str) -> int | float:
+        try:
+            if least <= (number := kind(text)) <= most:
+                return number
+        except ValueError:
+            pass
+        what = "a whole number" if kind is int else "a number"
+        raise ArgumentTypeError(f"must be {what} from {least} to {most}, got {quoted(text)}")
+
+    return read
+
+
 def add_recipe(parser: ArgumentParser) -> None:
     """Add RECIPE and the options that change it."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe, YAML")
+    parser.add_argument("recipe", metavar="RECIPE", type=a_path, help="a recipe, YAML")
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -35,7 +74,7 @@ def add_output(parser: ArgumentParser, *flags: str, help: str = "folder to write
         help: What the folder is.
         settings: Passed on to `add_argument`, e.g. `required` or `default`.
     """
-    parser.add_argument(*(flags or ("-o", "--output")), metavar="DIR", type=Path, help=help, **settings)
+    parser.add_argument(*(flags or ("-o", "--output")), metavar="DIR", type=a_path, help=help, **settings)
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if hies-export wrote it")
 
 
@@ -48,18 +87,17 @@ def read_recipe(options: Namespace) -> PruningRecipe:
     """Return the recipe that `add_recipe`'s options name, with `--set` and `--output` applied.
 
     Raises:
-        RecipeError: A `--set` has no value, or the recipe is impossible.
+        RecipeError: A `--set` has no value or one that is no plain YAML, or the recipe is impossible.
     """
-    import yaml
-
     from ..recipe import PruningRecipe
+    from ..recipe.plain_yaml import parse_yaml
 
     overrides = {}
     for text in options.overrides:
         key, equals, value = text.partition("=")
-        if not equals:
-            raise RecipeError([f"--set takes KEY=VALUE, got {text!r}"])
-        overrides[key] = yaml.safe_load(value)
+        if not equals or not all(key.split(".")) or not key.isprintable():
+            raise RecipeError([f"--set takes KEY=VALUE, got {quoted(text)}"])
+        overrides[key] = parse_yaml(value, source=f"--set {key}")
     if options.output is not None:
         overrides["output"] = options.output
     return PruningRecipe.from_yaml(options.recipe, overrides)

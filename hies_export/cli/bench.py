@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..errors import RequestError
+from ..errors import RequestError, quoted
 from ..progress import Progress
-from .arguments import add_json
+from .arguments import a_number, a_path, add_json
 
 EPILOG = (
     "Noisy rows were measured too, so the exit code is 0: read `noisy` in the rows of --json. Save that JSON in a "
@@ -22,8 +21,10 @@ EPILOG = (
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the two models and how to time them."""
     parser.epilog = EPILOG
-    parser.add_argument("first", metavar="A", type=Path, help="the model that ratios are relative to")
-    parser.add_argument("second", metavar="B", type=Path, nargs="?", help="default: A again, which measures the noise")
+    parser.add_argument("first", metavar="A", type=a_path, help="the model that ratios are relative to")
+    parser.add_argument(
+        "second", metavar="B", type=a_path, nargs="?", help="default: A again, which measures the noise"
+    )
     repeated: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("--runtime", dest="runtimes", metavar="RUNTIME", help="may be repeated", **repeated)
     parser.add_argument(
@@ -36,9 +37,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="what checkpoints run in: float32 (the default), float16, bfloat16; repeatable",
         **repeated,
     )
-    parser.add_argument("--repeats", metavar="N", type=int, default=30, help="timed runs of each (default: 30)")
     parser.add_argument(
-        "--min-seconds", metavar="S", type=float, default=0.0, help="go on until a shape was timed this long"
+        "--repeats", metavar="N", type=a_number(int, 1), default=30, help="timed runs of each (default: 30)"
+    )
+    parser.add_argument(
+        "--min-seconds",
+        metavar="S",
+        type=a_number(float, 0),
+        default=0.0,
+        help="go on until a shape was timed this long",
     )
     add_json(parser)
 
@@ -77,4 +84,4 @@ def _parse_shape(text: str) -> tuple[int, ...]:
             raise ValueError
         return shape
     except ValueError:
-        raise RequestError(f"--shape must be BATCHxSEQUENCE, or BATCH for images, got {text!r}") from None
+        raise RequestError(f"--shape must be BATCHxSEQUENCE, or BATCH for images, got {quoted(text)}") from None

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import add_json, add_output
+from .arguments import a_path_or_id, add_json, add_output
 
 
 def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
         parser: Of the command.
         output: Take the folder as an argument of this name, as Optimum's exporters do, and not as `-o DIR`.
     """
-    parser.add_argument("model", metavar="MODEL", help="checkpoint folder or Hub id")
+    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder or Hub id")
     if output is None:
         add_output(parser, required=True)
     else:

@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..errors import RequestError
 from ..progress import Progress
-from .arguments import add_json
+from .arguments import a_number, a_path, a_path_or_id, a_text, add_json
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the model, and prompts or questions."""
-    parser.add_argument("folder", metavar="FOLDER", help="ONNX folder; or a checkpoint, which runs in torch")
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=a_path_or_id, help="ONNX folder; or a checkpoint, which runs in torch"
+    )
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", dest="prompts", metavar="TEXT", action="append", help="may be repeated")
+    asked.add_argument("--prompt", dest="prompts", metavar="TEXT", type=a_text, action="append", help="may be repeated")
     asked.add_argument(
-        "--questions", metavar="FILE", type=Path, help="MM-Vet's or VizWiz's JSON; --image is then the folder of images"
+        "--questions",
+        metavar="FILE",
+        type=a_path,
+        help="MM-Vet's or VizWiz's JSON; --image is then the folder of images",
     )
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
-        type=Path,
+        type=a_path,
         help="file for the answers to --questions, as MM-Vet's grader reads",
     )
     parser.add_argument(
-        "--image", dest="images", metavar="FILE", type=Path, action="append", default=[], help="one, or one per prompt"
+        "--image",
+        dest="images",
+        metavar="FILE",
+        type=a_path,
+        action="append",
+        default=[],
+        help="one, or one per prompt",
     )
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=20, help="at most (default: 20)")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=a_number(int, 1), default=20, help="at most (default: 20)"
+    )
     add_json(parser)
 
 

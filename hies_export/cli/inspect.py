@@ -14,7 +14,7 @@ from rich.console import Console
 from ..errors import RequestError
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..progress import Progress
-from .arguments import add_json
+from .arguments import a_path_or_id, add_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
+        type=a_path_or_id,
         help="checkpoint folder or Hub id; a plan.json or a run's folder; a recipe with --theory",
     )
     parser.add_argument(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from .. import __version__
-from ..errors import HiesError, system_failure
+from ..errors import HiesError, memory_failure, system_failure
 from ..progress import Progress
 from . import (
     apply,
@@ -78,7 +78,12 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     Returns:
         0 done; 2 the request was wrong; 1 a step failed, nothing half-written left behind; 130 interrupted.
     """
-    options = (parser or build_parser()).parse_args(arguments)
+    arguments, parser = sys.argv[1:] if arguments is None else arguments, parser or build_parser()
+    for argument in arguments:
+        # Some versions of argparse make an empty list of this value, whatever the option's type.
+        if argument.startswith("--") and argument.endswith("=--"):
+            parser.error(f"an option needs a value, got {argument}")
+    options = parser.parse_args(arguments)
     # Names are printed as they are. Into a file or a pipe, tables are as wide as they need.
     out = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
     err = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -98,7 +103,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         if isinstance(error, HiesError):
             err.print(f"error: {error}", style="red", soft_wrap=True)
             return error.exit_code
-        failure = system_failure(error)
+        failure = system_failure(error) or memory_failure(error)
         if options.verbose or failure is None:
             raise
         err.print(f"error: {failure}; nothing half-written was left behind", style="red", soft_wrap=True)

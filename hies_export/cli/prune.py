@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import add_recipe, read_recipe, refuse_output
+from .arguments import a_path, add_recipe, read_recipe, refuse_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe and `--plan`."""
     add_recipe(parser)
-    parser.add_argument("--plan", metavar="FILE", type=Path, help="cut by this plan instead of scoring")
+    parser.add_argument("--plan", metavar="FILE", type=a_path, help="cut by this plan instead of scoring")
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import add_json
+from .arguments import a_path, a_text, add_json
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the run, the repository and what its card says."""
-    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run's folder")
-    parser.add_argument("repository", metavar="USER/REPO", help="made if there is none")
+    parser.add_argument("folder", metavar="RUN_DIR", type=a_path, help="a run's folder")
+    parser.add_argument("repository", metavar="USER/REPO", type=a_text, help="made if there is none")
     parser.add_argument("--private", action="store_true", help="make the repository private")
-    parser.add_argument("--revision", metavar="BRANCH", default="main", help="branch to commit to (default: main)")
-    parser.add_argument("--message", metavar="TEXT", help="commit message (default: the report's headline)")
-    parser.add_argument("--license", metavar="ID", help="of the model, where the dense model's card names none")
-    parser.add_argument("--base-model", metavar="ID", help="Hub id of the dense model, where it was read from a folder")
+    parser.add_argument(
+        "--revision", metavar="BRANCH", type=a_text, default="main", help="branch to commit to (default: main)"
+    )
+    parser.add_argument(
+        "--message", metavar="TEXT", type=a_text, help="commit message (default: the report's headline)"
+    )
+    parser.add_argument(
+        "--license", metavar="ID", type=a_text, help="of the model, where the dense model's card names none"
+    )
+    parser.add_argument(
+        "--base-model", metavar="ID", type=a_text, help="Hub id of the dense model, where it was read from a folder"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace whatever the repository holds")
     add_json(parser)
 

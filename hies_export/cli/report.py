@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..errors import RequestError
 from ..progress import Progress
-from .arguments import add_json
+from .arguments import a_path, add_json
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and what to draw."""
     parser.add_argument(
-        "folder", metavar="DIR", type=Path, help="a run's folder, or a file with what `bench --json` printed"
+        "folder", metavar="DIR", type=a_path, help="a run's folder, or a file with what `bench --json` printed"
     )
     parser.add_argument(
         "--figures",
         metavar="DIR",
-        type=Path,
+        type=a_path,
         help="draw heads, neurons and latency as PNG and SVG; needs the extra 'plots'",
     )
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write it as one self-contained page")
+    parser.add_argument("--html", metavar="FILE", type=a_path, help="write it as one self-contained page")
     add_json(parser)
 
 

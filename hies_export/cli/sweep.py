@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..errors import RequestError
+from ..errors import RequestError, quoted
 from ..progress import Progress
 from .arguments import add_json, add_recipe, read_recipe
 
@@ -95,7 +95,7 @@ def _split(name: str, text: str | None, convert: Callable[[str], Any]) -> tuple[
         return tuple(convert(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:
         kind = "whole numbers" if convert is int else "numbers"
-        raise RequestError(f"--{name} takes {kind}, separated by commas, got {text!r}") from None
+        raise RequestError(f"--{name} takes {kind}, separated by commas, got {quoted(text)}") from None
 
 
 def _number_or_word(text: str) -> float | str:

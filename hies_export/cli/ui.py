@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from rich.console import Console
 
 from ..progress import Progress
+from .arguments import a_number, a_path
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and how to serve it."""
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a run's or a sweep's folder")
-    parser.add_argument("--port", metavar="N", type=int, help="where to listen (default: a free one from 7860)")
+    parser.add_argument("folder", metavar="DIR", type=a_path, help="a run's or a sweep's folder")
+    parser.add_argument(
+        "--port", metavar="N", type=a_number(int, 1, 65535), help="where to listen (default: a free one from 7860)"
+    )
     parser.add_argument("--no-browser", action="store_true", help="do not open the page, only serve it")
 
 

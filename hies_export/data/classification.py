@@ -12,6 +12,7 @@ from ..errors import DataError, listed
 from .images import as_images, image_of_row
 from .labels import read_labels
 from .reader import Batch, Reader, batched
+from .row_names import own_columns
 from .targets import is_regression
 from .tokens import check_vocabulary, settle_padding, token_limit
 
@@ -52,7 +53,7 @@ class TextReader(ClassificationReader):
         if not 1 <= len(self.columns.text) <= 2:
             raise DataError(
                 f"text-classification needs one or two data.text columns, got {len(self.columns.text)}; the data has "
-                f"{listed(rows.column_names)}"
+                f"{listed(own_columns(rows))}"
             )
         return self.columns.text
 
@@ -86,7 +87,7 @@ class ImageReader(ClassificationReader):
     def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
         if self.columns.image is None:
             raise DataError(
-                "image-classification needs a data.image column, got 0; the data has " + listed(rows.column_names)
+                "image-classification needs a data.image column, got 0; the data has " + listed(own_columns(rows))
             )
         return (self.columns.image,)
 

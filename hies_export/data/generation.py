@@ -12,6 +12,7 @@ import torch
 from ..errors import DataError, listed
 from .prompts import check_prompt, filled, one_row_per_question, right_choice, template_fields, tokenise
 from .reader import Batch, Reader, batched
+from .row_names import own_columns, row_name
 from .targets import IGNORED
 from .text_blocks import pack_text
 from .tokens import check_vocabulary, position_ids, settle_padding, token_limit
@@ -73,7 +74,7 @@ class TextGenerationReader(GenerationReader):
     """Reads plain text, or prompts and answers; too long prompts lose their beginning."""
 
     def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        columns, has = self.columns, f"the data has {listed(rows.column_names)}"
+        columns, has = self.columns, f"the data has {listed(own_columns(rows))}"
         if not self.prompted and (columns.prompt, columns.answer) != (None, None):
             raise DataError(f"data.prompt and data.answer go together, got only one of them; {has}")
         if (self.prompted, len(columns.text)) not in {(True, 0), (False, 1)}:
@@ -118,8 +119,9 @@ class TextGenerationReader(GenerationReader):
             ids = tokenizer(text, truncation=limit is not None, max_length=limit, verbose=False)["input_ids"]
             if len(ids) < 2:
                 raise DataError(
-                    f"a text must have at least two tokens to predict one from the other, but row {row} (from 0) of "
-                    f"{column!r} has {len(ids)}; remove it, raise max_length or pack the texts into blocks"
+                    "a text must have at least two tokens to predict one from the other, but "
+                    f"{row_name(samples, row)} has {len(ids)} in {column!r}; remove it, raise max_length or pack the "
+                    "texts into blocks"
                 )
             found.append((ids, len(ids)))
         if not found:
@@ -134,7 +136,7 @@ class TextGenerationReader(GenerationReader):
         found = []
         for number, row in enumerate(self.texts(samples)):
             ids, answer_tokens = tokenise(*filled(row, **self.template), tokenizer)
-            check_answer(len(ids), answer_tokens, number, limit)
+            check_answer(len(ids), answer_tokens, row_name(samples, number), limit)
             if limit is not None and len(ids) > limit:
                 begin = ids[:1] if ids[0] == tokenizer.bos_token_id and limit > answer_tokens + 1 else []
                 ids = begin + ids[len(ids) - limit + len(begin) :]
@@ -158,19 +160,25 @@ class TextGenerationReader(GenerationReader):
         return with_positions({"input_ids": input_ids, "attention_mask": attention_mask}, self.config, labels)
 
 
-def check_answer(tokens: int, answer_tokens: int, row: int, limit: int | None) -> None:
+def check_answer(tokens: int, answer_tokens: int, row: str, limit: int | None) -> None:
     """Check that a sample of so many tokens has a prompt, and an answer that fits behind it.
+
+    Args:
+        tokens: Of the prompt and the answer.
+        answer_tokens: Of the answer.
+        row: From `row_name`.
+        limit: Most tokens of a sample.
 
     Raises:
         DataError: One of them has no token, or the answer takes all that are allowed.
     """
     if answer_tokens == 0 or answer_tokens == tokens:
         what = "an answer" if answer_tokens == 0 else "a prompt"
-        raise DataError(f"every row must have {what} of at least one token, but row {row} (from 0) has none")
+        raise DataError(f"every row must have {what} of at least one token, but {row} has none")
     if limit is not None and answer_tokens >= limit:
         raise DataError(
-            f"answers are never cut and need a token before them, but row {row} (from 0) has {answer_tokens} answer "
-            f"tokens and max_length is {limit}; raise max_length"
+            f"answers are never cut and need a token before them, but {row} has {answer_tokens} answer tokens and "
+            f"max_length is {limit}; raise max_length"
         )
 
 

@@ -15,6 +15,7 @@ from .generation import GenerationReader, check_answer, with_positions
 from .images import as_images, image_of_row
 from .prompts import answer_text, filled, tokenise
 from .reader import Batch, batched
+from .row_names import own_columns, row_name
 from .targets import IGNORED
 from .tokens import check_vocabulary
 
@@ -35,7 +36,7 @@ class ImageTextReader(GenerationReader):
         if self.columns.image is None or not self.prompted:
             raise DataError(
                 "image-text-to-text needs data.image, data.prompt and data.answer, but not all are given; the data has "
-                + listed(rows.column_names)
+                + listed(own_columns(rows))
             )
         return (self.columns.image,)
 
@@ -49,14 +50,14 @@ class ImageTextReader(GenerationReader):
             answer_tokens = []
             for row, pair in zip(rows, pairs, strict=True):
                 ids, count = tokenise(*pair, tokenizer)
-                check_answer(len(ids), count, row, limit)
+                check_answer(len(ids), count, row_name(samples, row), limit)
                 answer_tokens.append(count)
             encoded = self._encode([image for _, image in part], pairs, tokenizer)
             for row, length in zip(rows, encoded["attention_mask"].sum(-1).tolist(), strict=True):
                 if limit is not None and length > limit:
                     raise DataError(
-                        f"image, prompt and answer must fit into max_length ({limit} tokens), but row {row} (from 0) "
-                        f"has {length}; raise max_length, or shorten the prompt"
+                        f"image, prompt and answer must fit into max_length ({limit} tokens), but "
+                        f"{row_name(samples, row)} has {length}; raise max_length, or shorten the prompt"
                     )
             check_vocabulary(encoded["input_ids"], self.config)
             yield with_positions(encoded, self.config, _labels(encoded, answer_tokens))
@@ -116,11 +117,11 @@ def _decodable(rows: datasets.Dataset, column: str) -> Iterator[tuple[int, PIL.I
         try:
             image = image_of_row(rows, column, row)
         except DataError as error:
-            failures.append(f"row {row} ({error.__cause__})")
+            failures.append(f"{row_name(rows, row)}: {error.__cause__}")
             if len(failures) > TOLERATED_SHARE * len(rows):
                 raise DataError(
                     f"at most {TOLERATED_SHARE:.0%} of the images may fail to decode, but of the first {row + 1} of "
-                    f"{len(rows)} rows {len(failures)} in {column!r} do (counted from 0): {', '.join(failures[:5])}"
+                    f"{len(rows)} samples {len(failures)} in {column!r} do: {'; '.join(failures[:5])}"
                 ) from error
         else:
             yield row, image
@@ -130,5 +131,5 @@ def _decodable(rows: datasets.Dataset, column: str) -> Iterator[tuple[int, PIL.I
             len(failures),
             len(rows),
             column,
-            ", ".join(failures),
+            "; ".join(failures),
         )

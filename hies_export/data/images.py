@@ -10,6 +10,7 @@ import datasets
 import PIL.Image
 
 from ..errors import DataError
+from .row_names import row_name
 
 
 def holds_images(feature: Any) -> bool:
@@ -30,7 +31,7 @@ def image_of_row(rows: datasets.Dataset, column: str, row: int) -> PIL.Image.Ima
     Raises:
         DataError: It does not decode.
     """
-    return _as_rgb(lambda: rows[row][column], f"every {column!r} must be an image, but row {row} (from 0) is not")
+    return _as_rgb(lambda: rows[row][column], f"every {column!r} must be an image, but {row_name(rows, row)} is not")
 
 
 def image_of_file(file: str | Path) -> PIL.Image.Image:

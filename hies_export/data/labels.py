@@ -9,7 +9,8 @@ from typing import Any
 
 import datasets
 
-from ..errors import DataError, listed
+from ..errors import DataError, listed, quoted
+from .row_names import row_name
 from .targets import is_regression
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
     for row, value in enumerate(values):
         if value is None or (isinstance(value, float) and math.isnan(value)):
             raise DataError(
-                f"every row must have a label, but row {row} (from 0) has none in {column!r}; "
+                f"every row must have a label, but {row_name(rows, row)} has none in {column!r}; "
                 "remove such rows, or leave data.label out to run without labels"
             )
     if is_regression(config):
@@ -40,10 +41,10 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
     if not isinstance(dtype, str) or not dtype.startswith(("int", "uint", "bool")):
         raise DataError(
             f"the labels of a classifier must be class numbers or class names, but {column!r} holds "
-            f"{kind_of(feature)} such as {values[0]!r}"
+            f"{kind_of(feature)} such as {quoted(values[0])}"
         )
     if -1 in values:
-        raise DataError(_hidden(f"in row {values.index(-1)} (from 0) of {column!r}"))
+        raise DataError(_hidden(f"for {column!r} in {row_name(rows, values.index(-1))}"))
     names = feature.names if isinstance(feature, datasets.ClassLabel) else []
     known = {str(key).casefold() for key in config.label2id}
     if names and {label.casefold() for label in names} <= known:
@@ -58,7 +59,7 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
         if not 0 <= value < config.num_labels:
             raise DataError(
                 f"labels must be in [0, {config.num_labels}), the model's classes, "
-                f"but row {row} (from 0) of {column!r} has {value}"
+                f"but {row_name(rows, row)} has {value} in {column!r}"
             )
     return [int(value) for value in values]
 
@@ -70,7 +71,8 @@ def _regression_labels(values: list[Any], feature: Any, *, column: str, config: 
         isinstance(value, bool) or not isinstance(value, (int, float)) for value in values
     ):
         raise DataError(
-            f"the labels of a regression must be numbers, but {column!r} holds {kind_of(feature)} such as {values[0]!r}"
+            f"the labels of a regression must be numbers, but {column!r} holds {kind_of(feature)} such as "
+            f"{quoted(values[0])}"
         )
     if all(value == -1 for value in values):
         raise DataError(_hidden(f"in every row of {column!r}"))
@@ -91,7 +93,7 @@ def _numbers_of_names(names: Sequence[str], *, column: str, config: Any) -> list
     unknown = dict.fromkeys(name for name in names if name not in numbers and name.casefold() not in numbers)
     if unknown:
         known = listed(config.label2id)
-        given = ", ".join(repr(name) for name in list(unknown)[:3]) + (", ..." if len(unknown) > 3 else "")
+        given = ", ".join(quoted(name) for name in list(unknown)[:3]) + (", ..." if len(unknown) > 3 else "")
         raise DataError(f"the class names in {column!r} must be among the model's ({known}), got {given}")
     return [numbers[name] if name in numbers else numbers[name.casefold()] for name in names]
 

@@ -11,8 +11,9 @@ from typing import Any
 import datasets
 import pyarrow
 
-from ..errors import DataError, did_you_mean, listed
+from ..errors import DataError, did_you_mean, listed, quoted
 from .labels import STRINGS, kind_of
+from .row_names import own_columns, row_name
 
 LISTS = (datasets.List, datasets.LargeList)
 
@@ -27,12 +28,14 @@ def template_fields(template: str) -> tuple[str, ...]:
         fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
     except ValueError as error:
         raise DataError(
-            f"data.prompt must be a template such as 'Question: {{question}}', but {template!r} is not: {error}; "
+            f"data.prompt must be a template such as 'Question: {{question}}', but {quoted(template)} is not: {error}; "
             "write {{ and }} for braces that are text"
         ) from error
     for field in fields:
         if not field.isidentifier():
-            raise DataError(f"a field of data.prompt must be the name of a column, got {{{field}}} in {template!r}")
+            raise DataError(
+                f"a field of data.prompt must be the name of a column, got {{{field}}} in {quoted(template)}"
+            )
     return tuple(dict.fromkeys(fields))
 
 
@@ -45,8 +48,9 @@ def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
     """
     for what, column in [*(("a field of data.prompt", f) for f in template_fields(prompt)), ("data.answer", answer)]:
         if column not in rows.column_names:
-            hint = did_you_mean(column, rows.column_names)
-            raise DataError(f"{what} must be a column of the data ({listed(rows.column_names)}), got {column!r}{hint}")
+            known = own_columns(rows)
+            hint = did_you_mean(column, known)
+            raise DataError(f"{what} must be a column of the data ({listed(known)}), got {quoted(column)}{hint}")
         inner = rows.features[column]
         while isinstance(inner, LISTS):
             inner = inner.feature
@@ -55,7 +59,7 @@ def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
             raise DataError(f"{what} must hold text or lists of text, but {column!r} holds {kind_of(inner)}")
         for row, value in enumerate(rows[column][:]):
             if value is None or value == []:
-                raise DataError(f"every row must have a {column!r}, but row {row} (from 0) has none")
+                raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
     _lengths(rows, _listed_columns(rows, prompt=prompt, answer=answer))
 
 
@@ -98,8 +102,8 @@ def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets
     for row, (choices, number) in enumerate(zip(rows[answer][:], rows[label][:], strict=True)):
         if not str(number).isdecimal() or int(number) >= len(choices):
             raise DataError(
-                f"every {label!r} must number one of the {len(choices)} choices from 0, but row {row} (from 0) has "
-                f"{number!r}; use a split with labels"
+                f"every {label!r} must number one of the {len(choices)} choices from 0, but {row_name(rows, row)} has "
+                f"{quoted(number)}; use a split with labels"
             )
         chosen.append(choices[int(number)])
     kind = rows.features[answer].feature
@@ -117,7 +121,7 @@ def _lengths(rows: datasets.Dataset, columns: Sequence[str]) -> list[int]:
     for row, found in enumerate(lengths):
         if len(set(found)) > 1:
             sizes = ", ".join(f"{column!r} {size}" for column, size in zip(columns, found, strict=True))
-            raise DataError(f"the lists of a row must be of one length, but row {row} (from 0) has {sizes}")
+            raise DataError(f"the lists of a row must be of one length, but {row_name(rows, row)} has {sizes}")
     return [found[0] for found in lengths]
 
 

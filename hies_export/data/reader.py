@@ -13,9 +13,10 @@ import datasets
 import numpy as np
 import torch
 
-from ..errors import DataError, listed
+from ..errors import DataError, listed, quoted
 from .images import holds_images
 from .labels import STRINGS, kind_of
+from .row_names import own_columns, row_name
 from .rows import load_rows
 
 Batch = dict[str, torch.Tensor]
@@ -80,7 +81,9 @@ class Reader(ABC):
             DataError: One of the three refuses.
         """
         wanted: dict[str, Any] = {"samples": samples, "shuffle_seed": shuffle_seed}
-        rows = load_rows(name=name, files=files, split=split, **(wanted if self.a_row_is_a_sample else {}))
+        rows = load_rows(
+            name=name, files=files, split=split, numbered=True, **(wanted if self.a_row_is_a_sample else {})
+        )
         self.check(rows)
         return rows if self.a_row_is_a_sample else self.draw(rows, **wanted)
 
@@ -97,7 +100,9 @@ class Reader(ABC):
         columns, inputs = self.columns, self._input_columns(rows)
         for column in (*inputs, *([columns.label] if columns.label else [])):
             if column not in rows.column_names:
-                raise DataError(f"the data must have the column {column!r}, but it has {listed(rows.column_names)}")
+                raise DataError(
+                    f"the data must have the column {quoted(column)}, but it has {listed(own_columns(rows))}"
+                )
         for column in inputs:
             feature = rows.features[column]
             if column == columns.image and not holds_images(feature):
@@ -107,7 +112,7 @@ class Reader(ABC):
             # An Image feature is one step from its storage; asking the table avoids decoding every image here.
             for row, value in enumerate(rows.with_format("arrow")[column][:]):
                 if not value.is_valid:
-                    raise DataError(f"every row must have a {column!r}, but row {row} (from 0) has none")
+                    raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
         self._check_targets(rows)
 
     @abstractmethod

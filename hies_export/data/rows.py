@@ -13,8 +13,9 @@ from typing import Any
 import datasets
 import numpy as np
 
-from ..errors import DataError, listed, root_cause
+from ..errors import DataError, listed, quoted, root_cause
 from ..progress import quiet
+from .row_names import number_rows
 
 # Only an empty cell is missing: "None", "NA" and "null" are words that texts contain. The file is read in one chunk,
 # because a column's type is inferred chunk by chunk. Without index_col, a row wider than the header shifts all columns.
@@ -38,6 +39,7 @@ def load_rows(
     split: str,
     samples: int | None = None,
     shuffle_seed: int | None = None,
+    numbered: bool = False,
 ) -> datasets.Dataset:
     """Load the rows of one split, from the Hub or from local files.
 
@@ -55,6 +57,7 @@ def load_rows(
         samples: How many rows; None for all. When there are fewer, all are returned: report `len(rows)`.
         shuffle_seed: Take the rows in a seeded random order, not in file order. The rows of an image folder are
             sorted by class, so there `samples` without a seed takes the first rows of the shuffle with seed 0.
+        numbered: Add a column with the number of every row in its file or split, for `row_name`.
 
     Returns:
         The rows; those of local files are held in memory, but for the images of a folder.
@@ -70,19 +73,22 @@ def load_rows(
         raise DataError(f"samples must be at least 1, got {samples}")
     split, bracket, slice_ = split.partition("[")
     if files is None:
-        rows = _load_hub_split(str(name), split)
+        rows, source = _load_hub_split(str(name), split), f"the split {split!r}"
     else:
         _check_split(split, files)
         path = Path(files[split]).expanduser().absolute()
+        source = path.name
         if path.is_dir():
             rows = _load_image_folder(path)
             shuffle_seed = 0 if samples and shuffle_seed is None else shuffle_seed
         else:
             rows = _load_files(path)
+    if numbered:
+        rows = number_rows(rows, source=source)
     if bracket:
         rows = _sliced(rows, split, bracket + slice_)
     if len(rows) == 0:
-        raise DataError(f"the split {split + bracket + slice_!r} must have at least one row, but it is empty")
+        raise DataError(f"the split {quoted(split + bracket + slice_)} must have at least one row, but it is empty")
     order: Sequence[int] | np.ndarray = range(len(rows))
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(len(rows))
@@ -113,7 +119,7 @@ def _sliced(rows: datasets.Dataset, split: str, slice_: str) -> datasets.Dataset
         (part,) = datasets.ReadInstruction.from_spec(split + slice_).to_absolute({split: len(rows)})
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f"a slice of a split must be like {split}[:80%] or {split}[100:200], got {split + slice_!r} "
+            f"a slice of a split must be like train[:80%] or train[100:200], got {quoted(split + slice_)} "
             f"({root_cause(error)})"
         ) from error
     return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
@@ -121,7 +127,7 @@ def _sliced(rows: datasets.Dataset, split: str, slice_: str) -> datasets.Dataset
 
 def _check_split(split: str, splits: Mapping[str, Any]) -> None:
     if split not in splits:
-        raise DataError(f"the split must be one of {listed(splits)}, got {split!r}")
+        raise DataError(f"the split must be one of {listed(splits)}, got {quoted(split)}")
 
 
 def _load_files(path: Path) -> datasets.Dataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.classes import find_model_class, load_config
 from ..checkpoint.loading import load
-from ..errors import RequestError
+from ..errors import RequestError, quoted
 from ..measure.compare import time_on
 from ..measure.counts import Shape, count_both_flops
 from ..measure.rows import LatencyRow
@@ -24,6 +25,9 @@ from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES
 from ..runtimes.ort import ONNX_FILE, refuse_parts
 from ..runtimes.registry import check_runtime
+
+# More rows times tokens than any machine runs at once; a batch of more would fill the memory before a model sees it.
+MOST_TOKENS = 2**24
 
 
 def bench(
@@ -61,12 +65,12 @@ def bench(
     runtimes = runtimes or (("onnxruntime-cpu",) if any(map(_is_exported, folders)) else ("torch",))
     _check_request(folders, runtimes, dtypes)
     skeletons = [_skeleton(folder) for folder in folders]
-    if skeletons[0].main_input_name != skeletons[1].main_input_name:
-        names = " and ".join(model.main_input_name for model in skeletons)
-        raise RequestError(f"two models must take the same kind of input to be compared, got {names}")
+    _check_inputs(skeletons)
     # The second model may have fewer positions than the first.
     wanted, _ = (model_shapes(model, shapes) for model in skeletons)
-    batches = {shape: synthetic_batch(skeletons[0], batch=shape[0], sequence=shape[1]) for shape in wanted}
+    # The tokens of the smaller vocabulary are tokens of both.
+    smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))
+    batches = {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1]) for shape in wanted}
     flops = count_both_flops(skeletons[0], skeletons[1], batches)
     rows = []
     for runtime in runtimes:
@@ -79,6 +83,19 @@ def bench(
                     ]
                     rows += time_on(runtime, *sources, batches=batches, flops=flops, timing=timing, progress=progress)
     return rows
+
+
+def _check_inputs(models: Sequence[PreTrainedModel]) -> None:
+    """Refuse models that cannot read the same batch.
+
+    Raises:
+        RequestError: One reads text and the other images, or images of another size.
+    """
+    kinds = [model.main_input_name for model in models]
+    if kinds[0] == kinds[1] == "pixel_values":
+        kinds = [f"images of {model.config.num_channels} x {model.config.image_size}" for model in models]
+    if kinds[0] != kinds[1]:
+        raise RequestError(f"two models must take the same kind of input to be compared, got {' and '.join(kinds)}")
 
 
 def _is_exported(folder: Path) -> bool:
@@ -143,8 +160,12 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
     """Return the (batch, sequence) pairs to measure. For an image model, the sequence follows from the image size.
 
     Raises:
-        RequestError: The shape of a text model has no sequence, or a sequence longer than the model's positions.
+        RequestError: The shape of a text model has no sequence, or a sequence longer than the model's positions; or a
+            shape has more than `MOST_TOKENS`.
     """
+    for shape in shapes:
+        if math.prod(shape) > MOST_TOKENS:
+            raise RequestError(f"a shape must have at most {MOST_TOKENS:,} tokens or images, got {quoted(list(shape))}")
     if model.main_input_name == "pixel_values":
         tokens = sequence_length(model, synthetic_batch(model, batch=1))
         return [(batch, tokens) for batch in dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,)))]

@@ -30,6 +30,7 @@ from ..select.constraints import Constraints, check_budget, check_constraints
 from ..tasks import TASKS
 from ..units import PrunableModule
 from .bench import check_dtypes, model_shapes
+from .devices import check_device_map
 from .load import load_dense, task_class
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ def prepare(
     metrics = _check_metrics(recipe, regression=regression)
     _warn_without_compensation(recipe)
     runtimes = _check_runtimes(recipe)
+    check_device_map(recipe.device_map)
     reader = _reader(recipe, config)
     samples = _draw(recipe, reader, draws or Draws.of(recipe))
     if loaded is None:
@@ -286,6 +288,11 @@ def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
         raise RequestError(
             f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {len(drawn)}; "
             f"lower calibration.samples or {remedy}"
+        )
+
+    if len(drawn) < draws.scoring:
+        logger.warning(
+            "calibration.samples is %d, but the split %r has only %d: all are used", draws.scoring, split, len(drawn)
         )
 
     def part(start: int, count: int) -> datasets.Dataset:

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
-from ..errors import RecipeError, did_you_mean
+from ..errors import RecipeError, did_you_mean, quoted
+from .plain_yaml import read_yaml
+
+# pydantic's kinds of errors that name Python's types -> what a recipe calls them.
+_KINDS = {"model_type": "a mapping of fields", "dict_type": "a mapping", "tuple_type": "a list", "path_type": "a path"}
 
 
 def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,15 +24,12 @@ def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any
         overrides: Dotted field -> value.
 
     Raises:
-        RecipeError: There is no such file, it is no YAML mapping, or an override is inside a plain value.
+        RecipeError: There is no such file, it is no plain YAML mapping, or an override is inside a plain value.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise RecipeError([f"a recipe must be a YAML file, but there is no file {path}"])
-    try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError([f"a recipe must be valid YAML, but {path} is not: {' '.join(str(error).split())}"]) from None
+    fields = read_yaml(path)
     if not isinstance(fields, dict):
         raise RecipeError([f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}"])
     _resolve_paths(fields, path.parent)
@@ -40,7 +40,8 @@ def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any
 
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
     """Make relative paths relative to the recipe's folder; a model that is no folder there is a Hub id."""
-    if isinstance(fields.get("model"), str) and (folder / fields["model"]).exists():
+    # os.path.exists, unlike Path.exists, is false for names that no file system takes.
+    if isinstance(fields.get("model"), str) and os.path.exists(folder / fields["model"]):
         fields["model"] = os.path.normpath(folder / fields["model"])
     if isinstance(fields.get("output"), str):
         fields["output"] = folder / fields["output"]
@@ -51,7 +52,7 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
         evaluation["lm_eval"] = [str(file) if file.suffix in (".yaml", ".yml") else task for task, file in named]
     if isinstance(evaluation, dict) and isinstance(evaluation.get("metrics"), list):
         evaluation["metrics"] = [
-            str(folder / name) if "/" in str(name) and (folder / str(name)).exists() else name
+            str(folder / name) if "/" in str(name) and os.path.exists(folder / str(name)) else name
             for name in evaluation["metrics"]
         ]
     data = fields.get("data")
@@ -83,8 +84,8 @@ def sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:
             reason = str(problem["ctx"]["error"])
             yield f"{where}: {reason}" if where else reason
         else:
-            message = problem["msg"].removeprefix("Input should be ")
-            yield f"{where} must be {message}, got {problem['input']!r}"
+            message = _KINDS.get(problem["type"], problem["msg"].removeprefix("Input should be "))
+            yield f"{where} must be {message}, got {quoted(problem['input'])}"
 
 
 def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from ..errors import RecipeError
+from ..paths import check_path
 from ..progress import SILENT, Progress
 from ..tasks import TASKS, TaskName
 from .reading import read_fields, sentences
@@ -73,6 +74,11 @@ class PruningRecipe(Section):
             super().__init__(**fields)
         except ValidationError as error:
             raise RecipeError(list(sentences(error, type(self)))) from None
+
+    @field_validator("model")
+    @classmethod
+    def _may_be_a_folder(cls, value: str) -> str:
+        return check_path(value)
 
     @model_validator(mode="after")
     def _a_latency_budget_has_one_dtype(self) -> PruningRecipe:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from ..errors import did_you_mean
+from ..errors import did_you_mean, quoted
 from ..kinds import ATTENTION, KINDS
+from ..paths import check_path
+
+# Above every number of rows, heads or seconds that a run gets through, and below what libraries cannot hold.
+MOST = 2**31 - 1
 
 
 def _share_of_dense(value: float, info: ValidationInfo) -> float:
@@ -43,6 +48,25 @@ class Section(BaseModel):
     """A part of the recipe: frozen, and without fields that it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _is_in_reach(cls, value: Any) -> Any:
+        for leaf in _leaves(value):
+            if isinstance(leaf, Path):
+                check_path(leaf)
+            elif isinstance(leaf, (int, float)) and abs(leaf) > MOST:
+                raise ValueError(f"a number must be in [-{MOST}, {MOST}], got {quoted(leaf)}")
+        return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the values inside tuples and mappings."""
+    if isinstance(value, (tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 class DataSection(Section):
@@ -126,6 +150,11 @@ class EvaluationSection(Section):
     metrics: tuple[str, ...] = ()
     stability_tolerance: float = Field(0.25, gt=0)
     lm_eval: tuple[str, ...] = ()
+
+    @field_validator("metrics", "lm_eval")
+    @classmethod
+    def _may_be_files(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(check_path, value))
 
 
 class LatencyBudget(Section):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from ..baselines.names import JUDGED_ONLY, OWN_SAMPLES, sweep_names
 from ..errors import RecipeError, did_you_mean
 from ..kinds import ATTENTION, KINDS, MLP
+from ..recipe.sections import MOST
 from ..score.criteria import CRITERIA, uses_alpha
 from ..slim.refit import METHODS, Compensation
 
@@ -61,7 +62,7 @@ class SweepGrid:
                 problems.append(f"an alpha must be a number in [0, 1), auto or auto-area, got {alpha!r}")
         problems += [f"a sparsity must be in (0, 1), got {s:g}" for s in self.shares if not 0 < s < 1]
         problems += [f"a share of FLOPs must be in (0, 1), got {f:g}" for f in self.flops if not 0 < f < 1]
-        problems += [f"a seed must be at least 0, got {s}" for s in self.seeds if s < 0]
+        problems += [f"a seed must be in [0, {MOST}], got {s}" for s in self.seeds if not 0 <= s <= MOST]
         problems += [f"a calibration size must be at least 1, got {s}" for s in self.calibration_sizes if s < 1]
         problems += self._unfit_budgets()
         if problems:

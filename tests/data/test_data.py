@@ -105,9 +105,9 @@ def test_check_of_rows_without_content():
 @pytest.mark.parametrize(
     ("labels", "num_labels", "match"),
     [
-        ([0, 2], 2, r"in \[0, 2\).*row 1 \(from 0\) of 'label' has 2"),
+        ([0, 2], 2, r"in \[0, 2\).*row 1 \(from 0\) has 2 in 'label'"),
         ([0, -2], 2, r"in \[0, 2\).* has -2"),
-        ([1, -1], 2, r"got -1 in row 1 .* hidden label, as in GLUE's test splits"),
+        ([1, -1], 2, r"got -1 for 'label' in row 1 .* hidden label, as in GLUE's test splits"),
         ([-1.0, -1.0], 1, r"got -1 in every row .* hidden label"),
         ([0.0, 1.0], 2, "class numbers or class names, but 'label' holds float64 such as 0.0"),
         ([0, None], 2, r"must have a label, but row 1 \(from 0\) has none"),

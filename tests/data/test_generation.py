@@ -294,12 +294,12 @@ def test_a_few_images_that_do_not_decode_are_left_out(caplog: pytest.LogCaptureF
     columns = {"question": ["a"] * 200, "answer": (list("abcdefghij") * 20)}
     with caplog.at_level(logging.WARNING, logger="hies_export"):
         batches = shown(rows_of(image=images, **columns), batch_size=64)
-    assert "2 of 200 images in 'image' do not decode and are left out: row 3 (" in caplog.text
+    assert "2 of 200 images in 'image' do not decode and are left out: row 3 (from 0): " in caplog.text
     assert [len(b["labels"]) for b in batches] == [64, 64, 64, 6]
     kept = [a for i, a in enumerate(columns["answer"]) if i not in (3, 150)]
     assert list(itertools.chain(*map(labelled, batches))) == [f"{a} </s>" for a in kept]
     images[7] = b"neither"
-    with pytest.raises(DataError, match=r"at most 1% of the images .* first 151 of 200 rows 3 .*: row 3 \(.*row 7"):
+    with pytest.raises(DataError, match=r"at most 1% of the images .* first 151 of 200 samples 3 .*: row 3 \(.*row 7"):
         shown(rows_of(image=images, **columns))
 
 

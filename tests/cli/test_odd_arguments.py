@@ -1,0 +1,103 @@
+"""Values that no command can use end in a sentence and exit code 2, before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.models import save_project
+from support.runs import hies
+
+LONG, SURROGATE = "x" * 300, "a\udcff"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_project(tmp_path_factory.mktemp("project"), train=6, validation=4, prune={"budget": {"heads": 0.5}})
+
+
+def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the last line on standard error of a command that ends with exit code 2."""
+    try:
+        code = hies(*arguments)
+    except SystemExit as refused:
+        code = int(str(refused.code))
+    error = capsys.readouterr().err
+    assert code == 2, error
+    assert len(error) < 5000
+    return error.strip().splitlines()[-1]
+
+
+PATHS = (
+    *("run {} -o o", "score recipe.yaml -o {}", "prune recipe.yaml --plan {} -o o", "sweep recipe.yaml -o {}"),
+    *("apply {} model -o o", "apply plan.json {} -o o", "apply plan.json model -o {}"),
+    *("export {} -o o", "export model -o {}", "bench {}", "bench model {}", "quickstart -o {}"),
+    *("generate {} --prompt a", "generate model --prompt a --image {}"),
+    *("generate model --questions {} -o o --image i", "generate model --questions q -o {} --image i"),
+    *("push {} user/name", "upgrade {} -o o", "upgrade model -o {}", "inspect {}", "ui {}"),
+    *("report {}", "report run --html {}", "report run --figures {}"),
+)
+
+
+@pytest.mark.parametrize("command", PATHS)
+@pytest.mark.parametrize("path", ["a\0b", "a\x1b[31mb", "a\nb", SURROGATE, LONG, "x/" * 3000])
+def test_paths_that_no_file_system_takes(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [path if word == "{}" else word for word in command.split()]
+    assert re.search(
+        "a path must (be text without control characters|have at most 3000 bytes)", said(arguments, capsys)
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("ui run --port 80000", "must be a whole number from 1 to 65535, got '80000'"),
+        ("ui run --port -1", "must be a whole number from 1 to 65535, got '-1'"),
+        ("bench model --repeats 0", "must be a whole number from 1 to 2147483647, got '0'"),
+        ("bench model --repeats 1.5", "must be a whole number from 1 to 2147483647, got '1.5'"),
+        ("bench model --min-seconds nan", "must be a number from 0 to 2147483647, got 'nan'"),
+        ("bench model --min-seconds inf", "must be a number from 0 to 2147483647, got 'inf'"),
+        ("generate model --prompt a --max-new-tokens 0", "must be a whole number from 1 to 2147483647, got '0'"),
+        (f"generate model --prompt {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
+        ("bench model --shape=--", "an option needs a value, got --shape=--"),
+        (f"push run user/name --message {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
+    ],
+)
+def test_numbers_and_texts(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in said(command.split(), capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("prune.alpha=[0.1", "--set prune.alpha must be plain YAML, but in line 1: while parsing a flow sequence"),
+        ("prune.alpha=*x", "--set prune.alpha must be plain YAML, but in line 1: anchors (&) and aliases (*)"),
+        ("prune.budget={heads: 0.1, heads: 0.2}", "in line 1: the key 'heads' is given again"),
+        ("prune.alpha=!!int x", "in line 1: tags (!) are not allowed"),
+        ("prune.alpha=" + "[" * 3000, "in line 1: values may be at most 20 levels deep"),
+        ("prune.alpha=" + "9" * 5000, "in line 1: a number may have at most 40 characters"),
+        ("=5", "--set takes KEY=VALUE, got '=5'"),
+        ("prune..alpha=5", "--set takes KEY=VALUE, got 'prune..alpha=5'"),
+        ("a." * 2000 + "b=5", "a is not a field of the recipe"),
+        ("model.x=5", "model.x cannot be set: model is a plain value in this recipe"),
+        ("prune=5", "prune must be a mapping of fields, got 5"),
+        ("data.files=[a]", "data.files must be a mapping, got ['a']"),
+        ("data.files.train=[a]", "data.files.train must be a path, got ['a']"),
+        ('data.files.train="a\\0b"', "data.files: a path must be text without control characters, got 'a\\x00b'"),
+        ('model="a\\0b"', "model: a path must be text without control characters, got 'a\\x00b'"),
+        (f"output={LONG}", "output: a path must have at most 3000 bytes, and 240 between two slashes, got 'xxx"),
+        ("calibration.samples=9999999999", "calibration.samples: a number must be in [-2147483647, 2147483647]"),
+        ("calibration.seed=9999999999", "calibration.seed: a number must be in [-2147483647, 2147483647]"),
+        ("prune.compensation.memory_gb=1.0e+308", "memory_gb: a number must be in [-2147483647, 2147483647]"),
+        ("prune.criterion=" + "x" * 60_000, "prune.criterion: criterion must be one of hies, his"),
+        ("device_map=nope", "device_map must be one of auto, balanced, balanced_low_0, sequential or a device of this"),
+        ("device_map=meta", "or a device of this machine, got 'meta': it holds no weights"),
+        (
+            "measure.shapes=[[99999, 99999]]",
+            "a shape must have at most 16,777,216 tokens or images, got [99999, 99999]",
+        ),
+    ],
+)
+def test_changes_of_a_recipe(change: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in said(["score", str(folder / "recipe.yaml"), "--set", change], capsys)

@@ -1,0 +1,179 @@
+"""An error names the row of the file, however rows were drawn: against plain lists of numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import tokenizers
+from support.models import generative_tokenizer, llava_processor
+from transformers import BertConfig, LlamaConfig, LlavaConfig, PreTrainedTokenizerFast, ViTConfig
+
+from hies_export.data.prompts import one_row_per_question, right_choice
+from hies_export.data.reader import Columns, Reader
+from hies_export.data.registry import reader_for
+from hies_export.data.row_names import number_rows, own_columns, row_name
+from hies_export.errors import DataError
+
+ROWS = 40
+
+
+def random_order(count: int, chance: random.Random) -> list[int]:
+    """Return which of so many rows to take: a slice, a stride, a sample, a filter, each row twice."""
+    start = chance.randrange(count)
+    ways = [
+        list(range(start, count)),
+        list(range(start, count, 3)),
+        chance.sample(range(count), chance.randint(1, count)),
+        list(reversed(range(count))),
+        [i for i in range(count) if chance.random() < 0.7] or [0],
+        [i for i in range(count) for _ in range(2)],
+    ]
+    return chance.choice(ways)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_names_follow_every_selection(seed: int) -> None:
+    chance = random.Random(seed)
+    columns = {"q": [["a"] * (1 + i % 3) for i in range(ROWS)], "a": [["x", "y"]] * ROWS, "label": [1] * ROWS}
+    plain = datasets.Dataset.from_dict(columns)
+    rows, numbers = number_rows(plain, source="some file.jsonl"), list(range(ROWS))
+    assert own_columns(rows) == plain.column_names
+    for _ in range(4):
+        order = random_order(len(rows), chance)
+        rows, numbers = rows.select(order), [numbers[i] for i in order]
+    rows = right_choice(rows, answer="a", label="label")
+    assert [row_name(rows, i) for i in range(len(rows))] == [f"row {n} of some file.jsonl (from 0)" for n in numbers]
+    asked = one_row_per_question(rows, prompt="{q}", answer="a")
+    expected = [n for n in numbers for _ in range(1 + n % 3)]
+    assert [row_name(asked, i) for i in range(len(asked))] == [f"row {n} of some file.jsonl (from 0)" for n in expected]
+
+
+def test_rows_without_numbers_are_counted_as_they_are() -> None:
+    rows = datasets.Dataset.from_dict({"a": [5, 6, 7]}).select([2, 0])
+    assert row_name(rows, 1) == "row 1 (from 0)"
+    assert own_columns(rows) == ["a"]
+
+
+def png(good: bool = True) -> dict[str, Any]:
+    out = io.BytesIO()
+    PIL.Image.new("RGB", (16, 16)).save(out, "PNG")
+    return {"bytes": out.getvalue() if good else b"no image", "path": None}
+
+
+def without_special_tokens() -> PreTrainedTokenizerFast:
+    tokenizer = generative_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="$A")
+    return tokenizer
+
+
+TEXT = Columns(text=("text",), label="label")
+ASKED = Columns(prompt="Q {question} A", answer="answer")
+CHOSEN = Columns(prompt="Q {question} A", answer="answer", label="label")
+SHOWN = Columns(image="image", prompt="{question} A", answer="answer")
+CLASSIFY: dict[str, Any] = {"config": BertConfig(num_labels=2), "processor": generative_tokenizer()}
+GENERATE: dict[str, Any] = {
+    "config": LlamaConfig(vocab_size=32, pad_token_id=0, max_position_embeddings=64),
+    "processor": generative_tokenizer(),
+}
+
+# What is read -> task, columns, options of the reader, a good row, and the changes that make it a bad one.
+CASES: dict[str, tuple[str, Columns, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "no text": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}, {"text": None}),
+    "no label": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}, {"label": None}),
+    "label too large": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}, {"label": 2}),
+    "hidden label": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}, {"label": -1}),
+    "no image": ("image-classification", Columns(image="image"), {}, {"image": png()}, {"image": None}),
+    "broken image": ("image-classification", Columns(image="image"), {}, {"image": png()}, {"image": png(False)}),
+    "no answer": ("text-generation", ASKED, GENERATE, {"question": "a", "answer": "b"}, {"answer": None}),
+    "lists": ("text-generation", ASKED, GENERATE, {"question": ["a"], "answer": ["b"]}, {"answer": ["b", "c"]}),
+    "choice": (
+        "text-generation",
+        CHOSEN,
+        GENERATE,
+        {"question": "a", "answer": ["b", "c"], "label": 1},
+        {"label": 2},
+    ),
+    "long answer": (
+        "text-generation",
+        ASKED,
+        GENERATE | {"max_length": 6},
+        {"question": "a", "answer": "b"},
+        {"answer": "a b c d e f g"},
+    ),
+    "short text": (
+        "text-generation",
+        Columns(text=("text",)),
+        GENERATE | {"packing": False, "processor": without_special_tokens()},
+        {"text": "a b"},
+        {"text": "a"},
+    ),
+    "image that does not decode": (
+        "image-text-to-text",
+        SHOWN,
+        GENERATE | {"processor": "llava"},
+        {"image": png(), "question": "a", "answer": "yes"},
+        {"image": png(False)},
+    ),
+    "long question": (
+        "image-text-to-text",
+        SHOWN,
+        GENERATE | {"processor": "llava", "max_length": 24},
+        {"image": png(), "question": "a", "answer": "yes"},
+        {"question": "a b c d e f g"},
+    ),
+}
+
+
+def reader_of(case: str) -> Reader:
+    task, columns, options, _, _ = CASES[case]
+    if task == "image-classification":
+        options = {"config": ViTConfig(), "processor": lambda images, **_: {}}
+    if options.get("processor") == "llava":
+        config = LlavaConfig(text_config=options["config"], pad_token_id=0)
+        options = options | {"processor": llava_processor(), "config": config}
+    return reader_for(task, columns=columns, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_row_of_the_file_is_named(case: str, tmp_path: Path) -> None:
+    """A bad row behind a slice and a shuffle, at the place that a list of numbers says."""
+    _, _, _, good, changes = CASES[case]
+    first, last, seed, samples = 5, 35, 3, 8
+    numbers = np.arange(first, last)[np.random.default_rng(seed).permutation(last - first)][:samples]
+    bad = int(numbers[-2])
+    rows = datasets.Dataset.from_list([good | (changes if i == bad else {}) for i in range(ROWS)])
+    rows.to_parquet(tmp_path / "train.parquet")
+    reader = reader_of(case)
+
+    def read(**options: Any) -> None:
+        found = reader.load(files={"train": tmp_path / "train.parquet"}, **options)
+        reader.batches(found, batch_size=4)
+
+    with pytest.raises(DataError, match=rf"\brow {bad} of train\.parquet \(from 0\)"):
+        read(split=f"train[{first}:{last}]", samples=samples, shuffle_seed=seed)
+    with pytest.raises(DataError, match=rf"\brow {bad} of train\.parquet \(from 0\)"):
+        read(split="train")
+    read(split=f"train[{bad + 1}:]")
+
+
+def test_columns_of_numbers_are_not_listed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "gold": 1}))
+    reader = reader_for("text-classification", columns=TEXT, **CLASSIFY)
+    with pytest.raises(DataError, match=r"the column 'label', but it has text, gold$"):
+        reader.load("only", files={"only": tmp_path / "a.jsonl"})
+
+
+def test_rows_of_the_hub_are_those_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["a", "b", None], "label": [0, 1, 0]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(validation=rows))
+    reader = reader_for("text-classification", columns=TEXT, **CLASSIFY)
+    with pytest.raises(DataError, match=r"but row 2 of the split 'validation' \(from 0\) has none"):
+        reader.load("validation[1:]", name="org/name")
