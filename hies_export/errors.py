@@ -23,9 +23,12 @@ A message says what must hold, what was given, and what to do.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
+
+LONGEST_VALUE = 100  # characters of a value that a message quotes
 
 
 class HiesError(Exception):
@@ -149,8 +152,22 @@ def listed(names: Iterable[Any]) -> str:
     return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
 
 
-def root_cause(error: BaseException) -> str:
-    """Quote on one line the error of another library that all the others were raised from."""
+def quoted(value: Any) -> str:
+    """Return what Python writes for a value, cut in the middle where it is long: it may come from a damaged file."""
+    shortening = reprlib.Repr()
+    shortening.maxstring = shortening.maxother = shortening.maxlong = LONGEST_VALUE
+    return shortening.repr(value)
+
+
+def root_cause(error: BaseException, *, limit: int = 300) -> str:
+    """Quote on one line the error of another library that all the others were raised from.
+
+    Args:
+        error: The last of them.
+        limit: Most characters of its text.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
-    return ": ".join([type(error).__name__, *filter(None, [" ".join(str(error).split())])])
+    text = " ".join(str(error).split())
+    text = text if len(text) <= limit else text[:limit] + "..."
+    return ": ".join([type(error).__name__, *filter(None, [text])])
