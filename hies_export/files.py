@@ -85,7 +85,7 @@ def parse_json(data: str | bytes, schema: Any, rule: Rule, *, where: str) -> Any
     try:
         value = from_json(data)
     except ValueError as error:
-        raise rule.refused(f"{where} is none: {error}") from error
+        raise rule.refused(f"{where} is no JSON: {error}") from error
     check(value, schema, rule, where=where)
     return value
 

@@ -32,13 +32,13 @@ def test_a_value_comes_back_as_the_file_has_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "it is none: EOF while parsing a value at line 1 column 0"),
-        ("[1", "it is none: EOF while parsing a list at line 1 column 2"),
-        ("\0", "it is none: expected value"),
-        (b'{"a": "\xff"}', "it is none: invalid unicode code point at line 1 column 8"),
-        ('"\\ud800"', "it is none: "),
-        ("[" * 3000, "it is none: recursion limit exceeded"),
-        ("1" * 5000, "it is none: number out of range"),
+        ("", "it is no JSON: EOF while parsing a value at line 1 column 0"),
+        ("[1", "it is no JSON: EOF while parsing a list at line 1 column 2"),
+        ("\0", "it is no JSON: expected value"),
+        (b'{"a": "\xff"}', "it is no JSON: invalid unicode code point at line 1 column 8"),
+        ('"\\ud800"', "it is no JSON: "),
+        ("[" * 3000, "it is no JSON: recursion limit exceeded"),
+        ("1" * 5000, "it is no JSON: number out of range"),
         ("[1]", r"in it the whole must be an object, got \[1\]"),
         ("{}", "in it parts is missing;"),
         ('{"parts": {"a.b": {}}}', r"in it parts\['a.b'\].counts is missing;"),
@@ -49,7 +49,7 @@ def test_a_value_comes_back_as_the_file_has_it(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_place(text: Any, problem: str) -> None:
-    with pytest.raises(DataError, match=f"^a thing must be JSON, but {problem}.*make another$"):
+    with pytest.raises(DataError, match=f"^a thing must be JSON, but .*{problem}.*make another$"):
         parse_json(text, Outer, RULE, where="it")
 
 

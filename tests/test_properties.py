@@ -28,7 +28,7 @@ def reads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_undamaged_files_are_read(reads: list[Read]) -> None:
-    for read in reads:
+    for read in (read for read in reads if read.share >= LEAST_SHARE):
         came, error = outcome(read.read)
         assert came == "accepted", f"{read.name}: {error!r}"
 

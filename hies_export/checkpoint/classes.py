@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 from ..errors import RequestError, quoted, root_cause
 from ..files import read_json
 from ..slim.config import slim_class
-from .schema import CONFIG, ConfigFile
+from .schema import CONFIG, ConfigFile, refusing
 
 
 def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,10 +84,8 @@ def class_config(path: str | Path, model_class: type[PreTrainedModel], **hub: An
     Raises:
         RequestError: The config has a value that the class does not take.
     """
-    try:
+    with refusing(f"{path} has none for {model_class.__name__}"):
         return model_class.config_class.from_pretrained(path, **hub)  # type: ignore[union-attr]
-    except Exception as error:  # transformers and its configs: each raises its own kind
-        raise CONFIG.refused(f"{path} is not: {root_cause(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

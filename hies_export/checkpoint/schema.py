@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import ConfigDict, Field, model_validator
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..errors import RequestError, quoted, root_cause
+from ..errors import HiesError, RequestError, quoted, root_cause
 from ..files import Rule, Schema, read_json
 from ..model import internals
 from ..model.linear import is_linear
@@ -146,7 +148,23 @@ def empty_model(model_class: type[PreTrainedModel], config: Any, where: str | Pa
     Raises:
         RequestError: No model can be built of the config.
     """
-    try:
+    with refusing(f"no {model_class.__name__} can be built of {where}"):
         return internals.empty_model(model_class, config, dtype)
-    except Exception as error:  # whatever a model's own code raises on values it does not expect
-        raise CONFIG.refused(f"no {model_class.__name__} can be built of {where} ({root_cause(error)})") from error
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Refuse a config, in the block, whatever the code of transformers and of its models raises about it.
+
+    Args:
+        what: What the config is not.
+
+    Raises:
+        RequestError: Anything but an error of ours was raised.
+    """
+    try:
+        yield
+    except (HiesError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # each raises its own kind
+        raise CONFIG.refused(f"{what} ({root_cause(error)})") from error

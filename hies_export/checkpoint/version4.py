@@ -21,7 +21,7 @@ from ..slim.cut import prune_units
 from ..units import PrunableModule
 from ..values import PruningPlan, library_versions
 from .classes import class_config, find_model_class, hub_options
-from .schema import empty_model
+from .schema import empty_model, refusing
 from .weights import load_weights
 
 
@@ -48,10 +48,11 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
             f"a checkpoint to upgrade must have pruned_heads in its config, but {path} has none; it loads as it is"
         )
     del config.pruned_heads
-    skeleton = empty_model(stock, config, path)
-    modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
-    plan = _plan(path, pruned, modules)
-    skeleton = prune_units(skeleton, plan, modules, inplace=True)
+    with refusing(f"{path} cannot be cut by it"):
+        skeleton = empty_model(stock, config, path)
+        modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
+        plan = _plan(path, pruned, modules)
+        skeleton = prune_units(skeleton, plan, modules, inplace=True)
     slim_class = type(skeleton)
     # These files have older names, which a slim class does not rename by itself.
     reader: Any = internals.reads_old_names(slim_class) if is_slim(skeleton) else stock

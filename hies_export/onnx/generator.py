@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..checkpoint.classes import load_config
-from ..checkpoint.schema import GENERATION, check_side_files
-from ..errors import DataError, RecipeError, RequestError, root_cause
+from ..checkpoint.schema import check_side_files, refusing
+from ..errors import DataError, RecipeError, RequestError
 from ..model.tokens import longest_sequence
 from ..runtimes.ort import DECODER_FILE, EMBED_FILE, ONNX_FILE, VISION_FILE, OnnxRuntime
 from .multimodal import merge_images
@@ -213,12 +213,10 @@ def _generation_config(folder: Path, config: Any) -> GenerationConfig:
     Raises:
         RequestError: The folder's is damaged.
     """
-    try:
+    with refusing(f"that of {folder} does not generate"):
         if (folder / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(folder)
         return GenerationConfig.from_model_config(config)
-    except Exception as error:  # transformers and its configs: each raises its own kind
-        raise GENERATION.refused(f"{folder} has none: {root_cause(error)}") from error
 
 
 def _token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:

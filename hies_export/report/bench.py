@@ -72,9 +72,8 @@ class Bench:
             where: The file, for messages.
 
         Raises:
-            RequestError: It is neither.
+            RequestError: A row is none.
         """
-        check(values, BenchOfMany if "tables" in values else BenchOfTwo, _BENCH, where=str(where))
         if "tables" in values:
             title, parts, missing = values["title"], values["tables"], values["missing"]
         else:
@@ -100,6 +99,7 @@ def read_report(path: str | Path) -> Report | Bench:
         return Report.from_file(path)
     values = read_json(path, dict[str, Any], REPORT)
     if "tables" in values or {"a", "b"} <= set(values):
+        check(values, BenchOfMany if "tables" in values else BenchOfTwo, _BENCH, where=str(path))
         return Bench.from_values(values, where=path)
     return Report.from_values(values, where=path)
 

@@ -254,6 +254,7 @@ def _of_run(folder: Path) -> Exploration:
         {name: _tensors(written[name]) for name in DEFAULT_NEEDS},
         Calibration(written["samples"], written["labels"], written["fingerprint"]),
     )
+    _check_units(statistics, plan)
     per_head, per_neuron = _flops_per_unit(report, plan)
     found = Exploration(
         model=report.model,
@@ -285,6 +286,22 @@ def _of_run(folder: Path) -> Exploration:
             )
         )
     return replace(found, measured=tuple(measured))
+
+
+def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
+    """Check that statistics are of the units of a plan.
+
+    Raises:
+        ValueError: They are of other units.
+    """
+    for statistic, found in statistics.values.items():
+        for name, values in found.items():
+            kept = plan.kept.get(name)
+            if kept is None or len(values) != kept.total or not 0 <= kept.units[0] <= kept.units[-1] < kept.total:
+                raise ValueError(f"{statistic} of {name} is not of the units of the plan")
+    heads = plan.of_kind(ATTENTION)
+    if statistics["entropy"].keys() != {name for name in statistics["his"] if name in heads}:
+        raise ValueError("entropy and his must be of the same heads")
 
 
 def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
@@ -334,12 +351,15 @@ def _of_sweep(folder: Path) -> Exploration:
                 (1.0, *(row["stability"] for row in alike)),
             )
         )
+    statistics = Statistics(
+        {"his": his, "entropy": _tensors(details["entropy"])}, Calibration(details["calibration_samples"], "", "")
+    )
+    for plan in plans.values():
+        _check_units(statistics, plan)
     per_head, per_neuron = _flops_by_rows(rows)
     return Exploration(
         model="",
-        statistics=Statistics(
-            {"his": his, "entropy": _tensors(details["entropy"])}, Calibration(details["calibration_samples"], "", "")
-        ),
+        statistics=statistics,
         normalize="model",
         plan=next(iter(plans.values())),
         flops_per_head=per_head,

@@ -119,7 +119,7 @@ def console() -> Console:
 def all_reads(folder: Path) -> list[Read]:
     """Write every valid file into a folder, and return what reads them."""
     torch.manual_seed(0)
-    return [read for make in MAKERS for read in make(folder)]
+    return [read for make in (*MAKERS, RECIPES) for read in make(folder)]
 
 
 def _tiny(**options: Any) -> Any:
@@ -144,12 +144,16 @@ def _plans(folder: Path) -> list[Read]:
         check_selection(read.kept, modules)
         prune_units(model, read, modules)
 
+    def show() -> None:
+        for units in plan_maps(PruningPlan.from_file(files["plan-1.json"])):
+            console().print(map_text(units))
+
     def stream() -> None:
         apply_plan(PruningPlan.from_file(files["streamed.json"]), folder / "dense", folder / "cut", overwrite=True)
 
     return [
         Read("plan, shown and cut", "json", files["plan.json"], lambda: cut(files["plan.json"]), 30),
-        Read("plan of format 1", "json", files["plan-1.json"], lambda: cut(files["plan-1.json"]), 10),
+        Read("plan of format 1", "json", files["plan-1.json"], show, 10),
         Read("plan, apply", "json", files["streamed.json"], stream, 2),
     ]
 
@@ -425,4 +429,5 @@ def _recipes(folder: Path) -> list[Read]:
     ]
 
 
-MAKERS = (_plans, _checkpoints, _older, _generation, _processors, _runs, _sweeps, _small, _recipes)
+MAKERS = (_plans, _checkpoints, _older, _generation, _processors, _runs, _sweeps, _small)
+RECIPES = _recipes
