@@ -162,13 +162,6 @@ def _left_out(count: int) -> list[str]:
     return [f"and {count - MOST_LISTED} more"] if count > MOST_LISTED else []
 
 
-def quoted(value: Any) -> str:
-    """Return what Python writes for a value, cut in the middle where it is long: it may come from a damaged file."""
-    shortening = reprlib.Repr()
-    shortening.maxstring = shortening.maxother = shortening.maxlong = LONGEST_VALUE
-    return shortening.repr(value)
-
-
 def shortened(text: str) -> str:
     """Return a text that a message quotes, cut in the middle where it is long."""
     half = LONGEST_QUOTE // 2
@@ -202,11 +195,26 @@ def system_failure(error: BaseException) -> str | None:
         error = error.__cause__
 
 
-def root_cause(error: BaseException) -> str:
-    """Quote on one line the error of another library that all the others were raised from."""
+def quoted(value: Any) -> str:
+    """Return what Python writes for a value, cut in the middle where it is long: it may come from a damaged file."""
+    shortening = reprlib.Repr()
+    shortening.maxstring = shortening.maxother = shortening.maxlong = LONGEST_VALUE
+    text = shortening.repr(value)
+    return text if len(text) <= 2 * LONGEST_VALUE else f"{text[:LONGEST_VALUE]}...{text[-LONGEST_VALUE:]}"
+
+
+def root_cause(error: BaseException, *, limit: int = 300) -> str:
+    """Quote on one line the error of another library that all the others were raised from.
+
+    Args:
+        error: The last of them.
+        limit: Most characters of its text.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
-    return ": ".join([type(error).__name__, *filter(None, [" ".join(str(error).split())])])
+    text = " ".join(str(error).split())
+    text = text if len(text) <= limit else text[:limit] + "..."
+    return ": ".join([type(error).__name__, *filter(None, [text])])
 
 
 def memory_failure(error: BaseException) -> str | None:
@@ -216,4 +224,4 @@ def memory_failure(error: BaseException) -> str | None:
     said = isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
     if not (said or isinstance(error, MemoryError)):
         return None
-    return f"there is not enough memory for this, try smaller batches: {shortened(root_cause(error))}"
+    return f"there is not enough memory for this, try smaller batches: {root_cause(error)}"

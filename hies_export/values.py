@@ -10,16 +10,19 @@ PruningPlan      a selection with its provenance, saved as JSON            selec
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import ConfigDict, FailFast, Field, model_validator
 from torch import Tensor
 
 from . import __version__
-from .errors import PlanError
+from .errors import PlanError, quoted
+from .files import Rule, Schema, check, parse_json, read_json
 from .kinds import ATTENTION, MLP
 from .units import Kept, Selection
 
@@ -222,16 +225,7 @@ class PruningPlan:
         Raises:
             PlanError: The text is not a plan.
         """
-        try:
-            plan = json.loads(text)
-            read = {1: _kept_of_format_1, PLAN_FORMAT: _kept_of_format_2}[plan.pop("format")]
-            plan["kept"] = {name: read(name, kept) for name, kept in plan["kept"].items()}
-            return cls(**plan)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(
-                f"a plan must be JSON written by hies_export (format 1 or {PLAN_FORMAT}), got something else "
-                f"({error!r}); make one with 'hies-export score' or 'hies-export run'"
-            ) from error
+        return cls._of_json(parse_json(text, _PlanHead, _PLAN_RULE, where="it"), where="it")
 
     @classmethod
     def from_file(cls, path: str | Path) -> PruningPlan:
@@ -240,15 +234,83 @@ class PruningPlan:
         Raises:
             PlanError: There is no such file, or it is not a plan.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise PlanError(f"a plan must be a JSON file, but there is no file {path}; give the path of a plan.json")
-        return cls.from_json(path.read_text(encoding="utf-8"))
+        return cls._of_json(read_json(path, _PlanHead, _PLAN_RULE), where=str(path))
+
+    @classmethod
+    def _of_json(cls, plan: dict[str, Any], *, where: str) -> PruningPlan:
+        schema, read = _FORMATS[plan.pop("format")]
+        check(plan, schema, _PLAN_RULE, where=where)
+        return cls(**plan | {"kept": {name: read(name, kept) for name, kept in plan["kept"].items()}})
 
 
 def selection_of(plan: PruningPlan | Selection) -> Selection:
     """Return the selection of a plan, or the selection itself."""
     return plan.kept if isinstance(plan, PruningPlan) else plan
+
+
+_Indices = Annotated[list[int], FailFast()]
+_Size = Annotated[int, Field(ge=1, le=2**20)]
+
+
+class _KeptUnits(Schema):
+    """The units that one module keeps, in a plan of format 2."""
+
+    units: _Indices
+    total: _Size
+    groups: _Size
+    kind: Literal["attention", "mlp"] = ATTENTION
+
+    @model_validator(mode="after")
+    def _fit(self) -> _KeptUnits:
+        _check_indices("units", self.units, self.total)
+        if self.total % self.groups:
+            raise ValueError(f"total must be a multiple of groups, got {self.total} and {self.groups}")
+        return self
+
+
+class _KeptHeads(Schema):
+    """The heads that one module keeps, in a plan of format 1."""
+
+    query: _Indices
+    key_value: _Indices
+    heads: _Size
+    key_value_heads: _Size
+
+    @model_validator(mode="after")
+    def _fit(self) -> _KeptHeads:
+        _check_indices("query", self.query, self.heads)
+        if self.heads % self.key_value_heads:
+            raise ValueError(f"heads must be a multiple of key_value_heads, got {self.heads}, {self.key_value_heads}")
+        return self
+
+
+def _check_indices(name: str, units: Sequence[int], total: int) -> None:
+    ascending = all(one < other for one, other in pairwise(units))
+    if not units or not ascending or not 0 <= units[0] <= units[-1] < total:
+        raise ValueError(f"{name} must be ascending indices in [0, {total}), at least one, got {quoted(units)}")
+
+
+class _PlanHead(Schema):
+    format: Literal[1, 2]
+
+
+class _PlanFields(Schema):
+    model_config = ConfigDict(extra="forbid")
+
+    criterion: str
+    alpha: float | None = None
+    seed: int = 0
+    calibration: dict[str, Any] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+    model: dict[str, float] = Field(default_factory=dict)
+
+
+class _PlanOfFormat2(_PlanFields):
+    kept: dict[str, _KeptUnits]
+
+
+class _PlanOfFormat1(_PlanFields):
+    kept: dict[str, _KeptHeads]
 
 
 def _kept_of_format_2(name: str, kept: Mapping[str, Any]) -> Kept:
@@ -260,9 +322,17 @@ def _kept_of_format_1(name: str, kept: Mapping[str, Any]) -> Kept:
     if found.kept_groups != tuple(kept["key_value"]):
         raise PlanError(
             f"a key/value head goes when, and only when, its query heads go, but in {name} the plan keeps query heads "
-            f"{list(kept['query'])} with key/value heads {list(kept['key_value'])}"
+            f"{quoted(kept['query'])} with key/value heads {quoted(kept['key_value'])}"
         )
     return found
+
+
+_FORMATS = {1: (_PlanOfFormat1, _kept_of_format_1), PLAN_FORMAT: (_PlanOfFormat2, _kept_of_format_2)}
+_PLAN_RULE = Rule(
+    f"a plan must be JSON written by hies_export (format 1 or {PLAN_FORMAT})",
+    "make one with 'hies-export score' or 'hies-export run'",
+    PlanError,
+)
 
 
 def dump_json(value: Any) -> str:

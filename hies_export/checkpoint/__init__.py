@@ -5,6 +5,8 @@ no config can describe the shapes, it also holds `modeling_hies.py`. Loading nev
 
 folders.py    folders and files that appear whole or not at all
 classes.py    the config and the model class of a checkpoint
+schema.py     what the JSON files of a checkpoint must hold
+weights.py    `from_pretrained`, its objections as ours
 version4.py   checkpoints whose heads were pruned by transformers 4
 loading.py    `load` and `HIESModel`: folder or Hub id -> model
 save.py       `save_slim`: slim model -> folder, loaded again in every way and compared

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from ..errors import RequestError
+from ..errors import RequestError, quoted, root_cause
+from ..files import read_json
 from ..slim.config import slim_class
+from .schema import CONFIG, ConfigFile, refusing
 
 
 def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def find_model_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
         raise RequestError(
             f"the config of a model must name one model class of transformers {transformers.__version__} in "
-            f"'architectures', but {path} names {names or 'none'}"
+            f"'architectures', but {path} names {quoted(names) if names else 'none'}"
         )
     return slim_class(stock) if "hies_export" in config else stock
 
@@ -45,18 +47,19 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
     """Return the config.json of a folder or Hub id.
 
     Raises:
-        RequestError: There is none.
+        RequestError: There is none, or it is damaged.
     """
     try:
         file = cached_file(str(path), "config.json", **hub)
-        return json.loads(Path(str(file)).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         # The Hub's client refuses an absolute path as a bad repository name, which misleads.
-        local = Path(path).is_absolute() or Path(path).exists()
+        local = Path(path).is_absolute() or os.path.exists(path)
         reason = "there is no config.json" if local else first_line(error)
         raise RequestError(
             f"a model must be a folder with a config.json or a Hub id, but {path} is not: {reason}"
         ) from error
+    config: dict[str, Any] = read_json(str(file), ConfigFile, CONFIG)
+    return config
 
 
 def load_config(path: str | Path, **hub: Any) -> Any:
@@ -68,11 +71,21 @@ def load_config(path: str | Path, **hub: Any) -> Any:
     config = read_config(path, **hub)
     try:
         return AutoConfig.for_model(**config)
-    except (KeyError, ValueError, TypeError) as error:
+    except Exception as error:  # transformers and its configs: each raises its own kind
         raise RequestError(
-            f"the config of a model must have a model_type known to transformers {transformers.__version__}, but "
-            f"{path} has {config.get('model_type')!r}: {first_line(error)}"
+            f"the config of a model must have a model_type known to transformers {transformers.__version__} and values "
+            f"it takes, but {path} has {quoted(config.get('model_type'))}: {root_cause(error)}"
         ) from error
+
+
+def class_config(path: str | Path, model_class: type[PreTrainedModel], **hub: Any) -> Any:
+    """Return the config of a checkpoint for its class, from `find_model_class`.
+
+    Raises:
+        RequestError: The config has a value that the class does not take.
+    """
+    with refusing(f"{path} has none for {model_class.__name__}"):
+        return model_class.config_class.from_pretrained(path, **hub)  # type: ignore[union-attr]
 
 
 def first_line(error: BaseException) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import RequestError
-from .classes import find_model_class, first_line, hub_options, read_config
+from .classes import find_model_class, hub_options, read_config
 from .version4 import load_version4
+from .weights import load_weights
 
 
 def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
@@ -26,7 +26,8 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
         The model, in evaluation mode.
 
     Raises:
-        RequestError: There is no model at `path`, or its class is not one of transformers'.
+        RequestError: There is no model at `path`, its class is not one of transformers', or its files are damaged,
+            incomplete or do not fit each other.
 
     Examples:
         >>> slim.save_pretrained(folder / "slim")
@@ -36,11 +37,7 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     hub = hub_options(kwargs)
     if read_config(path, **hub).get("pruned_heads"):
         return load_version4(path, **kwargs)[0]
-    model_class = find_model_class(path, **hub)
-    try:
-        return model_class.from_pretrained(path, **kwargs)
-    except OSError as error:
-        raise RequestError(f"the model at {path} cannot be loaded: {first_line(error)}") from error
+    return load_weights(find_model_class(path, **hub), path, **kwargs)
 
 
 class HIESModel:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import RequestError, UnsupportedModelError
+from ..errors import RequestError, UnsupportedModelError, listed
 from ..model import internals
 from ..model.tokens import synthetic_batch
 from ..prunable.attention import find_attention
@@ -20,7 +20,9 @@ from ..slim.config import is_slim
 from ..slim.cut import prune_units
 from ..units import PrunableModule
 from ..values import PruningPlan, library_versions
-from .classes import find_model_class, hub_options
+from .classes import class_config, find_model_class, hub_options
+from .schema import empty_model, refusing
+from .weights import load_weights
 
 
 def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
@@ -39,31 +41,25 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
         UnsupportedModelError: The attention of this model cannot be found, or a layer lost all of its heads.
     """
     stock = find_model_class(path, **hub_options(kwargs))
-    config = stock.config_class.from_pretrained(path, **hub_options(kwargs))  # type: ignore[union-attr]
+    config = class_config(path, stock, **hub_options(kwargs))
     pruned = {int(layer): heads for layer, heads in (getattr(config, "pruned_heads", None) or {}).items() if heads}
     if not pruned:
         raise RequestError(
             f"a checkpoint to upgrade must have pruned_heads in its config, but {path} has none; it loads as it is"
         )
     del config.pruned_heads
-    skeleton = internals.empty_model(stock, config)
-    modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
-    plan = _plan(path, pruned, modules)
-    skeleton = prune_units(skeleton, plan, modules, inplace=True)
+    with refusing(f"{path} cannot be cut by it"):
+        skeleton = empty_model(stock, config, path)
+        modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
+        plan = _plan(path, pruned, modules)
+        skeleton = prune_units(skeleton, plan, modules, inplace=True)
     slim_class = type(skeleton)
     # These files have older names, which a slim class does not rename by itself.
     reader: Any = internals.reads_old_names(slim_class) if is_slim(skeleton) else stock
     try:
-        model, info = reader.from_pretrained(path, config=skeleton.config, output_loading_info=True, **kwargs)
-    except (OSError, RuntimeError) as error:
-        raise RequestError(
-            f"the weights must be those that pruned_heads describes, but {path} does not load so: "
-            f"{' '.join(str(error).split())[:300]}"
-        ) from error
-    if info["missing_keys"]:
-        raise RequestError(
-            f"every parameter must be in the files, but {path} has no {', '.join(sorted(info['missing_keys'])[:3])}"
-        )
+        model = load_weights(reader, path, config=skeleton.config, **kwargs)
+    except RequestError as error:
+        raise RequestError(f"the weights must be those that pruned_heads describes, but {error}") from error
     model.__class__ = slim_class
     return model.eval(), plan
 
@@ -72,6 +68,12 @@ def _plan(path: str | Path, pruned: Mapping[int, Sequence[int]], modules: Sequen
     """Return what transformers 4 kept; its layers are the modules in the model's order."""
     kept = {}
     for layer, module in enumerate(modules):
+        strange = [head for head in pruned.get(layer, ()) if head >= module.units]
+        if strange:
+            raise RequestError(
+                f"pruned_heads must be heads of their layer, but {path} names head {strange[0]} of layer {layer}, "
+                f"which had {module.units}"
+            )
         stay = [head for head in range(module.units) if head not in pruned.get(layer, ())]
         if not stay:
             raise UnsupportedModelError(f"every layer must keep a head, but layer {layer} of {path} has none left")
@@ -80,6 +82,6 @@ def _plan(path: str | Path, pruned: Mapping[int, Sequence[int]], modules: Sequen
     if beyond or any(module.units != module.groups for module in modules):
         raise UnsupportedModelError(
             f"pruned_heads must be about layers of the model, each query head with a key/value head of its own, but "
-            f"{path} has {len(modules)} such layers and names {sorted(pruned)}"
+            f"{path} has {len(modules)} such layers and names {listed(sorted(pruned))}"
         )
     return PruningPlan(kept=kept, criterion="pruned_heads", alpha=None, seed=0, versions=library_versions())

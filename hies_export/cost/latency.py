@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import replace_file, user_cache
+from ..errors import RequestError
+from ..files import Rule, read_json
 from ..kinds import ATTENTION
 from ..measure.compare import compare_loads
 from ..measure.environment import environment
@@ -239,10 +242,20 @@ def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: Timed
     }
 
 
+class _Cached(BaseModel):
+    """A file of cached cuts."""
+
+    key: dict[str, Any]
+    points: list[TimedCut]
+
+
+_CACHED = Rule("cached times must be what hies_export wrote", "delete the file")
+
+
 def _read(file: Path, key: Mapping[str, Any]) -> list[TimedCut] | None:
-    """Return the cached cuts of a file; None if it has none for this key."""
+    """Return the cached cuts of a file; None if it has none for this key, or is damaged."""
     try:
-        written = json.loads(file.read_text(encoding="utf-8"))
-        return [TimedCut(**point) for point in written["points"]] if written["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):
+        written = read_json(file, _Cached, _CACHED)
+    except RequestError:
         return None
+    return [TimedCut(**point) for point in written["points"]] if written["key"] == key else None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import model_validator
 
 from ..data.processors import load_processor
 from ..data.prompts import template_fields
 from ..errors import DataError
+from ..files import Rule, Schema, check, read_json
 from ..progress import SILENT, Progress
 from .text import encode_prompts, load_generator
 
@@ -95,35 +98,48 @@ class Question:
     answers: tuple[str, ...] = ()
 
 
+class _Answer(Schema):
+    answer: str | int | float
+
+
+class _Row(Schema):
+    """A question of MM-Vet's file, or of VizWiz's."""
+
+    question: str
+    imagename: str | None = None
+    image: str | None = None
+    answers: list[_Answer | str | int | float] | None = None
+
+    @model_validator(mode="after")
+    def _has_an_image(self) -> _Row:
+        if self.imagename is None and self.image is None:
+            raise ValueError("imagename or image is missing")
+        return self
+
+
+_QUESTIONS = Rule(
+    "questions must be a JSON file of MM-Vet or VizWiz, in which every question has a question and an imagename or "
+    "image",
+    "give MM-Vet's or VizWiz's own file",
+    DataError,
+)
+
+
 def read_questions(path: str | Path) -> list[Question]:
     """Read MM-Vet's file (id -> imagename, question) or VizWiz's (list of image, question, answers).
 
     Raises:
         DataError: It is neither; the message names the first question that is wrong.
     """
-    path = Path(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"questions must be a JSON file, but {path} is not: {error}") from error
-    if isinstance(content, Mapping):
-        rows = [{"id": key, **row} if isinstance(row, Mapping) else row for key, row in content.items()]
-    else:
-        rows = content if isinstance(content, list) else []
+    content = read_json(path, Any, _QUESTIONS)
+    check(content, dict[str, _Row] if isinstance(content, dict) else list[_Row], _QUESTIONS, where=str(path))
+    rows = [{"id": key, **row} for key, row in content.items()] if isinstance(content, dict) else content
     found = []
-    for number, row in enumerate(rows):
-        try:
-            image = row["imagename"] if "imagename" in row else row["image"]
-            # VizWiz's answers carry their confidence.
-            answers = [a["answer"] if isinstance(a, Mapping) else a for a in row.get("answers", ())]
-            found.append(
-                Question(str(row.get("id", image)), str(row["question"]), str(image), tuple(map(str, answers)))
-            )
-        except (AttributeError, KeyError, TypeError) as error:
-            raise DataError(
-                f"every question must have a question and an imagename or image, but number {number} (from 0) of "
-                f"{path} lacks {error}; give MM-Vet's or VizWiz's own file"
-            ) from error
+    for row in rows:
+        image = row.get("imagename") or row["image"]
+        # VizWiz's answers carry their confidence.
+        answers = [a["answer"] if isinstance(a, Mapping) else a for a in row.get("answers") or ()]
+        found.append(Question(str(row.get("id", image)), row["question"], image, tuple(map(str, answers))))
     if not found:
         raise DataError(f"questions must be MM-Vet's object or VizWiz's list, but {path} holds no question")
     return found

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..checkpoint.classes import load_config
+from ..checkpoint.schema import check_side_files, refusing
 from ..errors import DataError, RecipeError, RequestError
 from ..model.tokens import longest_sequence
 from ..runtimes.ort import DECODER_FILE, EMBED_FILE, ONNX_FILE, VISION_FILE, OnnxRuntime
@@ -60,6 +61,7 @@ class OnnxGenerator:
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise RequestError(f"a folder to generate from must have {missing[0]}, and {folder} has none: export first")
+        check_side_files(folder)
         config = load_config(folder)
         threads = torch.get_num_threads() if threads is None else threads
         decoder, *others = (OnnxRuntime(folder / name, threads=threads) for name in names)
@@ -69,9 +71,7 @@ class OnnxGenerator:
                 f"{folder} takes {', '.join(decoder.inputs)}: an encoder does not generate"
             )
         text = config.get_text_config()
-        settings = GenerationConfig.from_model_config(config)
-        if (folder / "generation_config.json").is_file():
-            settings = GenerationConfig.from_pretrained(folder)
+        settings = _generation_config(folder, config)
         eos = _token_ids(settings.eos_token_id)
         return cls(
             decoder=decoder,
@@ -205,6 +205,18 @@ def _run(runtime: OnnxRuntime, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tensor(value: Any) -> Tensor:
     return torch.from_numpy(value.numpy())
+
+
+def _generation_config(folder: Path, config: Any) -> GenerationConfig:
+    """Return the generation config of a folder, or the one that its config implies.
+
+    Raises:
+        RequestError: The folder's is damaged.
+    """
+    with refusing(f"that of {folder} does not generate"):
+        if (folder / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(folder)
+        return GenerationConfig.from_model_config(config)
 
 
 def _token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.classes import find_model_class, load_config
 from ..checkpoint.loading import load
+from ..checkpoint.schema import empty_model
 from ..errors import RequestError, quoted
 from ..measure.compare import time_on
 from ..measure.counts import Shape, count_both_flops
@@ -185,8 +186,7 @@ def _skeleton(folder: Path) -> PreTrainedModel:
     Raises:
         RequestError: The folder has a vision-language model.
     """
-    with torch.device("meta"):
-        model: PreTrainedModel = find_model_class(folder)(load_config(folder)).eval()
+    model: PreTrainedModel = empty_model(find_model_class(folder), load_config(folder), folder).eval()
     if is_vision_language(model):
         raise RequestError(f"bench times encoders and decoders, and {folder} is a vision-language model")
     return model

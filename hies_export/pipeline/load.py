@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.classes import find_model_class
+from ..checkpoint.weights import load_weights
 from ..errors import RequestError, require_package
 from ..model.auto import auto_classes
 from ..tasks import TASKS
@@ -44,23 +45,17 @@ def load_dense(
 
     Raises:
         MissingRuntimeError: A device_map is given, and accelerate is not installed.
-        RequestError: The checkpoint lacks weights.
+        RequestError: The checkpoint is damaged, lacks weights, or has weights that do not fit its config.
     """
     if device_map is not None:
         require_package("accelerate", who="device_map needs", package="accelerate", extra="big")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = dtype or ("float32" if device == "cpu" else "auto")
-    model, info = model_class.from_pretrained(
+    model = load_weights(
+        model_class,
         path,
         dtype=name if name == "auto" else getattr(torch, name),
         device_map=device_map,
-        output_loading_info=True,
         **hub,
     )
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise RequestError(
-            f"a checkpoint must hold all weights of its model, but {path} lacks {len(missing)}, e.g. {missing[0]}; "
-            "they would be random"
-        )
-    return (model if device_map is not None else model.to(device)).eval()
+    return model if device_map is not None else model.to(device)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 from rich.console import Console
 
+from ..files import Rule, check, read_json
 from ..measure.rows import LatencyRow
 from .drawing import latency_scale
 from .jinja import render
 from .report import Report
 from .rows import environment_table, latency_table
+from .schemas import REPORT, BenchOfMany, BenchOfTwo
 from .terminal import plain_table
 from .text import environment_text, latency_text
 
@@ -28,7 +28,8 @@ class BenchRow(LatencyRow):
 
 
 # A row with a model is a BenchRow: pydantic keeps the member of a union that takes most of the given fields.
-_ROWS = TypeAdapter(list[BenchRow | LatencyRow])
+_Rows = list[BenchRow | LatencyRow]
+_BENCH = Rule("a bench must be the JSON of 'hies-export bench --json'", "measure again")
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,24 @@ class Bench:
     environment: Mapping[str, Any]
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Bench:
-        """Read what `hies-export bench --json` prints, or what bench/gpu.py writes."""
+    def from_values(cls, values: Mapping[str, Any], *, where: str | Path = "it") -> Bench:
+        """Read what `hies-export bench --json` prints, or what bench/gpu.py writes.
+
+        Args:
+            values: The fields of the JSON.
+            where: The file, for messages.
+
+        Raises:
+            RequestError: A row is none.
+        """
         if "tables" in values:
             title, parts, missing = values["title"], values["tables"], values["missing"]
         else:
             title, missing = f"A {values['a']}, B {values['b']}", ()
             parts = [{"title": "Latency", "names": ("A", "B"), "rows": values["latency"]}]
-        tables = [BenchTable(p["title"], tuple(p["names"]), _ROWS.validate_python(p["rows"])) for p in parts]
+        tables = [
+            BenchTable(p["title"], tuple(p["names"]), check(p["rows"], _Rows, _BENCH, where=str(where))) for p in parts
+        ]
         return cls(title, tables, missing, values["environment"])
 
 
@@ -84,10 +95,13 @@ def read_report(path: str | Path) -> Report | Bench:
         RequestError: It is none of these.
     """
     path = Path(path)
-    try:
-        return Bench.from_values(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+    if path.is_dir():
         return Report.from_file(path)
+    values = read_json(path, dict[str, Any], REPORT)
+    if "tables" in values or {"a", "b"} <= set(values):
+        check(values, BenchOfMany if "tables" in values else BenchOfTwo, _BENCH, where=str(path))
+        return Bench.from_values(values, where=path)
+    return Report.from_values(values, where=path)
 
 
 def print_bench(bench: Bench, console: Console) -> None:

@@ -98,7 +98,8 @@ def read_card(model: str | Path) -> dict[str, Any]:
     """Return the metadata of a model's card, from its folder or else from the Hub; empty where there is none."""
     try:
         file = Path(model) / "README.md" if Path(model).is_dir() else hf_hub_download(str(model), "README.md")
-        return metadata_load(file) or {}
+        found = metadata_load(file)
+        return found if isinstance(found, dict) else {}
     except (HfHubHTTPError, OSError, ValueError, yaml.YAMLError):
         return {}
 

@@ -67,8 +67,9 @@ Map = UnitMap | UnitBars
 def head_map(plan: PruningPlan) -> dict[str, str]:
     """Return one mark per head of every attention module: ■ kept, · cut."""
     return {
-        name: "".join(KEPT if head in kept.units else CUT for head in range(kept.total))
+        name: "".join(CUT if head in removed else KEPT for head in range(kept.total))
         for name, kept in plan.of_kind(ATTENTION).items()
+        for removed in (set(kept.removed),)
     }
 
 

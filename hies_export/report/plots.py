@@ -123,7 +123,7 @@ def latency(rows: Sequence[LatencyRow]) -> Any:
             label="dense / dense (control)" if first else None,
         )
         if not row.noisy:
-            ends = [[row.ratio - row.ratio_low], [row.ratio_high - row.ratio]]
+            ends = [[max(0.0, row.ratio - row.ratio_low)], [max(0.0, row.ratio_high - row.ratio)]]
             label = "slim / dense" if first else None
             axis.errorbar(row.ratio, place, xerr=ends, fmt="o", color=COLOURS[0], capsize=4, label=label)
     axis.axvline(1.0, color="#000000", linewidth=1)
@@ -138,7 +138,7 @@ def latency(rows: Sequence[LatencyRow]) -> Any:
 def alpha_curve(report: Report) -> Any:
     """Draw stability, and with labels quality, of every alpha that was tried; return None where alpha was given."""
     points = report.details.get("alpha_curve", ())
-    if len(points) < 2:
+    if len(points) < 2 or report.alpha is None:
         return None
     names = {"quality": report.quality.metric, "stability": "stability"}
     shown = {kind: name for kind, name in names.items() if points[0][kind] is not None}

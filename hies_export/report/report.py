@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, field, fields
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
-from ..errors import RequestError
+from ..files import check, read_json
 from ..kinds import ATTENTION, MLP
 from ..measure.counts import Both, FlopCount, StoredBytes
 from ..measure.record import Record
 from ..measure.rows import LatencyRow
 from ..units import Selection
 from ..values import PruningPlan, dump_json
+from .schemas import REPORT, ReportFile
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,15 +133,19 @@ class Report:
         """
         path = Path(path)
         file = path / "report.json" if path.is_dir() else path
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-            known = {f.name: f.name in values or f.default is MISSING for f in fields(cls)}
-            return cls(**{name: values[name] for name, wanted in known.items() if wanted})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = repr(error)
-            if isinstance(error, ValidationError):
-                reason = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise RequestError(
-                f"a report must be a report.json or a run's folder, but {path} is not ({reason}); "
-                "give the folder a run wrote"
-            ) from error
+        return cls.from_values(read_json(file, dict[str, Any], REPORT), where=file)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], *, where: str | Path) -> Report:
+        """Read what a report.json holds.
+
+        Args:
+            values: The fields of the file.
+            where: The file, for messages.
+
+        Raises:
+            RequestError: It is not a report.
+        """
+        report: Report = check(values, cls, REPORT, where=str(where))
+        check(values, ReportFile, REPORT, where=str(where))
+        return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from .report import Report, UnitCounts
 def model_name(report: Report) -> str:
     """Return the dense model's Hub id, or the name of its folder without the path, which is this machine's affair."""
     path = Path(report.model)
-    return path.name if path.is_absolute() or path.exists() else report.model
+    return path.name if path.is_absolute() or os.path.exists(path) else report.model
 
 
 def removed_text(heads: UnitCounts, neurons: UnitCounts | None = None) -> str:

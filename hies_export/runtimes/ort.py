@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from ..errors import DataError, ExportError, MissingRuntimeError, RecipeError
+from ..files import Rule, parse_json
 from ..model.tokens import positions_of
 from ..progress import quiet
 from .base import Runtime, last_token, register_runtime
@@ -248,6 +249,11 @@ def refuse_parts(folder: str | Path) -> None:
         )
 
 
+_Size = Annotated[int, Field(ge=1, lt=2**31)]
+_CACHE_SIZES = dict[str, Annotated[list[_Size], Field(min_length=2, max_length=2)]]
+_METADATA = Rule("an ONNX file must be what hies_export wrote", "export the model again")
+
+
 def _cache_sizes(session: Any) -> dict[str, tuple[int, int]]:
     """Return the sizes of every cache input: name -> (key/value heads, head width).
 
@@ -255,7 +261,8 @@ def _cache_sizes(session: Any) -> dict[str, tuple[int, int]]:
     """
     written = session.get_modelmeta().custom_metadata_map.get(CACHE_SIZES)
     if written is not None:
-        return {name: (heads, width) for name, (heads, width) in json.loads(written).items()}
+        sizes = parse_json(written, _CACHE_SIZES, _METADATA, where=f"its metadata {CACHE_SIZES}")
+        return {name: (heads, width) for name, (heads, width) in sizes.items()}
     shapes = {node.name: node.shape for node in session.get_inputs() if node.name.startswith("past_key_values.")}
     return {
         name: (shape[1], shape[3])

@@ -13,13 +13,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import torch
+from pydantic import Field
 from safetensors.torch import save
 from torch import Tensor
 
-from ..errors import RequestError, StepError
+from ..errors import RequestError, StepError, quoted
+from ..files import MEGABYTE, Rule, Schema, check, parse_json
 
 BLOCK_BYTES = 8 * 2**20
 
@@ -42,6 +44,21 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+_Offset = Annotated[int, Field(ge=0, lt=2**60)]
+
+
+class _Entry(Schema):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[_Offset]
+    data_offsets: Annotated[list[_Offset], Field(min_length=2, max_length=2)]
+
+
+# The format itself allows no longer header.
+_HEADER = Rule("weights must be a safetensors file", "fetch or save it again", megabytes=100)
 
 
 @dataclass(frozen=True)
@@ -74,26 +91,26 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """
     size = file.stat().st_size
     tensors = {}
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > size:
-                raise ValueError("the header is longer than the file")
-            header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if entry["dtype"] not in _DTYPES:
-                raise RequestError(
-                    f"tensors must be of a dtype that torch can cut ({', '.join(_DTYPES)}), but {name} in {file} is "
-                    f"{entry['dtype']}; dequantise the checkpoint first"
-                )
-            begin, end = entry["data_offsets"]
-            tensor = StoredTensor(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
-            if end - begin != tensor.bytes:
-                raise ValueError(f"{name} has {end - begin} bytes where its shape makes {tensor.bytes}")
-            tensors[name] = tensor
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestError(f"{file} must be a safetensors file, but is not or is damaged: {error}") from error
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(size, _HEADER.megabytes * MEGABYTE):
+            raise _HEADER.refused(f"{file} is not: its header is longer than the file, or than any header may be")
+        header = parse_json(stream.read(length), dict[str, Any], _HEADER, where=f"the header of {file}")
+    header.pop("__metadata__", None)
+    check(header, dict[str, _Entry], _HEADER, where=str(file))
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in _DTYPES:
+            raise RequestError(
+                f"tensors must be of a dtype that torch can cut ({', '.join(_DTYPES)}), but {quoted(name)} in "
+                f"{file} is {quoted(entry['dtype'])}; dequantise the checkpoint first"
+            )
+        begin, end = entry["data_offsets"]
+        tensor = StoredTensor(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
+        if end - begin != tensor.bytes:
+            raise _HEADER.refused(
+                f"{quoted(name)} has {end - begin} bytes in {file} where its shape makes {tensor.bytes}"
+            )
+        tensors[name] = tensor
     whole = max((t.offset + t.bytes for t in tensors.values()), default=8 + length)
     if size != whole:
         raise RequestError(

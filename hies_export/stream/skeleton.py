@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..checkpoint.classes import find_model_class, read_config
+from ..checkpoint.classes import class_config, find_model_class, read_config
+from ..checkpoint.schema import empty_model, read_weight_map
+from ..checkpoint.weights import check_files
 from ..errors import RequestError
 from ..model import internals
 from .companions import COMPANIONS
@@ -36,7 +37,7 @@ def fetch(model: str | Path) -> Path:
     try:
         folder = Path(snapshot_download(str(model), allow_patterns=[*SIDE_FILES, SAFE_WEIGHTS_NAME]))
         if not (folder / SAFE_WEIGHTS_NAME).is_file() and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-            files = sorted(set(_weight_map(folder / SAFE_WEIGHTS_INDEX_NAME).values()))
+            files = sorted(set(read_weight_map(folder / SAFE_WEIGHTS_INDEX_NAME).values()))
             folder = Path(snapshot_download(str(model), allow_patterns=[*SIDE_FILES, *files]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise RequestError(f"the files of {model} must be at hand or on the Hub, but: {error}") from error
@@ -58,7 +59,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"a checkpoint must have {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, but {folder} has "
             f"{', '.join(found) or 'no weights'}; convert it once: load it with transformers and save_pretrained it"
         )
-    weight_map = _weight_map(index)
+    weight_map = read_weight_map(index)
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
@@ -78,16 +79,6 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(Path(file).name) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestError(
-            f"{index} must be the index of a sharded checkpoint, but cannot be read: {error!r}"
-        ) from error
-
-
 def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[PreTrainedModel, dict[str, Step]]:
     """Return the model of a checkpoint on the meta device, as `from_pretrained` would load it.
 
@@ -103,13 +94,14 @@ def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[P
         RequestError: A parameter is not in the files, has another shape, or is quantised.
     """
     model_class = find_model_class(folder)
-    config = model_class.config_class.from_pretrained(folder)  # type: ignore[union-attr]
+    check_files(model_class, folder)
+    config = class_config(folder, model_class)
     if getattr(config, "quantization_config", None) is not None:
         raise RequestError(f"the weights must be plain numbers, but {folder} is quantised; dequantise it first")
     dtype = config.dtype if config.dtype is not None else _first_dtype(tensors)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     stored = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
-    model = internals.empty_model(model_class, config, dtype)
+    model = empty_model(model_class, config, folder, dtype)
     info = internals.load_shapes(model, stored, dtype)
     steps = loading_steps(model, stored)
     internals.finish_loading(model, info, lambda one, other: _same_bytes(steps[one], steps[other], tensors))

@@ -6,7 +6,7 @@ that the run or sweep evaluated, as a function of the share of importance (HIS) 
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +17,11 @@ import torch
 from sklearn.isotonic import IsotonicRegression
 
 from ..calibrate.collect import DEFAULT_NEEDS
-from ..errors import RequestError
+from ..errors import RequestError, root_cause
+from ..files import read_json
 from ..kinds import ATTENTION, MLP
 from ..report.report import Report
+from ..report.schemas import SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepDetails, SweepFile
 from ..score.criteria import score_units
 from ..select.constraints import Constraints
 from ..select.select import select_units
@@ -234,10 +236,10 @@ def read_exploration(folder: str | Path) -> Exploration:
             return _of_sweep(folder)
         if (folder / "scores.json").is_file():
             return _of_run(folder)
-    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, StopIteration) as error:
         raise RequestError(
-            f"what is in {folder} must be as a run or a sweep of this version wrote it, but it cannot be read "
-            f"({error!r}); run it again"
+            f"the files in {folder} must be of one run or sweep of this version, but they do not fit each other "
+            f"({root_cause(error)}); run it again"
         ) from error
     raise RequestError(
         f"ui needs the folder of a finished run (scores.json, plan.json, report.json) or sweep (sweep.json, "
@@ -247,11 +249,12 @@ def read_exploration(folder: str | Path) -> Exploration:
 
 def _of_run(folder: Path) -> Exploration:
     report, plan = Report.from_file(folder), PruningPlan.from_file(folder / "plan.json")
-    written = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+    written = read_json(folder / "scores.json", ScoresFile, SCORES)
     statistics = Statistics(
         {name: _tensors(written[name]) for name in DEFAULT_NEEDS},
         Calibration(written["samples"], written["labels"], written["fingerprint"]),
     )
+    _check_units(statistics, plan)
     per_head, per_neuron = _flops_per_unit(report, plan)
     found = Exploration(
         model=report.model,
@@ -278,11 +281,33 @@ def _of_run(folder: Path) -> Exploration:
             Measured(
                 f"this run's search for alpha: {judged}, on held-out rows",
                 tuple(lost_share(statistics["his"], p) for p in plans),
-                tuple(point["quality"] for point in curve if point["quality"] is not None),
+                _numbers([point["quality"] for point in curve]),
                 tuple(point["stability"] for point in curve),
             )
         )
     return replace(found, measured=tuple(measured))
+
+
+def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
+    """Check that statistics are of the units of a plan.
+
+    Raises:
+        ValueError: They are of other units.
+    """
+    for statistic, found in statistics.values.items():
+        for name, values in found.items():
+            kept = plan.kept.get(name)
+            if kept is None or len(values) != kept.total or not 0 <= kept.units[0] <= kept.units[-1] < kept.total:
+                raise ValueError(f"{statistic} of {name} is not of the units of the plan")
+    heads = plan.of_kind(ATTENTION)
+    if statistics["entropy"].keys() != {name for name in statistics["his"] if name in heads}:
+        raise ValueError("entropy and his must be of the same heads")
+
+
+def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
+    """Return the metric of every plan; nothing where one has none, or where it is not defined (NaN)."""
+    known = tuple(value for value in values if value is not None and math.isfinite(value))
+    return known if len(known) == len(values) else ()
 
 
 def _flops_per_unit(report: Report, plan: PruningPlan) -> tuple[float, float]:
@@ -292,7 +317,7 @@ def _flops_per_unit(report: Report, plan: PruningPlan) -> tuple[float, float]:
     """
     dense, slim = report.flops.dense, report.flops.slim
     if not plan.neurons:
-        return (1 - slim / dense) / plan.removed, 0.0
+        return (1 - slim / dense) / max(1, plan.removed), 0.0
     layers = report.details["flops_per_layer"]
 
     def cost(parts: Sequence[str], total: int, removed: int) -> float:
@@ -306,8 +331,8 @@ def _flops_per_unit(report: Report, plan: PruningPlan) -> tuple[float, float]:
 
 
 def _of_sweep(folder: Path) -> Exploration:
-    rows = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-    details = json.loads((folder / "details.json").read_text(encoding="utf-8"))
+    rows = read_json(folder / "sweep.json", SweepFile, SWEEP)
+    details = read_json(folder / "details.json", SweepDetails, SWEEP_DETAILS)
     his = _tensors(details["his"])
     plans = {_sweep_key(p): _sweep_plan(p, details) for p in details["plans"]}
     # details.json has the plans of the first seed and calibration size only, which come first among the rows.
@@ -322,16 +347,19 @@ def _of_sweep(folder: Path) -> Exploration:
             Measured(
                 f"the dense model and the sweep's plans: {made}, on the evaluation rows",
                 (0.0, *lost),
-                (alike[0]["quality_dense"], *(row["quality"] for row in alike)),
+                _numbers([alike[0]["quality_dense"], *(row["quality"] for row in alike)]),
                 (1.0, *(row["stability"] for row in alike)),
             )
         )
+    statistics = Statistics(
+        {"his": his, "entropy": _tensors(details["entropy"])}, Calibration(details["calibration_samples"], "", "")
+    )
+    for plan in plans.values():
+        _check_units(statistics, plan)
     per_head, per_neuron = _flops_by_rows(rows)
     return Exploration(
         model="",
-        statistics=Statistics(
-            {"his": his, "entropy": _tensors(details["entropy"])}, Calibration(details["calibration_samples"], "", "")
-        ),
+        statistics=statistics,
         normalize="model",
         plan=next(iter(plans.values())),
         flops_per_head=per_head,
@@ -353,7 +381,7 @@ def _flops_by_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Return the share of the dense model's FLOPs that a head and a neuron cost, fitted to the rows of a sweep."""
     counted = [row for row in rows if row["flops_ratio"] is not None]
     if not any(row.get("neurons_removed") for row in counted):
-        return (1 - counted[0]["flops_ratio"]) / counted[0]["heads_removed"], 0.0
+        return (1 - counted[0]["flops_ratio"]) / max(1, counted[0]["heads_removed"]), 0.0
     removed = np.array([[row["heads_removed"], row["neurons_removed"]] for row in counted], dtype=float)
     saved = np.array([1 - row["flops_ratio"] for row in counted])
     per_head, per_neuron = np.linalg.lstsq(removed, saved, rcond=None)[0]

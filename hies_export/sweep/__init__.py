@@ -11,7 +11,7 @@ In the order of reading:
 - `choosing.py`: `Chooser`, which scores and selects the units that a cell keeps.
 - `latency.py`: `Stopwatch`, which times the slim models.
 - `shared.py`: what cells have in common, computed once: the model, statistics, moments.
-- `journal.py`: the finished cells on disk, so that an interrupted sweep can continue.
+- `journal.py`: the finished cells on disk, so that an interrupted sweep can continue; `entries.py` checks its lines.
 - `tables.py`: write the rows as JSON, CSV, Markdown and LaTeX.
 - `curves.py`: draw the figures.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,9 @@ from typing import Any
 
 from ..baselines.names import OWN_SAMPLES
 from ..errors import RequestError
+from ..files import read_json
 from ..kinds import ATTENTION
+from ..report.schemas import SWEEP, SWEEP_DETAILS, SweepFigures, SweepFile
 from ..report.style import COLOURS, MARKERS, head_grid, head_map, new_figure, require_matplotlib, write_figures
 from .tables import (
     COMPENSATIONS,
@@ -49,8 +50,8 @@ def draw_figures(folder: Path) -> list[Path]:
     for name in ("sweep.json", "details.json"):
         if not (folder / name).is_file():
             raise RequestError(f"figures are drawn from a finished sweep, but {folder} has no {name}")
-    rows = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-    details = json.loads((folder / "details.json").read_text(encoding="utf-8"))
+    rows = read_json(folder / "sweep.json", SweepFile, SWEEP)
+    details = read_json(folder / "details.json", SweepFigures, SWEEP_DETAILS)
     drawings: dict[str, Callable[[], Any]] = {
         "quality": lambda: curves(rows, "quality"),
         "stability": lambda: curves(rows, "stability"),

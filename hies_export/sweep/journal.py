@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import OutputExistsError, RequestError
+from .entries import parse_first, parse_line
 
 NAME = "journal.jsonl"
 FORMAT = 1
@@ -101,16 +102,9 @@ class Journal:
         lines = content[:complete].splitlines()
         if not lines:
             return 0
-        try:
-            parsed = [json.loads(line) for line in lines]
-            asked = parsed[0]["asked"]
-            for line in parsed:
-                self._take(line)
-        except (KeyError, TypeError, ValueError) as error:
-            raise RequestError(
-                f"a journal must be lines of JSON written by hies-export sweep, but {self._path} is not ({error!r}); "
-                "choose another folder or pass --overwrite to begin anew"
-            ) from error
+        asked = parse_first(lines[0], self._path)
+        for number, line in enumerate(lines[1:], 2):
+            self._take(parse_line(line, self._path, number))
         differ = [field for field in {**asked, **digests} if asked.get(field) != digests.get(field)]
         if differ:
             raise RequestError(

@@ -1,0 +1,138 @@
+"""Load a checkpoint by `from_pretrained`, and refuse in one sentence whatever it stumbles over."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from ..errors import RequestError, listed, root_cause
+from .classes import class_config, hub_options, read_config
+from .schema import check_side_files, check_slim_names, empty_model
+
+
+def check_files(model_class: Any, path: str | Path, **hub: Any) -> None:
+    """Check the JSON files of a checkpoint, and the names in its `hies_export` block where it is slim.
+
+    Args:
+        model_class: From `find_model_class`.
+        path: Folder or Hub id.
+        **hub: Where and how to look on the Hub, as in `from_pretrained`.
+
+    Raises:
+        RequestError: A file is damaged, or the config names what the model does not have.
+    """
+    check_side_files(path)
+    block = read_config(path, **hub).get("hies_export")
+    if block is not None:
+        stock = model_class.__mro__[2]  # behind the slim class and its mixin
+        check_slim_names(block, empty_model(stock, class_config(path, stock, **hub), path), path)
+
+
+def _check_sizes(model_class: Any, path: str | Path, config: Any) -> None:
+    """Refuse tensors of other sizes than the config describes, before transformers makes room for what it describes.
+
+    It is enough to look at tensors whose names are those of the model, and transposed ones fit: transformers checks all
+    of them, but fills what does not fit with random numbers first, which a damaged config may make take all memory.
+
+    Raises:
+        RequestError: A tensor has another size, or a file is damaged.
+    """
+    files = sorted(Path(path).glob("model*.safetensors"))
+    if not files or getattr(config, "quantization_config", None) is not None:
+        return
+    expected = empty_model(model_class, config, path).state_dict()
+    wrong = []
+    for file in files:
+        try:
+            with safe_open(file, "pt") as tensors:
+                known = expected.keys() & set(tensors.keys())
+                shapes = {name: tensors.get_slice(name).get_shape() for name in known}
+        except SafetensorError as error:
+            raise RequestError(
+                f"the model at {path} cannot be loaded: {root_cause(error)} ({file.name}); save or fetch it again"
+            ) from error
+        wrong += [(name, s, expected[name].shape) for name, s in shapes.items() if prod(s) != expected[name].numel()]
+    if wrong:
+        raise _misfit(path, wrong)
+
+
+def _misfit(path: str | Path, wrong: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> RequestError:
+    shapes = [f"{name} is {list(found)} for {list(need)}" for name, found, need in sorted(wrong)]
+    return RequestError(
+        f"weights must have the shapes that the config describes, but in {path} {listed(shapes[:3])}{_more(shapes)}; "
+        "save or fetch it again"
+    )
+
+
+def load_weights(model_class: Any, path: str | Path, **kwargs: Any) -> PreTrainedModel:
+    """Return the model of a checkpoint, in evaluation mode.
+
+    Args:
+        model_class: From `find_model_class`.
+        path: Folder or Hub id.
+        **kwargs: Passed to `from_pretrained`.
+
+    Raises:
+        RequestError: The config names what the model does not have, the weights are damaged or incomplete, or they do
+            not fit the config.
+    """
+    hub = hub_options(kwargs)
+    check_files(model_class, path, **hub)
+    if not kwargs.get("ignore_mismatched_sizes"):
+        _check_sizes(model_class, path, kwargs.get("config") or class_config(path, model_class, **hub))
+    try:
+        with _load_report() as report:
+            model, info = model_class.from_pretrained(
+                path, output_loading_info=True, **{"ignore_mismatched_sizes": True, **kwargs}
+            )
+    except (RequestError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers, safetensors, json and the Hub: each raises its own kind
+        raise RequestError(
+            f"the model at {path} cannot be loaded: {' '.join([root_cause(error), *report])}; save or fetch it again"
+        ) from error
+    if info["mismatched_keys"] and not kwargs.get("ignore_mismatched_sizes"):
+        raise _misfit(path, info["mismatched_keys"])
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise RequestError(
+            f"every parameter must be in the files, but {path} has no {listed(missing[:3])}{_more(missing)}; they "
+            "would be random: save the checkpoint again from the model that was trained"
+        )
+    return model.eval()
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 3} more" if len(names) > 3 else ""
+
+
+@contextmanager
+def _load_report() -> Iterator[list[str]]:
+    """Yield a list that receives transformers' report of what does not load, which else nobody sees."""
+    logger, found = logging.getLogger("transformers.modeling_utils"), []
+    before, shown = (logger.level, logger.propagate), logger.isEnabledFor(logging.WARNING)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(_plain(record.getMessage()))  # type: ignore[method-assign]
+    logger.setLevel(logging.WARNING)
+    logger.propagate = logger.propagate and shown
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def _plain(text: str) -> str:
+    """Return a report without colours, on one line, 300 characters at most."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())[:300]

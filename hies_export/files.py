@@ -1,0 +1,148 @@
+"""Read JSON files against a schema, and refuse what is damaged in a sentence: the file, the place, what must be there.
+
+Every JSON file that this package reads goes through `read_json`. A schema is a pydantic model, by default a `Schema`:
+strict about types, and indifferent to fields that it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from .errors import LONGEST_VALUE, RequestError, quoted
+
+MEGABYTE = 10**6
+
+
+class Schema(BaseModel):
+    """Base of the schemas of files: 1 is no text, "1" no number, true no integer; unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a file must be, in the words of its refusal.
+
+    Attributes:
+        must: Beginning of the sentence, such as "a plan must be JSON that hies_export wrote".
+        remedy: End of the sentence: what to do.
+        error: Class of the refusal.
+        megabytes: Largest size of the file.
+    """
+
+    must: str
+    remedy: str
+    error: type[RequestError] = RequestError
+    megabytes: int = 64
+
+    def refused(self, problem: str) -> RequestError:
+        """Return the error that says what is wrong."""
+        return self.error(f"{self.must}, but {problem}; {self.remedy}")
+
+
+def read_json(path: str | Path, schema: Any, rule: Rule) -> Any:
+    """Return what a JSON file holds, as it stands there, after checking it against a schema.
+
+    Args:
+        path: The file.
+        schema: A pydantic model, or any type that pydantic checks.
+        rule: What the file must be.
+
+    Raises:
+        RequestError: Of the rule's class: there is no such file, it is too large, is no JSON in UTF-8, is nested more
+            than 200 deep, or does not fit the schema.
+    """
+    try:
+        with Path(path).open("rb") as stream:
+            data = stream.read(rule.megabytes * MEGABYTE + 1)
+    except FileNotFoundError as error:
+        raise rule.refused(f"there is no file {path}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise rule.refused(
+            f"{quoted(str(path))} cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from error
+    if len(data) > rule.megabytes * MEGABYTE:
+        raise rule.refused(f"{path} has more than {rule.megabytes} MB")
+    return parse_json(data, schema, rule, where=str(path))
+
+
+def parse_json(data: str | bytes, schema: Any, rule: Rule, *, where: str) -> Any:
+    """Return what a JSON text holds, after checking it against a schema; see `read_json`.
+
+    Args:
+        data: The text, or its bytes in UTF-8.
+        schema: As in `read_json`.
+        rule: What the text must be.
+        where: Name of the text in a refusal.
+    """
+    try:
+        value = from_json(data)
+    except ValueError as error:
+        raise rule.refused(f"{where} is no JSON: {error}") from error
+    check(value, schema, rule, where=where)
+    return value
+
+
+def check(value: Any, schema: Any, rule: Rule, *, where: str) -> Any:
+    """Return a parsed value as the schema makes it.
+
+    Raises:
+        RequestError: Of the rule's class; the value does not fit the schema.
+    """
+    try:
+        return _adapter(schema).validate_python(value)
+    except ValidationError as error:
+        raise rule.refused(f"in {where} {_problems(error, value)}") from error
+
+
+@cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
+
+
+def _problems(error: ValidationError, value: Any) -> str:
+    """Return the first of a schema's objections to a value, and how many more there are."""
+    found = error.errors(include_url=False)
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return _objection(found[0], value) + more
+
+
+def _objection(problem: ErrorDetails, value: Any) -> str:
+    if problem["type"] == "missing":
+        return f"{_place(problem['loc'][:-1], value, problem['loc'][-1])} is missing"
+    place = _place(problem["loc"], value)
+    if problem["type"] == "value_error":
+        return f"{place}: {problem['ctx']['error']}"
+    wanted = problem["msg"].replace("Input should", "must", 1).replace("a valid dictionary", "an object")
+    return f"{place} {wanted.partition(' or instance of')[0]}, got {quoted(problem['input'])}"
+
+
+def _place(location: Sequence[int | str], value: Any, *last: int | str) -> str:
+    """Return a place in a JSON value as text, such as `kept["layer.0"].units[3]`.
+
+    Args:
+        location: Of pydantic, which also names the members of unions that it tried; these are left out.
+        value: The value.
+        last: What follows, and is not in the value.
+    """
+    parts: list[int | str] = []
+    for part in location:
+        if isinstance(part, int) if isinstance(value, list) else isinstance(value, dict) and part in value:
+            parts.append(part)
+            value = value[part]
+    text = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" if _is_plain(part) else f"[{quoted(part)}]"
+        for part in (*parts, *last)
+    )
+    return text.removeprefix(".") or "the whole"
+
+
+def _is_plain(name: str) -> bool:
+    return name.isidentifier() and len(name) <= LONGEST_VALUE

@@ -1,0 +1,433 @@
+"""Every file that the tool reads: a small valid one, and what the tool does with it.
+
+`tests/test_properties.py` and `scripts/fuzz` damage the files and read them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import ViTImageProcessorPil
+
+from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.version4 import load_version4
+from hies_export.cli.arguments import read_recipe
+from hies_export.cost.latency import TimedCut, _read
+from hies_export.data.processors import load_processor
+from hies_export.errors import HiesError
+from hies_export.generate.questions import read_questions
+from hies_export.onnx.generator import _generation_config
+from hies_export.report.bench import print_bench, read_report, render_bench
+from hies_export.report.card import read_card, render_card
+from hies_export.report.html import render_html
+from hies_export.report.maps import KEPT, plan_maps
+from hies_export.report.markdown import render_markdown
+from hies_export.report.plots import draw_report
+from hies_export.report.report import Report
+from hies_export.report.terminal import map_text, print_report
+from hies_export.runtimes.ort import CACHE_SIZES, _cache_sizes
+from hies_export.slim.check import check_selection
+from hies_export.slim.cut import prune_units
+from hies_export.stream.apply import apply_plan
+from hies_export.stream.skeleton import build_skeleton, read_tensors
+from hies_export.studies.explore import lost_share, predict, read_exploration
+from hies_export.sweep.curves import draw_figures
+from hies_export.sweep.journal import Journal
+from hies_export.units import Kept
+from hies_export.values import PruningPlan
+from support.cuts import random_cut
+from support.models import (
+    bert,
+    causal_lm,
+    cut_bert,
+    generative_tokenizer,
+    save_text_model,
+    text_batch,
+    vit,
+    write_rows,
+)
+from support.mutations import damaged, damaged_setting
+from support.reports import make_report
+
+LONGEST_MESSAGE = 5000
+
+
+@dataclass(frozen=True)
+class Read:
+    """A file that the tool reads.
+
+    Attributes:
+        name: Of the reader.
+        kind: What `damaged` damages it as.
+        file: A valid one.
+        read: Reads it, and does what the tool does with what it holds.
+        share: How many cases it gets of `sum(share)`: fewer where one takes long.
+    """
+
+    name: str
+    kind: str
+    file: Path
+    read: Callable[[], object]
+    share: int = 10
+
+    @contextmanager
+    def damage(self, chance: random.Random) -> Iterator[bytes]:
+        """Damage the file in the block."""
+        before = self.file.read_bytes()
+        setting = self.kind == "setting"
+        now = damaged_setting(chance).encode() if setting else damaged(before, self.kind, chance)
+        self.file.write_bytes(now)
+        try:
+            yield now
+        finally:
+            self.file.write_bytes(before)
+
+
+def outcome(read: Callable[[], object]) -> tuple[str, BaseException | None]:
+    """Read, and return what came of it, "accepted", "refused", "failed" or "foreign", and the error if there was one.
+
+    An error of ours that is no sentence but quotes a whole file counts as foreign.
+    """
+    try:
+        read()
+    except HiesError as error:
+        if len(str(error)) > LONGEST_MESSAGE:
+            return "foreign", error
+        return "refused" if error.exit_code == 2 else "failed", error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # panics of Rust are no Exception
+        return "foreign", error
+    return "accepted", None
+
+
+def console() -> Console:
+    """Return a console that prints to nobody."""
+    return Console(file=io.StringIO(), width=100)
+
+
+def all_reads(folder: Path) -> list[Read]:
+    """Write every valid file into a folder, and return what reads them."""
+    torch.manual_seed(0)
+    return [read for make in (*MAKERS, RECIPES) for read in make(folder)]
+
+
+def _tiny(**options: Any) -> Any:
+    return bert(hidden_size=24, num_hidden_layers=2, intermediate_size=8, max_position_embeddings=16, **options)
+
+
+def _plans(folder: Path) -> list[Read]:
+    model = _tiny()
+    _, plan, modules = random_cut(model, text_batch())
+    files = {name: folder / name for name in ("plan.json", "streamed.json", "plan-1.json")}
+    files["plan.json"].write_text(plan.to_json())
+    files["streamed.json"].write_text(plan.to_json())
+    kept = {"query": [0, 1, 4, 5], "key_value": [0, 2], "heads": 6, "key_value_heads": 3}
+    files["plan-1.json"].write_text(json.dumps({"format": 1, "kept": {"a": kept}, "criterion": "his", "seed": 0}))
+    model.save_pretrained(folder / "dense")
+
+    def cut(file: Path) -> None:
+        read = PruningPlan.from_file(file)
+        for units in plan_maps(read):
+            console().print(map_text(units))
+        assert PruningPlan.from_json(read.to_json()) == read or "nan" in read.to_json().lower()
+        check_selection(read.kept, modules)
+        prune_units(model, read, modules)
+
+    def show() -> None:
+        for units in plan_maps(PruningPlan.from_file(files["plan-1.json"])):
+            console().print(map_text(units))
+
+    def stream() -> None:
+        apply_plan(PruningPlan.from_file(files["streamed.json"]), folder / "dense", folder / "cut", overwrite=True)
+
+    return [
+        Read("plan, shown and cut", "json", files["plan.json"], lambda: cut(files["plan.json"]), 30),
+        Read("plan of format 1", "json", files["plan-1.json"], show, 10),
+        Read("plan, apply", "json", files["streamed.json"], stream, 2),
+    ]
+
+
+def _checkpoints(folder: Path) -> list[Read]:
+    dense, slim, sharded = folder / "checkpoint", folder / "slim", folder / "sharded"
+    _tiny().save_pretrained(dense)
+    random_cut(_tiny(), text_batch())[0].save_pretrained(slim)
+    _tiny().save_pretrained(sharded, max_shard_size="20KB")
+    index = sharded / "model.safetensors.index.json"
+    assert index.is_file()
+    assert "hies_export" in json.loads((slim / "config.json").read_text())
+
+    def skeleton(checkpoint: Path) -> None:
+        build_skeleton(checkpoint, read_tensors(checkpoint))
+
+    return [
+        Read("config, load", "json", dense / "config.json", lambda: load(dense), 6),
+        Read("slim config, load", "json", slim / "config.json", lambda: load(slim), 8),
+        Read("slim config, apply", "json", slim / "config.json", lambda: skeleton(slim), 3),
+        Read("safetensors, load", "safetensors", dense / "model.safetensors", lambda: load(dense), 6),
+        Read("safetensors, apply", "safetensors", dense / "model.safetensors", lambda: skeleton(dense), 6),
+        Read("index of shards, load", "json", index, lambda: load(sharded), 4),
+        Read("index of shards, apply", "json", index, lambda: skeleton(sharded), 4),
+    ]
+
+
+def _older(folder: Path) -> list[Read]:
+    """A checkpoint that transformers 4 pruned."""
+    older = folder / "older"
+    model = cut_bert(_tiny(), (4, 6))
+    model.save_pretrained(older)
+    config = json.loads((older / "config.json").read_text())
+    (older / "config.json").write_text(json.dumps(config | {"pruned_heads": {"0": [4, 5]}}))
+    return [Read("pruned_heads, upgrade", "json", older / "config.json", lambda: load_version4(older), 4)]
+
+
+def _generation(folder: Path) -> list[Read]:
+    decoder = folder / "decoder"
+    causal_lm(num_hidden_layers=1, hidden_size=8).save_pretrained(decoder)
+    model = load(decoder)
+    tokens = torch.ones(1, 2, dtype=torch.int64)
+
+    def generate() -> None:
+        load(decoder).generate(tokens, max_new_tokens=1, do_sample=False)
+
+    file = decoder / "generation_config.json"
+    return [
+        Read("generation config, load", "json", file, lambda: load(decoder), 4),
+        Read("generation config, ONNX", "json", file, lambda: _generation_config(decoder, model.config), 10),
+    ]
+
+
+def _processors(folder: Path) -> list[Read]:
+    texts, images = folder / "tokenizer", folder / "images"
+    generative_tokenizer().save_pretrained(texts)
+    vit(hidden_size=24, num_hidden_layers=1).save_pretrained(images)
+    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(images)
+
+    def tokenizer() -> None:
+        load_processor(texts, task="text-generation", for_prompts=True)
+
+    return [
+        Read("tokenizer_config.json", "json", texts / "tokenizer_config.json", tokenizer, 4),
+        Read("tokenizer.json", "json", texts / "tokenizer.json", tokenizer, 4),
+        Read(
+            "preprocessor_config.json",
+            "json",
+            images / "preprocessor_config.json",
+            lambda: load_processor(images, task="image-classification"),
+            6,
+        ),
+    ]
+
+
+def _runs(folder: Path) -> list[Read]:
+    run, alone, drawn = folder / "run", folder / "report.json", folder / "drawn.json"
+    run.mkdir()
+    report = make_report(
+        neurons=16,
+        budget={"kind": "flops", "target": 0.8, "predicted": 0.79, "measured": 0.8},
+        flops_per_layer={
+            side: [{"layer": f"l{i}", "projections": 10**6, "products": 10, "other": 7} for i in range(2)]
+            for side in ("dense", "slim")
+        }
+        | {"shape": [8, 128]},
+        data={
+            **{"labels": "data", "calibration_samples": 32, "evaluation_samples": 64, "evaluation_split": "validation"},
+            **{"name": "some/data", "file": None},
+        },
+        tried=[{"criterion": "his", "alpha": None, "quality": 0.8, "stability": 0.9, "chosen": True}],
+    )
+    for file in (alone, drawn, run / "report.json"):
+        file.write_text(report.to_json())
+    marks = report.details["head_map"]
+    kept = {name: Kept(tuple(i for i, mark in enumerate(line) if mark == KEPT), 4) for name, line in marks.items()}
+    kept |= {
+        name: Kept(tuple(range(count["kept"])), count["total"], kind="mlp")
+        for name, count in report.details["neurons"].items()
+    }
+    (run / "plan.json").write_text(PruningPlan(kept, "hies", 0.5).to_json())
+    numbers = {name: [0.01 + 0.1 * i for i in range(units.total)] for name, units in kept.items()}
+    scores = {
+        **{"criterion": "hies", "parameters": {"alpha": 0.5, "normalize": "model"}, "scores": numbers},
+        **{"his": numbers, "entropy": {name: numbers[name] for name in marks}, "weight_l2": numbers},
+        **{"samples": 8, "labels": "data", "fingerprint": "f"},
+        "alpha_curve": [{"alpha": a, "quality": 0.8, "stability": 0.9} for a in (0.0, 0.5)],
+    }
+    (run / "scores.json").write_text(json.dumps(scores))
+    bench = {"a": "one", "b": "other", "environment": {"cpu": "c"}}
+    bench |= {"latency": [asdict(row) for row in report.latency[:2]]}
+    (folder / "bench.json").write_text(json.dumps(bench))
+    table = {"title": "t", "names": ["a", "b"], "rows": [{**row, "model": "m"} for row in bench["latency"]]}
+    many = {"title": "GPU", "tables": [table], "missing": ["nothing"], "environment": {}}
+    (folder / "gpu.json").write_text(json.dumps(many))
+
+    def show(file: Path) -> None:
+        found = read_report(file)
+        if isinstance(found, Report):
+            print_report(found, console())
+            for render in (render_html, render_markdown, render_card):
+                render(found)
+        else:
+            print_bench(found, console())
+            render_bench(found)
+
+    def draw() -> None:
+        found = read_report(drawn)
+        if isinstance(found, Report):
+            draw_report(found, folder / "figures")
+
+    def explore() -> None:
+        _use(read_exploration(run))
+
+    return [
+        Read("report.json, shown", "json", alone, lambda: show(alone), 20),
+        Read("report.json, figures", "json", drawn, draw, 1),
+        Read("bench --json", "json", folder / "bench.json", lambda: show(folder / "bench.json"), 12),
+        Read("bench of bench/gpu.py", "json", folder / "gpu.json", lambda: show(folder / "gpu.json"), 8),
+        Read("scores.json, ui", "json", run / "scores.json", explore, 10),
+        Read("plan.json, ui", "json", run / "plan.json", explore, 8),
+        Read("report.json, ui", "json", run / "report.json", explore, 8),
+    ]
+
+
+def _use(explored: Any) -> None:
+    """Do what the page does when it opens, and with a slider."""
+    plan = explored.plan_at(0.5, 0.5, explored.allocation, neurons=0.25)
+    explored.flops_ratio(plan)
+    for measured in explored.measured:
+        for values in (measured.quality, measured.stability):
+            if values:
+                predict(measured.lost, values, lost_share(explored.statistics["his"], plan))
+
+
+def _sweeps(folder: Path) -> list[Read]:
+    swept, journal = folder / "sweep", folder / "journal"
+    swept.mkdir()
+    row = {"metric": "accuracy", "quality_dense": 0.9, "calibration_samples": 8, "seed": 0, "alpha_by": "given"}
+    rows = [
+        {
+            **row,
+            "criterion": "hies",
+            "alpha": 0.5,
+            "sparsity": s,
+            "compensation": k,
+            "quality": 0.9 - s,
+            "stability": 0.9,
+        }
+        | {"flops_ratio": 1 - s / 2, "heads_removed": int(8 * s), "neurons_removed": 0, "flops_target": None}
+        | {"modules": "attention"}
+        for k in ("none", "least_squares")
+        for s in (0.25, 0.5)
+    ]
+    plan = {"criterion": "hies", "alpha": 0.5}
+    details = {
+        **{"seed": 0, "calibration_samples": 8, "key_value_heads": {"a": 4, "b": 4}},
+        "kinds": {"a": "attention", "b": "attention"},
+        "his": {"a": [0.1, 0.4, 0.9, 0.2], "b": [0.2, 0.3, 0.4, 0.5]},
+        "entropy": {"a": [0.5, 0.4, 0.3, 0.2], "b": [0.2, 0.1, 0.4, 0.6]},
+        "plans": [
+            {**plan, "sparsity": 0.25, "kept": {"a": [1, 2, 3], "b": [1, 2, 3]}},
+            {**plan, "sparsity": 0.5, "kept": {"a": [1, 2], "b": [2, 3]}},
+        ],
+        "alpha_curves": [],
+    }
+    (swept / "sweep.json").write_text(json.dumps(rows))
+    (swept / "details.json").write_text(json.dumps(details))
+    asked = {"model": "m", "task": "t"}
+    with Journal(journal, asked=asked) as written:
+        result = {"metric": "accuracy", "quality": 0.9, "quality_dense": 0.9, "stability": 1.0, "flops_ratio": 0.9}
+        written.add("a|1", {"judged": "x", "alpha": 0.5, "samples": 8, "result": result, "lost": {"a": 1}})
+        written.add_alpha("b", {"chosen": 0.5, "curve": [{"alpha": 0.5, "quality": None, "stability": 0.9}]})
+        timing = {"latency_ratio": 0.9, "latency_low": 0.8, "latency_high": 1.0, "latency_noisy": False}
+        written.add_latency("c", timing)
+
+    def resume() -> None:
+        with Journal(journal, asked=asked) as found:
+            for entry in found.rows.values():
+                assert entry["judged"]
+                assert entry["result"]["quality"] is not None
+            for curve in found.alphas.values():
+                float(curve["chosen"])
+
+    def explore() -> None:
+        _use(read_exploration(swept))
+
+    (lines,) = journal.glob("journal*.jsonl")
+    return [
+        Read("sweep.json, ui", "json", swept / "sweep.json", explore, 8),
+        Read("details.json, ui", "json", swept / "details.json", explore, 8),
+        Read("sweep.json, figures", "json", swept / "sweep.json", lambda: draw_figures(swept), 1),
+        Read("details.json, figures", "json", swept / "details.json", lambda: draw_figures(swept), 1),
+        Read("journal of a sweep", "lines", lines, resume, 25),
+    ]
+
+
+def _small(folder: Path) -> list[Read]:
+    questions, cached, sizes, card = (folder / n for n in ("questions.json", "cached.json", "sizes.json", "card"))
+    rows = [{"image": f"{i}.png", "question": "Q", "answers": [{"answer": "a"}, {"answer": "b"}]} for i in range(2)]
+    questions.write_text(json.dumps(rows))
+    vet = folder / "vet.json"
+    vet.write_text(json.dumps({"v1_0": {"imagename": "0.png", "question": "Q", "answer": "x"}}))
+    cut = TimedCut(0.5, 0.8, 0.79, 0.81, 0.99, 1.01)
+    cached.write_text(json.dumps({"key": {"format": 4}, "points": [asdict(cut)]}))
+    sizes.write_text(json.dumps({"past_key_values.0.key": [2, 8]}))
+    card.mkdir()
+    (card / "README.md").write_text("---\nlicense: mit\nbase_model: some/model\n---\n# Title\n")
+
+    class Session:
+        """An ONNX Runtime session, of which only the metadata is read."""
+
+        def get_modelmeta(self) -> Any:
+            text = sizes.read_bytes().decode(errors="replace")
+            return argparse.Namespace(custom_metadata_map={CACHE_SIZES: text})
+
+    def points() -> None:
+        for point in _read(cached, {"format": 4}) or ():
+            assert isinstance(point.ratio, float)
+
+    return [
+        Read("questions of VizWiz", "json", questions, lambda: read_questions(questions), 15),
+        Read("questions of MM-Vet", "json", vet, lambda: read_questions(vet), 10),
+        Read("cached times", "json", cached, points, 10),
+        Read("metadata of ONNX", "json", sizes, lambda: _cache_sizes(Session()), 10),
+        Read("card of a model", "bytes", card / "README.md", lambda: read_card(card).get("license"), 5),
+    ]
+
+
+def _recipes(folder: Path) -> list[Read]:
+    project = folder / "project"
+    project.mkdir()
+    save_text_model(project / "model", hidden_size=24)
+    write_rows(project / "train.jsonl", 4)
+    recipe, setting = project / "recipe.yaml", project / "setting"
+    recipe.write_text(
+        "model: model\ntask: text-classification\ndata:\n  files: {train: train.jsonl, validation: train.jsonl}\n"
+        "  text: [sentence, other]\n  label: label\n  max_length: 16\ncalibration: {split: train, samples: 4}\n"
+        "prune:\n  criterion: hies\n  alpha: 0.5\n  budget: {heads: 0.5}\n  compensation: {method: least_squares}\n"
+        "measure: {runtimes: [torch], shapes: [[1, 8]]}\noutput: out\n"
+    )
+    setting.write_text("prune.alpha=0.5")
+
+    def read(*overrides: str) -> None:
+        read_recipe(argparse.Namespace(recipe=str(recipe), overrides=overrides, output=None))
+
+    def override() -> None:
+        read(setting.read_bytes().decode(errors="replace"))
+
+    return [
+        Read("recipe", "yaml", recipe, read, 25),
+        Read("--set", "setting", setting, override, 20),
+    ]
+
+
+MAKERS = (_plans, _checkpoints, _older, _generation, _processors, _runs, _sweeps, _small)
+RECIPES = _recipes
