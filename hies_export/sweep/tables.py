@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from ..baselines.names import DIFFERENCES
+from ..checkpoint.folders import replace_file
 from ..evaluate.metrics import higher_is_better
 from ..report.terminal import plain_table
 from ..values import dump_json
@@ -73,16 +73,15 @@ def write_results(folder: Path, rows: Sequence[Row], *, details: Mapping[str, An
     """Write sweep.json, details.json, sweep.csv, tables.md and tables.tex, each atomically."""
     tables = sweep_tables(rows)
     files = {
-        "sweep.json": dump_json(list(rows)),
         "details.json": dump_json(details),
         "sweep.csv": render_csv(rows),
         "tables.md": render_markdown(tables),
         "tables.tex": render_latex(tables),
+        # Last: where it is, the others are.
+        "sweep.json": dump_json(list(rows)),
     }
     for name, text in files.items():
-        temporary = folder / f".{name}"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, folder / name)
+        replace_file(folder / name, text)
 
 
 def budget_of(row: Row) -> float:
