@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from . import (
     push,
     quickstart,
     report,
+    reproduce,
     run,
     score,
     sweep,
@@ -51,7 +53,7 @@ class Command(Protocol):
 
 # In the order of --help.
 COMMANDS: tuple[Command, ...] = (
-    *(run, quickstart, score, prune, apply, export, bench, sweep, generate, push, upgrade, inspect),
+    *(run, quickstart, reproduce, score, prune, apply, export, bench, sweep, generate, push, upgrade, inspect),
     *(architectures, ui, report),
 )
 
@@ -79,6 +81,8 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         0 done; 2 the request was wrong; 1 a step failed, nothing half-written left behind; 130 interrupted.
     """
     options = (parser or build_parser()).parse_args(arguments)
+    # Reports record it.
+    options.command_line = shlex.join(["hies-export", *(sys.argv[1:] if arguments is None else arguments)])
     # Into a file or a pipe, tables are as wide as they need.
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     err = Console(stderr=True, highlight=False)
