@@ -22,7 +22,7 @@ from hies_export.pipeline.quickstart import prepare_quickstart
 from hies_export.report.terminal import plain_table
 
 GRID = ("--criteria", "hies,his,l2,random", "--alphas", "0.5", "--sparsities", "0.2,0.4,0.6", "--seeds", "0,1,2,3")
-GRID = (*GRID, "--compensations", "none,least_squares", "--no-figures")
+GRID = (*GRID, "--compensations", "none,least_squares", "--modules", "attention", "--no-figures")
 
 
 def main() -> None:
@@ -34,7 +34,8 @@ def main() -> None:
         recipe = prepare_quickstart(Path(temporary), epochs=3)
         alone, shared = Path(temporary) / "alone", Path(temporary) / "shared"
         started = time.perf_counter()
-        start(recipe, alone).communicate()
+        if start(recipe, alone).wait():
+            raise SystemExit("the sweep of one process failed; run it by hand to see why")
         seconds = {"alone": time.perf_counter() - started}
         started = time.perf_counter()
         workers = [start(recipe, shared) for _ in range(options.workers)]

@@ -45,9 +45,9 @@ def entries(folder: Path, kind: str = "row") -> list[dict[str, Any]]:
     return [line for line in parsed if line["kind"] == kind]
 
 
-def leave_claim(folder: Path, key: str, *, host: str, pid: int) -> Path:
+def leave_claim(folder: Path, key: str, *, host: str, pid: int, lease: float) -> Path:
     """Write a claim as a process on some machine leaves it, and return the file."""
-    fields = {"pid": pid, "host": host, "mode": "lease", "token": "ab" * 16, "duration": 0.3}
+    fields = {"pid": pid, "host": host, "mode": "lease", "token": "ab" * 16, "duration": lease}
     path = folder / Claims.name(key)
     path.write_text("filelock/2\n" + "".join(f"{name}={value}\n" for name, value in fields.items()))
     return path
@@ -81,7 +81,7 @@ def test_workers_at_once_compute_every_cell_once(tmp_path: Path) -> None:
 
 def test_a_claim_is_taken_over_when_its_machine_is_silent_and_not_before(tmp_path: Path) -> None:
     key = next(iter(CELLS))
-    claim = leave_claim(tmp_path, key, host="another-machine", pid=1)
+    claim = leave_claim(tmp_path, key, host="another-machine", pid=1, lease=0.3)
     claims = Claims(tmp_path, lease_seconds=0.3)
     assert claims.holder(key) == "process 1 on another-machine"
     # Its machine's clock runs an hour behind or ahead: no clocks are compared.
@@ -102,14 +102,14 @@ def test_a_claim_is_taken_over_when_its_machine_is_silent_and_not_before(tmp_pat
 def test_a_claim_of_a_process_that_is_gone_is_taken_over_at_once(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    claims = Claims(tmp_path, lease_seconds=1000)
-    leave_claim(tmp_path, "work", host=socket.gethostname(), pid=os.getpid())
+    claims = Claims(tmp_path, lease_seconds=1000.0)
+    leave_claim(tmp_path, "work", host=socket.gethostname(), pid=os.getpid(), lease=1000.0)
     with claims.tried("work") as ours:
         assert not ours
     with claims.tried("own") as ours:
         assert ours
         (host,) = [line for line in (tmp_path / Claims.name("own")).read_text().splitlines() if line[:5] == "host="]
-    leave_claim(tmp_path, "work", host=host[5:], pid=gone.pid)
+    leave_claim(tmp_path, "work", host=host[5:], pid=gone.pid, lease=1000.0)
     taken = False
     for _ in range(3):
         with claims.tried("work") as ours:
@@ -121,10 +121,11 @@ def test_the_next_worker_takes_another_seed(tmp_path: Path) -> None:
     seeds = []
     with Journal(tmp_path / "out", asked={}) as journal:
         workers = [remaining(CELLS, journal, Claims(tmp_path / "out"), SILENT) for _ in range(3)]
-        for worker in workers * 2:
-            cell = next(worker)
-            seeds.append(cell.seed)
-            journal.add(cell.key(SweepGrid()), {})
+        for _ in range(2):
+            begun = [next(worker) for worker in workers]
+            seeds += [cell.seed for cell in begun]
+            for cell in begun:
+                journal.add(cell.key(SweepGrid()), {})
         for worker in workers:
             worker.close()
     assert seeds == [0, 1, 2] * 2
