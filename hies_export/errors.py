@@ -15,7 +15,8 @@
         ├── ExportError             the ONNX exporter
         ├── ParityError             the exported graph: it differs from torch
         ├── PushError               the Hub, or the network: the upload did not finish
-        └── DropError               the refit: it lost more quality than the recipe allows
+        ├── DropError               the refit: it lost more quality than the recipe allows
+        └── ReproductionError       the machine, the libraries or we: a run repeated gives something else
 
 A message says what must hold, what was given, and what to do.
 """
@@ -111,6 +112,10 @@ class ExportError(StepError):
 
 class DropError(StepError):
     """The refitted model loses more quality on held-out rows than `max_drop` allows; the masked model did not."""
+
+
+class ReproductionError(StepError):
+    """A run that was repeated gave something else than its report says; the message names what."""
 
 
 class ParityError(StepError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from . import (
     push,
     quickstart,
     report,
+    reproduce,
     run,
     score,
     sweep,
@@ -51,7 +53,7 @@ class Command(Protocol):
 
 # In the order of --help.
 COMMANDS: tuple[Command, ...] = (
-    *(run, quickstart, score, prune, apply, export, bench, sweep, generate, push, upgrade, inspect),
+    *(run, quickstart, reproduce, score, prune, apply, export, bench, sweep, generate, push, upgrade, inspect),
     *(architectures, ui, report),
 )
 
@@ -84,6 +86,8 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         if argument.startswith("--") and argument.endswith("=--"):
             parser.error(f"an option needs a value, got {argument}")
     options = parser.parse_args(arguments)
+    # Reports record it.
+    options.command_line = shlex.join(["hies-export", *arguments])
     # Names are printed as they are. Into a file or a pipe, tables are as wide as they need.
     out = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
     err = Console(stderr=True, highlight=False, markup=False, emoji=False)

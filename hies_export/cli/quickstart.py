@@ -29,7 +29,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 
     with new_folder(options.output, overwrite=options.overwrite) as folder:
         recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=progress))
-        report = run_recipe(recipe, progress=progress)
+        report = run_recipe(recipe, command=options.command_line, progress=progress)
     print_report(report, console)
     where = options.output
     console.print(

@@ -24,7 +24,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 
     recipe = read_recipe(options)
     refuse_output(options, recipe)
-    report = run_recipe(recipe, overwrite=options.overwrite, progress=progress)
+    report = run_recipe(recipe, overwrite=options.overwrite, command=options.command_line, progress=progress)
     print_report(report, console)
     console.print(
         f"\nwritten to {recipe.output}: slim/ (checkpoint), onnx/, report.html, report.md, report.json, plan.json",

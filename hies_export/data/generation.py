@@ -14,15 +14,13 @@ from .prompts import check_prompt, filled, one_row_per_question, right_choice, t
 from .reader import Batch, Reader, batched
 from .row_names import own_columns, row_name
 from .targets import IGNORED
-from .text_blocks import pack_text
+from .text_blocks import BLOCK, pack_text
 from .tokens import check_vocabulary, position_ids, settle_padding, token_limit
 
 logger = logging.getLogger(__name__)
 
 # Tokens of a block of plain text where the recipe does not say, and the model takes as many.
 BLOCK_LENGTH = 512
-# The one column of samples that are packed blocks.
-BLOCK = "input_ids"
 
 
 class GenerationReader(Reader):
@@ -93,8 +91,7 @@ class TextGenerationReader(GenerationReader):
         length = length if self.max_length is not None else min(length, BLOCK_LENGTH)
         if length < 2:
             raise DataError(f"blocks of text must have at least two tokens, got max_length {length}")
-        blocks = pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length)
-        return datasets.Dataset.from_dict({BLOCK: blocks})
+        return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length)
 
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         if samples.column_names == [BLOCK]:

@@ -14,6 +14,7 @@ import pyarrow
 from ..errors import DataError, did_you_mean, listed, quoted
 from .labels import STRINGS, kind_of
 from .row_names import own_columns, row_name
+from .rows import column_values
 
 LISTS = (datasets.List, datasets.LargeList)
 
@@ -57,7 +58,7 @@ def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
         dtype = str(getattr(inner, "dtype", ""))
         if dtype not in STRINGS and not dtype.startswith(("int", "uint", "float", "bool")):
             raise DataError(f"{what} must hold text or lists of text, but {column!r} holds {kind_of(inner)}")
-        for row, value in enumerate(rows[column][:]):
+        for row, value in enumerate(column_values(rows, column)):
             if value is None or value == []:
                 raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
     _lengths(rows, _listed_columns(rows, prompt=prompt, answer=answer))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import datasets
-import numpy as np
 import torch
 
 from ..errors import DataError, listed, quoted
 from .images import holds_images
 from .labels import STRINGS, kind_of
 from .row_names import own_columns, row_name
-from .rows import load_rows
+from .rows import load_rows, mapped_rows, take
 
 Batch = dict[str, torch.Tensor]
 AnyReader = TypeVar("AnyReader", bound="Reader")
@@ -80,12 +79,14 @@ class Reader(ABC):
         Raises:
             DataError: One of the three refuses.
         """
-        wanted: dict[str, Any] = {"samples": samples, "shuffle_seed": shuffle_seed}
-        rows = load_rows(
-            name=name, files=files, split=split, numbered=True, **(wanted if self.a_row_is_a_sample else {})
-        )
-        self.check(rows)
-        return rows if self.a_row_is_a_sample else self.draw(rows, **wanted)
+        source: dict[str, Any] = {"name": name, "files": files, "split": split, "numbered": True}
+        if self.a_row_is_a_sample:
+            rows = load_rows(**source, samples=samples, shuffle_seed=shuffle_seed)
+            self.check(rows)
+            return rows
+        with mapped_rows(**source) as rows:
+            self.check(rows)
+            return self.draw(rows, samples=samples, shuffle_seed=shuffle_seed)
 
     def check(self, rows: datasets.Dataset) -> None:
         """Check that the model can be fed with these rows, before anything is computed.
@@ -110,7 +111,8 @@ class Reader(ABC):
             if column != columns.image and getattr(feature, "dtype", None) not in STRINGS:
                 raise DataError(f"the column {column!r} must hold text, but it holds {kind_of(feature)}")
             # An Image feature is one step from its storage; asking the table avoids decoding every image here.
-            for row, value in enumerate(rows.with_format("arrow")[column][:]):
+            values = rows.with_format("arrow")[column][:]
+            for row, value in enumerate(values if values.null_count else ()):
                 if not value.is_valid:
                     raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
         self._check_targets(rows)
@@ -136,11 +138,7 @@ class Reader(ABC):
         Raises:
             DataError: The rows give no samples, or max_length is more than the model can take.
         """
-        found = self._as_samples(rows)
-        order: Sequence[int] | np.ndarray = range(len(found))
-        if shuffle_seed is not None:
-            order = np.random.default_rng(shuffle_seed).permutation(len(found))
-        return found.select(order[:samples], keep_in_memory=True)
+        return take(self._as_samples(rows), samples=samples, shuffle_seed=shuffle_seed)
 
     def _as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Return one row per sample."""

@@ -1,4 +1,7 @@
-"""Load the rows of one split, of a Hub dataset or of local files, with `datasets`."""
+"""Load the rows of one split, of a Hub dataset or of local files, with `datasets`.
+
+Rows stay on disk until some of them are taken, so that memory does not grow with the number of rows.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,24 @@ import csv
 import glob
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
 
 from ..errors import DataError, listed, quoted, root_cause
 from ..progress import quiet
+from .delimited import is_large, read_in_chunks
 from .row_names import number_rows
 
-# Only an empty cell is missing: "None", "NA" and "null" are words that texts contain. The file is read in one chunk,
-# because a column's type is inferred chunk by chunk. Without index_col, a row wider than the header shifts all columns.
-_DELIMITED = {"na_values": [""], "keep_default_na": False, "chunksize": None, "index_col": False}
+# Only an empty cell is missing: "None", "NA" and "null" are words that texts contain. Without index_col, a row wider
+# than the header shifts all columns.
+_DELIMITED = {"na_values": [""], "keep_default_na": False, "index_col": False}
 _JSON = {"on_mixed_types": None, "parse_agent_traces": False}
 # File ending -> the builder of `datasets` and its options.
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,9 +34,20 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "json": ("json", _JSON),
     "csv": ("csv", _DELIMITED),
     "tsv": ("csv", {**_DELIMITED, "sep": "\t", "quoting": csv.QUOTE_NONE}),
-    "parquet": ("parquet", {}),
+    # By default, a row group is read as a whole, and many files have only one.
+    "parquet": (
+        "parquet",
+        {
+            "batch_size": 10_000,
+            "fragment_scan_options": pa.dataset.ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False),
+        },
+    ),
     "txt": ("text", {"encoding": "utf-8-sig"}),
 }
+
+
+# Rows that are copied at once; of images, they are a few hundred megabytes.
+_TAKEN = 1000
 
 
 def load_rows(
@@ -43,8 +61,8 @@ def load_rows(
 ) -> datasets.Dataset:
     """Load the rows of one split, from the Hub or from local files.
 
-    Local files are read into memory and their cache is thrown away: a file that changed is never served stale, and
-    nothing is left beside the user's files or in the cache of `datasets`.
+    Only the rows that are returned are held in memory. The cache of local files is thrown away: a file that changed is
+    never served stale, and nothing is left beside the user's files or in the cache of `datasets`.
 
     Args:
         name: A Hub dataset with its configuration last: `nyu-mll/glue/sst2`, `org/name` or `name`.
@@ -66,33 +84,72 @@ def load_rows(
         DataError: not exactly one of name and files; a file, split or file ending that is not known; a file
             that cannot be read; a split without rows; a Hub dataset that does not load.
     """
+    if samples is not None and samples < 1:
+        raise DataError(f"samples must be at least 1, got {samples}")
+    with mapped_rows(name=name, files=files, split=split, numbered=numbered) as rows:
+        by_class = files is not None and Path(files[split.partition("[")[0]]).expanduser().is_dir()
+        if by_class and samples and shuffle_seed is None:
+            shuffle_seed = 0
+        return take(rows, samples=samples, shuffle_seed=shuffle_seed)
+
+
+@contextmanager
+def mapped_rows(
+    *, name: str | None = None, files: Mapping[str, str | Path] | None = None, split: str, numbered: bool = False
+) -> Iterator[datasets.Dataset]:
+    """Yield all rows of one split, which stay on disk: inside the block, memory holds what is read of them.
+
+    Args:
+        name, files, split, numbered: As in `load_rows`.
+
+    Raises:
+        DataError: As in `load_rows`.
+    """
     if (name is None) == (files is None):
         given = "neither" if name is None else "both"
         raise DataError(f"data must give exactly one of name and files, got {given}")
-    if samples is not None and samples < 1:
-        raise DataError(f"samples must be at least 1, got {samples}")
     split, bracket, slice_ = split.partition("[")
-    if files is None:
-        rows, source = _load_hub_split(str(name), split), f"the split {split!r}"
-    else:
-        _check_split(split, files)
-        path = Path(files[split]).expanduser().absolute()
-        source = path.name
-        if path.is_dir():
-            rows = _load_image_folder(path)
-            shuffle_seed = 0 if samples and shuffle_seed is None else shuffle_seed
+    # Windows does not delete files that are mapped.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        if files is None:
+            rows, source = _load_hub_split(str(name), split), f"the split {split!r}"
         else:
-            rows = _load_files(path)
-    if numbered:
-        rows = number_rows(rows, source=source)
-    if bracket:
-        rows = _sliced(rows, split, bracket + slice_)
-    if len(rows) == 0:
-        raise DataError(f"the split {quoted(split + bracket + slice_)} must have at least one row, but it is empty")
+            _check_split(split, files)
+            path = Path(files[split]).expanduser().absolute()
+            rows = _load_image_folder(path, cache) if path.is_dir() else _load_files(path, cache)
+            source = path.name
+        if numbered:
+            rows = number_rows(rows, source=source)
+        if bracket:
+            rows = _sliced(rows, split, bracket + slice_)
+        if len(rows) == 0:
+            raise DataError(f"the split {quoted(split + bracket + slice_)} must have at least one row, but it is empty")
+        yield rows
+
+
+def take(rows: datasets.Dataset, *, samples: int | None, shuffle_seed: int | None) -> datasets.Dataset:
+    """Return the first rows, or the first of a seeded random order, copied into memory without the others.
+
+    Args:
+        rows: Any rows.
+        samples: How many; None for all. When there are fewer, all are returned.
+        shuffle_seed: Seed of the order; None for their own.
+    """
     order: Sequence[int] | np.ndarray = range(len(rows))
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(len(rows))
-    return rows.select(order[:samples], keep_in_memory=True)
+    order, arrow = order[:samples], rows.with_format("arrow")
+    parts = [arrow[order[start : start + _TAKEN]] for start in range(0, len(order), _TAKEN)]
+    # What `arrow` returns are views of the file or of the whole table.
+    copies = [part.take(pa.array(np.arange(len(part)))) for part in parts]
+    return datasets.Dataset(datasets.table.InMemoryTable(pa.concat_tables(copies)), info=rows.info, split=rows.split)
+
+
+def column_values(rows: datasets.Dataset, column: str) -> Iterator[Any]:
+    """Yield the values of a column, of which a part at a time is in memory."""
+    alone = rows.select_columns(column)
+    for start in range(0, len(rows), _TAKEN):
+        yield from alone[start : start + _TAKEN][column]
 
 
 def _load_hub_split(name: str, split: str) -> datasets.Dataset:
@@ -130,7 +187,7 @@ def _check_split(split: str, splits: Mapping[str, Any]) -> None:
         raise DataError(f"the split must be one of {listed(splits)}, got {quoted(split)}")
 
 
-def _load_files(path: Path) -> datasets.Dataset:
+def _load_files(path: Path, cache: str) -> datasets.Dataset:
     parts = [path] if path.is_file() else sorted(part for part in path.parent.glob(path.name) if part.is_file())
     if not parts:
         raise DataError(f"data.files must name files that are there, but there is no {path}")
@@ -142,16 +199,21 @@ def _load_files(path: Path) -> datasets.Dataset:
         )
     builder, options = _BUILDERS[ending]
     try:
-        return _build(builder, [glob.escape(str(part)) for part in parts], **options)
+        if builder == "csv":
+            if is_large(parts) and (rows := _read_large(parts, cache, options)) is not None:
+                return rows
+            # In one chunk, because the type of a column is inferred chunk by chunk.
+            options = {**options, "chunksize": None}
+        return _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
     except Exception as error:  # pandas, pyarrow, gzip: each raises its own kind
         raise DataError(
             f"{path} must be a readable {ending} file with at least one row, but: {root_cause(error)}"
         ) from error
 
 
-def _load_image_folder(folder: Path) -> datasets.Dataset:
+def _load_image_folder(folder: Path, cache: str) -> datasets.Dataset:
     try:
-        return _build("imagefolder", [f"{glob.escape(str(folder))}/*/*"], drop_labels=False)
+        return _build("imagefolder", [f"{glob.escape(str(folder))}/*/*"], cache, drop_labels=False)
     except Exception as error:  # as for files
         raise DataError(
             f"an image folder must have one sub-folder of images per class, but {folder} does not load: "
@@ -159,12 +221,34 @@ def _load_image_folder(folder: Path) -> datasets.Dataset:
         ) from error
 
 
-def _build(builder: str, patterns: list[str], **options: Any) -> datasets.Dataset:
-    with quiet(), tempfile.TemporaryDirectory() as cache:
+def _read_large(parts: Sequence[Path], cache: str, options: Mapping[str, Any]) -> datasets.Dataset | None:
+    with _reading():
+        rows = read_in_chunks(parts, Path(cache), options)
+    return None if rows is None else _validated(rows)
+
+
+def _build(builder: str, patterns: list[str], cache: str, **options: Any) -> datasets.Dataset:
+    """Return the rows that a builder of `datasets` reads, mapped from a file in a folder."""
+    with _reading():
+        rows = datasets.load_dataset(
+            builder, data_files={"train": patterns}, split="train", cache_dir=cache, keep_in_memory=False, **options
+        )
+    return _validated(rows)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    with quiet():
         # pandas warns so before it drops the surplus cells of rows wider than the header.
         warnings.filterwarnings("error", message="Length of header")
-        rows = datasets.load_dataset(
-            builder, data_files={"train": patterns}, split="train", cache_dir=cache, keep_in_memory=True, **options
-        )
-    rows.data.validate(full=True)  # pyarrow reads text that is not UTF-8 without complaint
+        yield
+
+
+def _validated(rows: datasets.Dataset) -> datasets.Dataset:
+    """Return mapped rows whose text is UTF-8: pyarrow reads other text without complaint."""
+    for file in rows.cache_files:
+        # Not through the map: every page of it that is touched would be in memory.
+        with pa.OSFile(file["filename"]) as source, pa.ipc.open_stream(source) as batches:
+            for batch in batches:
+                batch.validate(full=True)
     return rows

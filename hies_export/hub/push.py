@@ -136,8 +136,9 @@ def push_to_hub(
     origin = _origin(report, dense=dense, license=license)
     _check_repository(repository, info, found, private=private, overwrite=overwrite)
     progress.stage("draw")
-    # A report that names the model, not its path on this machine.
-    public = replace(report, model=dense or model_name(report))
+    # A report that names the model, not its path on this machine, and without the command line and its paths.
+    details = {name: value for name, value in report.details.items() if name != "run"}
+    public = replace(report, model=dense or model_name(report), details=details)
     contents = _contents(Path(folder), public, repository, None if revision == MAIN else revision, origin)
     _check_card(contents["README.md"], repository)
     stale = sorted(name for name in found - set(contents) if overwrite or _is_replaced(name))

@@ -37,12 +37,16 @@ from .budgets import BudgetOutcome, CostOutcome, MaxDropOutcome
 from .choose import Choice, choose, head_numbers, write_choice
 from .measure import Measurements, export, measure_both
 from .prepare import Prepared, prepare
+from .provenance import KEY as RECORD
+from .provenance import RunRecord
 from .quality import Evaluation, Refit, evaluate
 from .refitting import compensation_of
 from .search import quality_loss
 
 
-def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = SILENT) -> Report:
+def run(
+    recipe: PruningRecipe, *, overwrite: bool = False, command: str | None = None, progress: Progress = SILENT
+) -> Report:
     """Run a recipe and write `recipe.output`: scores.json, plan.json, slim/, onnx/ and report.json, .md and .html.
 
     The folder appears only when all stages have succeeded.
@@ -50,6 +54,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = 
     Args:
         recipe: The recipe.
         overwrite: Replace an existing output folder, unless it is, holds or lies inside the model or the data.
+        command: The command line, which the report records.
         progress: Shows stages and loops.
 
     Returns:
@@ -91,7 +96,7 @@ def run(recipe: PruningRecipe, *, overwrite: bool = False, progress: Progress = 
                 flops=measured.flops, parameters=measured.parameters, latency=measured.latency
             )
         done = _Done(prepared, choice, pruned, evaluation, onnx, measured, budget)
-        report = _report(recipe, done, clock.seconds)
+        report = _report(recipe, done, clock.seconds, command)
         _write_report(folder, report, recipe)
     return report
 
@@ -126,7 +131,7 @@ class _Done:
     budget: BudgetOutcome
 
 
-def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float]) -> Report:
+def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float], command: str | None) -> Report:
     """Return the report of a run."""
     plan, measured, evaluation = done.choice.plan, done.measured, done.evaluation
     metric = done.prepared.metrics[0]
@@ -151,11 +156,11 @@ def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float]) -> Re
         seconds=seconds,
         latency=measured.latency,
         environment=environment(),
-        details=_details(recipe, done),
+        details=_details(recipe, done, command),
     )
 
 
-def _details(recipe: PruningRecipe, done: _Done) -> dict[str, Any]:
+def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[str, Any]:
     """Return the `details` of a report: what its HTML and Markdown show beyond the summary."""
     prepared, plan, onnx, evaluation = done.prepared, done.choice.plan, done.onnx, asdict(done.evaluation)
     calibration, split = done.choice.statistics.calibration, recipe.evaluation.split
@@ -192,6 +197,9 @@ def _details(recipe: PruningRecipe, done: _Done) -> dict[str, Any]:
             "file": file,
             "fingerprint": calibration.fingerprint,
         },
+        RECORD: asdict(
+            RunRecord.of(recipe, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))
+        ),
     }
 
 

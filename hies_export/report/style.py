@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def head_grid(values: Mapping[str, Sequence[float]]) -> list[list[float]]:
 
 
 def write_figures(drawings: Mapping[str, Callable[[], Any]], folder: Path) -> list[Path]:
-    """Draw figures and write each as PNG and SVG, always the same bytes.
+    """Draw figures and write each as PNG and SVG, always the same bytes, each file whole or not at all.
 
     Args:
         drawings: File name -> function that returns the figure, or None where there is nothing to draw.
@@ -104,6 +105,8 @@ def write_figures(drawings: Mapping[str, Callable[[], Any]], folder: Path) -> li
             folder.mkdir(parents=True, exist_ok=True)
             for ending, metadata in (("png", None), ("svg", {"Date": None})):
                 path = folder / f"{name}.{ending}"
-                figure.savefig(path, dpi=150, metadata=metadata)
+                temporary = folder / f".{os.getpid()}-{path.name}"
+                figure.savefig(temporary, dpi=150, metadata=metadata)
+                temporary.replace(path)
                 written.append(path)
     return written

@@ -12,6 +12,7 @@ In the order of reading:
 - `latency.py`: `Stopwatch`, which times the slim models.
 - `shared.py`: what cells have in common, computed once: the model, statistics, moments.
 - `journal.py`: the finished cells on disk, so that an interrupted sweep can continue; `entries.py` checks its lines.
+- `claims.py`, `remaining.py`: who works on which cell, where several processes share a sweep.
 - `tables.py`: write the rows as JSON, CSV, Markdown and LaTeX.
 - `curves.py`: draw the figures.
 """

@@ -1,27 +1,34 @@
-"""Write each finished cell of a sweep as a line of JSON, so that the sweep can continue after `kill -9`."""
+"""Write each finished cell of a sweep as a line of JSON, so that the sweep can continue after `kill -9`.
+
+Every worker writes a journal of its own, so no file has two writers, and reads those of all workers as one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
+import secrets
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import OutputExistsError, RequestError
 from .entries import parse_first, parse_line
 
-NAME = "journal.jsonl"
+# `journal.jsonl` is the name from before a sweep could have several workers.
+NAMES = "journal*.jsonl"
 FORMAT = 1
 
 
 class Journal:
-    """The journal of a sweep's folder, open inside a `with` block.
+    """The journals in a sweep's folder, and the one that this worker writes, open inside a `with` block.
 
-    Its first line has a digest of every field that decides the results. They must match: the journal of another recipe
-    is refused.
+    The first line of a journal has a digest of every field that decides the results. They must match: the journal of
+    another recipe is refused.
 
     Attributes:
         rows: Entries of the finished cells, by `Cell.key`.
@@ -29,36 +36,36 @@ class Journal:
         latency: Finished timings, by `Stopwatch.key`.
 
     Args:
-        folder: Folder of the journal; created if it does not exist.
+        folder: Folder of the journals; created if it does not exist.
         asked: The fields that decide the results, with values that JSON can hold.
-        overwrite: Discard an existing journal.
+        overwrite: Discard existing journals.
 
     Raises:
         OutputExistsError: The folder holds something, but no journal.
-        RequestError: The journal belongs to another recipe, or is not readable; the message says which.
+        RequestError: A journal belongs to another recipe, or is not readable; the message says which.
     """
 
     def __init__(self, folder: Path, *, asked: Mapping[str, Any], overwrite: bool = False):
         self.rows: dict[str, dict[str, Any]] = {}
         self.alphas: dict[str, dict[str, Any]] = {}
         self.latency: dict[str, dict[str, Any]] = {}
-        self._path = folder / NAME
-        digests = {field: _digest(value) for field, value in asked.items()}
-        there = self._path.is_file()
-        if not there and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        self._folder, self._path = folder, folder / f"journal-{_worker()}.jsonl"
+        self._file: BinaryIO | None = None
+        self._digests = {field: _digest(value) for field, value in asked.items()}
+        # Bytes and lines read of each journal.
+        self._done: dict[Path, tuple[int, int]] = {}
+        found = sorted(folder.glob(NAMES))
+        if not found and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise OutputExistsError(
-                f"a sweep needs a folder that is new or holds its {NAME}, but {folder} holds something else; choose "
-                "another, or move or delete that one yourself"
+                f"a sweep needs a folder that is new or holds journals of a sweep, but {folder} holds something else; "
+                "choose another, or move or delete that one yourself"
             )
-        found = there and not overwrite
-        complete = self._read(digests) if found else 0
+        for path in found if overwrite else ():
+            path.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("r+b" if complete else "wb")
-        # Remove a last line that was only written in part when the process was killed.
-        self._file.truncate(complete)
-        self._file.seek(complete)
-        if not complete:
-            self._write({"kind": "sweep", "format": FORMAT, "asked": digests})
+        self.refresh()
+        if overwrite or not found:
+            self._open()
 
     def __enter__(self) -> Journal:
         return self
@@ -66,7 +73,8 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def add(self, key: str, row: Mapping[str, Any]) -> None:
         """Write the entry of a finished cell to disk."""
@@ -80,38 +88,92 @@ class Journal:
         """Write a timing to disk."""
         self._write({"kind": "latency", "key": key, "value": timing})
 
+    def has(self, key: str) -> bool:
+        """Return whether a cell is finished."""
+        return key in self.rows
+
+    def refresh(self) -> Journal:
+        """Read what other workers have written since the last time, and return the journal.
+
+        Raises:
+            RequestError: As for the class.
+        """
+        for path in sorted(self._folder.glob(NAMES)):
+            if path != self._path:
+                self._read(path)
+        return self
+
+    def reread(self) -> None:
+        """Read all journals from the start, so that of a cell with two rows every worker takes the same one."""
+        for entries in (self.rows, self.alphas, self.latency):
+            entries.clear()
+        self._done.clear()
+        for path in sorted(self._folder.glob(NAMES)):
+            self._read(path)
+
+    def _open(self) -> BinaryIO:
+        """Create this worker's journal with its first line."""
+        self._file = self._path.open("xb")
+        self._append({"kind": "sweep", "format": FORMAT, "asked": self._digests})
+        return self._file
+
     def _write(self, line: dict[str, Any]) -> None:
+        self._take(self._append(line))
+
+    def _append(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Write a line to disk, and return it as it will be read."""
+        file = self._file or self._open()
         text = json.dumps(line) + "\n"
-        self._file.write(text.encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._take(json.loads(text))
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+        return dict(json.loads(text))
 
     def _take(self, line: dict[str, Any]) -> None:
+        """Remember a line; the first of a cell counts."""
         if line["kind"] == "row":
-            self.rows[line["key"]] = line["value"]
+            self.rows.setdefault(line["key"], line["value"])
         elif line["kind"] == "alpha":
-            self.alphas[line["key"]] = line["value"]
+            self.alphas.setdefault(line["key"], line["value"])
         elif line["kind"] == "latency":
-            self.latency[line["key"]] = line["value"]
+            self.latency.setdefault(line["key"], line["value"])
 
-    def _read(self, digests: Mapping[str, str]) -> int:
-        """Read the complete lines, and return their size in bytes."""
-        content = self._path.read_bytes()
+    def _read(self, path: Path) -> None:
+        """Read the complete lines of a journal that were not there the last time.
+
+        A last line without its end was being written, or its writer was killed: its cell is not finished.
+        """
+        read_bytes, read_lines = self._done.get(path, (0, 0))
+        with path.open("rb") as file:
+            file.seek(read_bytes)
+            content = file.read()
         complete = content.rfind(b"\n") + 1
         lines = content[:complete].splitlines()
         if not lines:
-            return 0
-        asked = parse_first(lines[0], self._path)
-        for number, line in enumerate(lines[1:], 2):
-            self._take(parse_line(line, self._path, number))
-        differ = [field for field in {**asked, **digests} if asked.get(field) != digests.get(field)]
+            return
+        first = 0
+        if not read_lines:
+            self._check_first(lines[0], path)
+            first = 1
+        for number, line in enumerate(lines[first:], read_lines + first + 1):
+            self._take(parse_line(line, path, number))
+        self._done[path] = read_bytes + complete, read_lines + len(lines)
+
+    def _check_first(self, line: bytes, path: Path) -> None:
+        """Refuse the journal of another recipe."""
+        asked = parse_first(line, path)
+        differ = [field for field in {**asked, **self._digests} if asked.get(field) != self._digests.get(field)]
         if differ:
             raise RequestError(
-                f"the journal in {self._path.parent} must be of the same recipe to go on with it, but it has another "
+                f"the journal in {path.parent} must be of the same recipe to go on with it, but it has another "
                 f"{', '.join(differ)}; choose another folder or pass --overwrite to begin anew"
             )
-        return complete
+
+
+def _worker() -> str:
+    """Return a name for this worker that no other has, such as "node3-4711-09af83c1"."""
+    host = re.sub(r"[^A-Za-z0-9.]+", "-", socket.gethostname())[:60]
+    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _digest(value: Any) -> str:

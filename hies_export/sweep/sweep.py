@@ -2,13 +2,14 @@
 
 Statistics are collected once for each seed and calibration size, moments and effects once for each seed. Equal
 selections are evaluated once. Finished cells are written to a journal, from which an interrupted sweep continues.
+Several processes, on one machine or many, may run the same sweep in one folder, and share its cells.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,13 @@ from ..score.criteria import COMPENSATED_NAMES
 from ..select.bundles import bundles_lost
 from ..slim.refit import LayerFit, refit
 from ..units import Selection
-from ..values import library_versions
+from ..values import dump_json, library_versions
 from .choosing import Chooser
+from .claims import Claims
 from .grid import Cell, SweepGrid, compensation_of
 from .journal import Journal
 from .latency import LatencyRequest, Stopwatch
+from .remaining import remaining
 from .shared import Clock, Shared
 from .tables import write_results
 
@@ -70,8 +73,11 @@ def sweep(
     """Evaluate every cell of a grid and write sweep.json, details.json, sweep.csv, tables.md and tables.tex.
 
     Without compensation, a selection is evaluated masked. With compensation, the model is cut and refitted from moments
-    of the dense model. If the folder has a journal of the same recipe, its finished rows are reused, also for another
+    of the dense model. If the folder has journals of the same recipe, their finished rows are reused, also for another
     grid.
+
+    Other processes may do the same at the same time. Each cell is claimed by one of them, and taken over if that one is
+    gone; all return when the last cell is finished, with the same rows.
 
     Args:
         recipe: Model, data, evaluation and constraints. The grid replaces its criterion, alpha, budget, compensation
@@ -79,8 +85,9 @@ def sweep(
         grid: The cells to evaluate. Those whose modules cannot meet a budget of FLOPs are left out, unless none can.
         latency: How to time the slim models against the dense one; None to time nothing. Models that keep as many units
             in every module are timed once.
-        folder: Where to write: a new folder, or one with the journal of a sweep of the same recipe.
-        overwrite: Discard an existing journal.
+        folder: Where to write: a new folder, or one with journals of a sweep of the same recipe. Of several machines,
+            a folder they share.
+        overwrite: Discard existing journals. Only the first of several processes may.
         progress: Shows stages and loops.
 
     Returns:
@@ -88,7 +95,7 @@ def sweep(
 
     Raises:
         RequestError: The recipe, the grid, the data or the model does not allow the sweep, or the folder holds
-            something else.
+            something else, or, with `overwrite`, claims of a process that is alive.
         StepError: A step failed; finished cells stay in the journal.
     """
     if recipe.prune.steps > 1:
@@ -96,11 +103,32 @@ def sweep(
             [f"a sweep scores heads once for all sparsities, got prune.steps: {recipe.prune.steps}; set it to 1"]
         )
     grid = grid.for_modules(recipe.prune.modules)
+    claims = Claims(folder)
+    if overwrite:
+        claims.refuse_others()
+    before = _version(folder / "sweep.json")
     with Journal(folder, asked=_asked(recipe), overwrite=overwrite) as journal:
-        runner = _Runner(recipe, grid, journal, progress, latency)
+        runner = _Runner(recipe, grid, journal, claims, progress, latency)
         rows = runner.run()
-        write_results(folder, rows, details=runner.details())
+        with claims.waited("results"):
+            # One writer is enough: details.json needs the statistics of the first seed.
+            if _version(folder / "sweep.json") == before or not _holds(folder / "sweep.json", rows):
+                write_results(folder, rows, details=runner.details())
     return SweepResult(rows=rows, seconds=runner.seconds, evaluations=runner.evaluations)
+
+
+def _version(file: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is replaced; None if there is none."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _holds(file: Path, rows: list[dict[str, Any]]) -> bool:
+    """Return whether a sweep.json has these rows."""
+    return file.is_file() and file.read_text(encoding="utf-8") == dump_json(rows)
 
 
 def _asked(recipe: PruningRecipe) -> dict[str, Any]:
@@ -116,17 +144,19 @@ def _asked(recipe: PruningRecipe) -> dict[str, Any]:
 
 
 class _Runner:
-    """Evaluation of the cells that are not yet in the journal."""
+    """Evaluation of the cells that are in no journal yet."""
 
     def __init__(
         self,
         recipe: PruningRecipe,
         grid: SweepGrid,
         journal: Journal,
+        claims: Claims,
         progress: Progress,
         latency: LatencyRequest | None = None,
     ):
-        self._recipe, self._grid, self._journal, self._progress = recipe, grid, journal, progress
+        self._recipe, self._grid, self._progress = recipe, grid, progress
+        self._journal, self._claims = journal, claims
         self._constraints = constraints_of(recipe)
         if latency is not None:
             latency.check(recipe)
@@ -144,33 +174,48 @@ class _Runner:
         with self._clock("evaluate"):
             self._judge_all = self._shared.judge(self._base.evaluation)
             self._dense = self._judge_all.of(self._judge_all.dense)
-        # Results by selection: equal selections give equal results, so those in the journal are not evaluated again.
-        self._judged = {row["judged"]: row["result"] for row in journal.rows.values()}
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds spent, by kind of work."""
         return self._clock.seconds
 
+    @property
+    def _judged(self) -> dict[str, dict[str, Any]]:
+        """Results by selection, of all workers: equal selections give equal results."""
+        return {row["judged"]: row["result"] for row in self._journal.rows.values()}
+
     def run(self) -> list[dict[str, Any]]:
-        """Evaluate the missing cells, and return the rows of all cells."""
-        cells, key = self._cells, self._chooser.key
-        waiting = [cell for cell in cells if key(cell) not in self._journal.rows]
+        """Evaluate the missing cells with whoever else does, and return the rows of all cells."""
+        cells, journal = {self._chooser.key(cell): cell for cell in self._cells}, self._journal
+        waiting = [cell for key, cell in cells.items() if key not in journal.rows]
         if len(waiting) < len(cells):
             self._progress.stage(f"{len(cells) - len(waiting)} of {len(cells)} rows are in the journal")
         started, part = time.perf_counter(), None
-        for number, cell in enumerate(self._progress.track(waiting, f"sweep, {len(waiting)} rows")):
-            if part != (cell.seed, cell.compensation):
-                part = (cell.seed, cell.compensation)
-                left = (time.perf_counter() - started) / number * (len(waiting) - number) if number else None
-                known = "" if left is None else f", about {left / 60:.0f} min left"
-                name = f"seed {cell.seed}, compensation {cell.compensation}"
-                self._progress.stage(f"{name}: {number} of {len(waiting)} rows done{known}")
-            self._journal.add(key(cell), self._evaluate(cell))
+        with closing(remaining(cells, journal, self._claims, self._progress)) as ours:
+            for _ in self._progress.track(waiting, f"sweep, {len(waiting)} rows"):
+                cell = next(ours, None)
+                if cell is None:
+                    break
+                if part != (cell.seed, cell.compensation):
+                    part = (cell.seed, cell.compensation)
+                    done = len(waiting) - sum(key not in journal.rows for key in cells)
+                    self._say(cell, done, len(waiting), time.perf_counter() - started)
+                journal.add(self._chooser.key(cell), self._evaluate(cell))
         if self._stopwatch is not None:
-            with self._clock("latency"):
-                self._stopwatch.time([self._lost(cell) for cell in cells if cell.criterion not in JUDGED_ONLY])
-        return [self._row(cell) for cell in cells]
+            # One worker times, while the others wait, so that they do not disturb it.
+            with self._claims.waited("latency"), self._clock("latency"):
+                journal.refresh()
+                self._stopwatch.time([self._lost(cell) for cell in self._cells if cell.criterion not in JUDGED_ONLY])
+        journal.reread()
+        self._claims.forget(cells)
+        return [self._row(cell) for cell in self._cells]
+
+    def _say(self, cell: Cell, done: int, wanted: int, seconds: float) -> None:
+        """Say how far the sweep is, by the rows of all workers since this one began."""
+        left = f", about {seconds / done * (wanted - done) / 60:.0f} min left" if done else ""
+        name = f"seed {cell.seed}, compensation {cell.compensation}"
+        self._progress.stage(f"{name}: {done} of {wanted} rows done{left}")
 
     def details(self) -> dict[str, Any]:
         """Return the content of details.json.
@@ -214,7 +259,6 @@ class _Runner:
             # The seed matters only to compensation: moments differ between seeds.
             judged = f"{cell.compensation}|{'' if cell.compensation == 'none' else cell.seed}|{units}"
             result = self._judged.get(judged) or self._evaluate_selection(selection, cell)
-        self._judged[judged] = result
         return {"judged": judged, "alpha": alpha, "samples": self._samples(cell), "result": result, "lost": lost}
 
     def _lost(self, cell: Cell) -> Mapping[str, int] | None:
@@ -279,8 +323,8 @@ class _Runner:
             stay = select_channels(scores, modules, heads=cell.sparsity, constraints=self._constraints)
             kept = ";".join(str(tuple(mask.nonzero().flatten().tolist())) for mask in stay.values())
             judged = f"{CHANNELS}|{kept}"
-        if judged in self._judged:
-            return judged, self._judged[judged]
+        if (known := self._judged.get(judged)) is not None:
+            return judged, known
         with ExitStack() as stack:
             if cell.criterion == CHANNELS:
                 stack.enter_context(masked_channels(model, modules, stay))

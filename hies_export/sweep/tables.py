@@ -75,11 +75,12 @@ def write_results(folder: Path, rows: Sequence[Row], *, details: Mapping[str, An
     """Write sweep.json, details.json, sweep.csv, tables.md and tables.tex, each atomically."""
     tables = sweep_tables(rows)
     files = {
-        "sweep.json": dump_json(list(rows)),
         "details.json": dump_json(details),
         "sweep.csv": render_csv(rows),
         "tables.md": render_markdown(tables),
         "tables.tex": render_latex(tables),
+        # Last: where it is, the others are.
+        "sweep.json": dump_json(list(rows)),
     }
     for name, text in files.items():
         replace_file(folder / name, text)

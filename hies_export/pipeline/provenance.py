@@ -1,0 +1,158 @@
+"""What a report records of its run, so that the run can be repeated: recipe, command line, digests of what was read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from ..errors import RequestError
+from ..recipe import PruningRecipe
+from ..report.report import Report
+
+# Where in a report's `details` the record is.
+KEY = "run"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """How to repeat a run.
+
+    Attributes:
+        recipe: The fields that were given, without `output`. Paths are absolute.
+        folder: Absolute path of the folder that the run was told to write.
+        digests: Input, as `PruningRecipe.inputs` names it -> SHA-256 of its files; of a Hub model, its commit.
+        command: The command line; None for a run from Python.
+    """
+
+    recipe: Mapping[str, Any]
+    folder: str
+    digests: Mapping[str, str]
+    command: str | None = None
+
+    @classmethod
+    def of(cls, recipe: PruningRecipe, *, command: str | None = None, commit: str | None = None) -> RunRecord:
+        """Return the record of a run.
+
+        Args:
+            recipe: What was run.
+            command: The command line.
+            commit: Of a model from the Hub.
+        """
+        fields = recipe.model_dump(mode="json", exclude_unset=True, exclude={"output"})
+        found = {name: digest(files) for name, path in recipe.inputs.items() if (files := _files(name, path))}
+        if "model" not in found and commit is not None:
+            found["model"] = commit
+        return cls(_with_paths(fields, os.path.abspath), os.path.abspath(recipe.output), found, command)
+
+    @classmethod
+    def from_report(cls, report: Report, folder: Path) -> RunRecord:
+        """Return the record in a report.
+
+        Args:
+            report: The report.
+            folder: Where it lies, for messages.
+
+        Raises:
+            RequestError: It has none.
+        """
+        try:
+            return TypeAdapter(cls).validate_python(report.details.get(KEY))
+        except ValidationError as error:
+            raise RequestError(
+                f"a run must have recorded its recipe to be repeated, but the report.json in {folder} has no valid "
+                f"details.{KEY}; run its recipe again with this version"
+            ) from error
+
+    def recipe_at(self, folder: Path, output: Path) -> PruningRecipe:
+        """Return the recipe with the paths of today.
+
+        A model of the Hub is the commit that the run read.
+
+        Args:
+            folder: Where the run's folder is now. What was read is looked for where it lay as seen from there, so that
+                a project can be moved, and then where it was.
+            output: Folder to write.
+
+        Raises:
+            RecipeError: This version refuses the recipe.
+        """
+        of_hub = not os.path.isabs(self.recipe["model"])
+        commit = {"revision": self.digests["model"]} if of_hub and "model" in self.digests else {}
+
+        def moved(path: str) -> str:
+            here = os.path.normpath(folder.resolve() / os.path.relpath(path, self.folder))
+            return here if _matches(Path(here)) else path
+
+        return PruningRecipe(**(_with_paths(self.recipe, moved) | commit), output=output)
+
+    def check_inputs(self, recipe: PruningRecipe) -> None:
+        """Refuse to go on with other inputs than those of the run.
+
+        Raises:
+            RequestError: An input is not there, or is another one; the message says which.
+        """
+        for name, path in recipe.inputs.items():
+            if name not in self.digests or not os.path.isabs(path):
+                continue
+            files = _files(name, path)
+            if not files:
+                raise RequestError(f"{name} must be what the run read, but there is no {path}; put it there again")
+            if (found := digest(files)) != self.digests[name]:
+                raise RequestError(
+                    f"{name} must be what the run read, but {path} has changed: its SHA-256 is {found[:12]}, and was "
+                    f"{self.digests[name][:12]}; restore it, or run the recipe anew"
+                )
+
+
+def digest(files: Mapping[str, Path]) -> str:
+    """Return the SHA-256 of files: of each name, by which they are sorted, and the SHA-256 of its content."""
+    total = hashlib.sha256()
+    for name in sorted(files):
+        content = hashlib.sha256()
+        with files[name].open("rb") as file:
+            while block := file.read(1 << 20):
+                content.update(block)
+        total.update(f"{name}\0{content.hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def _files(name: str, path: str | Path) -> dict[str, Path]:
+    """Return the files of an input by their names in it; none for a Hub id.
+
+    Of a model these are the files of its folder but for texts for people, of data a file, those that match a pattern,
+    or the images of a folder.
+    """
+    path = Path(path).expanduser()
+    if name == "model":
+        return {file.name: file for file in path.glob("*") if file.is_file() and file.suffix != ".md"}
+    if path.is_dir():
+        return {file.relative_to(path).as_posix(): file for file in path.glob("*/*") if file.is_file()}
+    return {file.name: file for file in _matches(path)}
+
+
+def _matches(path: Path) -> list[Path]:
+    """Return the paths that a path or, in its last part, a pattern names."""
+    return [path] if path.exists() else sorted(path.parent.glob(path.name))
+
+
+def _with_paths(fields: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Return a recipe's fields with all paths changed by a function; names of other things stay."""
+
+    def changed(text: str) -> str:
+        named = Path(text).expanduser()
+        return change(str(named)) if named.is_absolute() or named.exists() else text
+
+    data, evaluation = dict(fields["data"]), dict(fields.get("evaluation", {}))
+    if data.get("files"):
+        data["files"] = {split: change(str(Path(path).expanduser())) for split, path in data["files"].items()}
+    for name in ("lm_eval", "metrics"):
+        if evaluation.get(name):
+            evaluation[name] = [changed(text) for text in evaluation[name]]
+    given = {"evaluation": evaluation} if evaluation else {}
+    return {**fields, "model": changed(fields["model"]), "data": data, **given}

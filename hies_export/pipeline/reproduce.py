@@ -1,0 +1,225 @@
+"""Repeat a run from its report, and compare what it gives with what the report says."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..checkpoint.folders import refuse_existing
+from ..errors import ReproductionError, RequestError
+from ..progress import SILENT, Progress
+from ..report.report import Report
+from ..values import PruningPlan
+from .provenance import RunRecord
+from .run import run
+
+logger = logging.getLogger(__name__)
+
+# What may differ on another machine or with other versions; on the same machine, nothing may. Rounding turns over a few
+# choices between units that are nearly equal.
+UNITS, SCORES, METRICS, STABILITY, SIZES = 0.02, 0.01, 0.01, 0.02, 0.02
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One quantity of a run, as recorded and as it came out again.
+
+    Attributes:
+        name: What it is.
+        recorded, again: Both values, as text.
+        difference: How far they are apart; None where that says nothing.
+        allowed: Largest difference that is good; None where the quantity is shown only.
+    """
+
+    name: str
+    recorded: str
+    again: str
+    difference: float | None
+    allowed: float | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is allowed; NaN never is."""
+        return self.allowed is None or (self.difference is not None and self.difference <= self.allowed)
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A run and its repetition.
+
+    Attributes:
+        rows: The comparison of each quantity.
+        same_machine: Whether hardware, threads and versions are those of the run, so that everything must be equal.
+        output: Folder of the repetition.
+    """
+
+    rows: tuple[Compared, ...]
+    same_machine: bool
+    output: Path
+
+    def check(self) -> None:
+        """Refuse a repetition that gave something else.
+
+        Raises:
+            ReproductionError: A quantity differs by more than is allowed; the message names all.
+        """
+        if different := [row.name for row in self.rows if not row.holds]:
+            raise ReproductionError(
+                f"the run must give again what its report says, but {', '.join(different)} came out different; "
+                f"compare it with {self.output}"
+            )
+
+
+def reproduce(
+    folder: Path, output: Path, *, overwrite: bool = False, command: str | None = None, progress: Progress = SILENT
+) -> Reproduction:
+    """Run the recipe that a run recorded in a new folder, and compare plan, scores, metrics and sizes.
+
+    On the same machine with the same versions all must be equal. Elsewhere units may differ by 2 % of all, scores by
+    1 % of the largest, metrics by 1 % of themselves, stability by 0.02, and sizes by 2 %. Time is shown and not judged.
+    Under a latency budget neither is what was chosen by measured time.
+
+    Args:
+        folder: Folder of a run, or of a quickstart.
+        output: Folder to write.
+        overwrite: Replace an existing output folder.
+        command: The command line, to record it.
+        progress: Shows stages and loops.
+
+    Raises:
+        RequestError: The folder holds no run, or the model or the data is not the one that it read.
+        StepError: A stage of the run failed.
+    """
+    folder = folder / "run" if not (folder / "report.json").exists() and (folder / "run").is_dir() else folder
+    report = Report.from_file(folder)
+    record = RunRecord.from_report(report, folder)
+    recipe = record.recipe_at(folder, output)
+    refuse_existing(output, overwrite=overwrite, inputs={"run": folder, **recipe.inputs})
+    before = _read(folder)
+    record.check_inputs(recipe)
+    again = run(recipe, overwrite=overwrite, command=command, progress=progress)
+    differ = [name for name in again.environment if again.environment[name] != report.environment.get(name)]
+    for name in differ:
+        logger.warning(
+            "the run was made with %s %s, and this is %s", name, report.environment.get(name), again.environment[name]
+        )
+    rows = [*_choice_rows(before, _read(output)), *_quality_rows(report, again), *_size_rows(report, again)]
+    if recipe.prune.budget.latency is not None:
+        rows = [row if row.name in _BEFORE_CHOOSING else _shown(row) for row in rows]
+    if not differ:
+        rows = [row if row.allowed is None else _exactly(row) for row in rows]
+    return Reproduction((*rows, *_latency_rows(report, again)), not differ, output)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What a run wrote beside its report."""
+
+    plan: PruningPlan
+    scores: Mapping[str, list[float]]
+
+
+# Rows that do not depend on which units were chosen.
+_BEFORE_CHOOSING = ("calibration batches", "criterion", "scores")
+
+
+def _read(folder: Path) -> _Files:
+    """Return the plan and the scores of a run.
+
+    Raises:
+        RequestError: One of the files is missing or is something else.
+    """
+    file = folder / "scores.json"
+    try:
+        written = TypeAdapter(dict[str, Any]).validate_json(file.read_bytes())
+        scores = TypeAdapter(dict[str, list[float]]).validate_python(written.get("scores"))
+    except (OSError, ValidationError) as error:
+        raise RequestError(
+            f"a run must have its scores.json to be compared, but {file} is none ({error}); run its recipe anew"
+        ) from error
+    return _Files(PruningPlan.from_file(folder / "plan.json"), scores)
+
+
+def _choice_rows(one: _Files, other: _Files) -> Iterator[Compared]:
+    """Compare what was scored on, the scores, and the units that were kept."""
+    fingerprints = [str(files.plan.calibration.get("fingerprint"))[:12] for files in (one, other)]
+    yield _equal("calibration batches", *fingerprints)
+    yield _equal("criterion", one.plan.criterion, other.plan.criterion)
+    yield _equal("alpha", str(one.plan.alpha), str(other.plan.alpha))
+    largest = [max((abs(v) for values in files.scores.values() for v in values), default=0.0) for files in (one, other)]
+    apart = math.inf
+    if {k: len(v) for k, v in one.scores.items()} == {k: len(v) for k, v in other.scores.items()}:
+        pairs = ((a, b) for k, v in one.scores.items() for a, b in zip(v, other.scores[k], strict=True))
+        apart = max((abs(a - b) for a, b in pairs), default=0.0) / (largest[0] or 1.0)
+    yield Compared("scores", f"to {largest[0]:.6g}", f"to {largest[1]:.6g}", apart, SCORES)
+    kept = [{(name, unit) for name, k in files.plan.kept.items() for unit in k.units} for files in (one, other)]
+    total = sum(k.total for k in one.plan.kept.values())
+    yield Compared("units kept", f"{len(kept[0]):,}", f"{len(kept[1]):,}", len(kept[0] ^ kept[1]) / total, UNITS)
+
+
+def _quality_rows(one: Report, other: Report) -> Iterator[Compared]:
+    """Compare all metrics and benchmarks of both models, and the stability."""
+    for which in ("dense", "slim"):
+        yield _number(f"{one.quality.metric}, {which}", one.quality[which], other.quality[which], METRICS)
+    for kind in ("metrics", "benchmarks"):
+        again = other.details.get(kind) or {}
+        for name, values in (one.details.get(kind) or {}).items():
+            if name != one.quality.metric:
+                for which in ("dense", "slim"):
+                    found = again.get(name, {}).get(which, math.nan)
+                    yield _number(f"{name}, {which}", values[which], found, METRICS)
+    a, b = one.stability, other.stability
+    yield Compared("stability", f"{a:.6g}", f"{b:.6g}", abs(a - b), STABILITY)
+
+
+def _size_rows(one: Report, other: Report) -> Iterator[Compared]:
+    """Compare parameters and FLOPs."""
+    for name in ("parameters", "flops"):
+        for which in ("dense", "slim"):
+            recorded, again = (getattr(getattr(report, name), which) for report in (one, other))
+            yield _number(f"{name}, {which}", recorded, again, SIZES)
+
+
+def _latency_rows(one: Report, other: Report) -> Iterator[Compared]:
+    """Show both ratios of every row of `latency`."""
+
+    def place(row: Any) -> tuple[Any, ...]:
+        return row.runtime, row.dtype, row.phase, row.batch, row.sequence
+
+    again = {place(row): row for row in other.latency}
+    for row in one.latency:
+        runtime, dtype, phase, batch, sequence = place(row)
+        found = again.get(place(row))
+        text = "not measured" if found is None else f"{found.ratio:.3f}"
+        yield Compared(
+            f"time slim / dense, {runtime}, {dtype}, {phase}, {batch} x {sequence}",
+            f"{row.ratio:.3f}",
+            text,
+            None,
+            None,
+        )
+
+
+def _number(name: str, one: float, other: float, allowed: float) -> Compared:
+    """Compare two numbers, relative to the first."""
+    difference = 0.0 if one == other else abs(one - other) / (abs(one) or 1.0)
+    return Compared(name, f"{one:.6g}", f"{other:.6g}", difference, allowed)
+
+
+def _equal(name: str, one: str, other: str) -> Compared:
+    """Compare two texts, of which no difference is good."""
+    return Compared(name, one, other, float(one != other), 0.0)
+
+
+def _shown(row: Compared) -> Compared:
+    return Compared(row.name, row.recorded, row.again, row.difference, None)
+
+
+def _exactly(row: Compared) -> Compared:
+    return Compared(row.name, row.recorded, row.again, row.difference, 0.0)
