@@ -8,14 +8,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
 from rich.console import Console
 
-from .. import __version__
+from .. import __version__, processes
 from ..errors import HiesError
-from ..progress import Progress
+from ..progress import SILENT, Progress
 from . import (
     apply,
     architectures,
@@ -58,6 +59,9 @@ COMMANDS: tuple[Command, ...] = (
 # These use neither transformers nor datasets, so they answer without the seconds it takes to import and silence them.
 WITHOUT_LIBRARIES = (architectures, report)
 
+# These share their work among the processes that accelerate or torchrun started.
+SHARED = (run, score, prune)
+
 EXAMPLES = """\
 examples:
   hies-export quickstart
@@ -80,14 +84,22 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     """
     options = (parser or build_parser()).parse_args(arguments)
     # Into a file or a pipe, tables are as wide as they need.
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    err = Console(stderr=True, highlight=False)
+    # Of several processes that share the work, only the first prints.
+    shared = options.command in SHARED
+    quiet = shared and not processes.is_first()
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 120, quiet=quiet)
+    err = Console(stderr=True, highlight=False, quiet=quiet)
+    progress = SILENT if quiet else TerminalProgress(err)
     silence = options.command not in WITHOUT_LIBRARIES
     interrupt = _Interrupt()
     try:
-        with interrupt, show_messages(err, verbose=options.verbose, silence_libraries=silence):
-            result = options.command.run(options, out, TerminalProgress(err))
-            if result is not None and options.json:
+        with (
+            interrupt,
+            show_messages(err, verbose=options.verbose, silence_libraries=silence),
+            processes.together() if shared else nullcontext(),
+        ):
+            result = options.command.run(options, out, progress)
+            if result is not None and options.json and not quiet:
                 print_json(result)
         return 0
     except (Exception, KeyboardInterrupt) as error:
