@@ -206,10 +206,11 @@ class _OtherFailedError(HiesError):
     Args:
         failure: What `_Group.tell` wrote.
         world: Number of processes.
+        first_is_gone: Whether the process that prints is gone.
     """
 
-    def __init__(self, failure: Mapping[str, Any], world: int):
-        self.exit_code, self.lost = failure["exit_code"], failure["lost"]
+    def __init__(self, failure: Mapping[str, Any], world: int, *, first_is_gone: bool = False):
+        self.exit_code, self.lost, self.first_is_gone = failure["exit_code"], failure["lost"], first_is_gone
         process = f"process {failure['process']} of {world} (from 0)"
         super().__init__(failure["message"] if self.lost else f"{process} stopped: {failure['message']}")
 
@@ -419,15 +420,17 @@ class _Group:
 
     def _lost(self, error: RuntimeError) -> None:
         """Raise why the processes cannot talk any more: one failed, or is gone."""
-        self._patience = PATIENCE_AFTER_LOSS
-        with suppress(RuntimeError):
+        self._patience, first_is_gone = PATIENCE_AFTER_LOSS, False
+        try:
             self._check()
+        except RuntimeError:
+            first_is_gone = True  # and the store with it
         message = (
             "one of the processes is gone (killed, or out of memory); see what its machine says, and start all again"
         )
         failure = {"message": message, "exit_code": StepError.exit_code, "lost": True}
         self._write(failure)
-        raise _OtherFailedError({"process": self.rank, **failure}, self.world) from error
+        raise _OtherFailedError({"process": self.rank, **failure}, self.world, first_is_gone=first_is_gone) from error
 
 
 def _described(piece: Piece) -> tuple[int, Any, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,7 +72,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("processes")
     torch.manual_seed(0)
     save_bert(folder / "bert")
-    save_bert(folder / "few", rows=6, held_out=2, compensation={"method": "least_squares", "samples": 6})
+    save_bert(folder / "few", rows=6, held_out=2)
     save_bert(folder / "auto", rows=200, criterion="auto", budget={"heads": 0.3}, modules=["attention"])
     save_llama(folder / "llama")
     threads = torch.get_num_threads()
@@ -79,9 +80,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # of few tokens
         patch.setenv("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
-        torch.multiprocessing.spawn(work, ([free_port() for _ in range(5)], folder), nprocs=4)
+        # A server that has imported everything forks the four, which saves their imports.
+        multiprocessing.set_forkserver_preload(["support.spawned"])
+        ports = [free_port() for _ in range(5)]
+        torch.multiprocessing.start_processes(work, (ports, folder), nprocs=4, start_method="forkserver")
         alone = {name: outcome(folder / name / "recipe.yaml", folder / f"{name}-one") for name in PROJECTS}
-        alone["statistics"] = statistics(folder / "bert" / "recipe.yaml")
+        alone |= {name: statistics(folder / rows / "recipe.yaml") for name, rows in STATISTICS.items()}
     torch.set_num_threads(threads)
     results = {"one": alone, "folder": folder}
     for name, count in (("four", 4), ("two", 2)):
@@ -89,7 +93,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results
 
 
-PROJECTS = ("bert", "auto", "llama", "few")
+PROJECTS = ("bert", "auto", "llama")
+STATISTICS = {"statistics": "bert", "statistics of few rows": "few"}
 
 
 def assert_same(one: Any, other: Any, where: str) -> None:
@@ -104,13 +109,13 @@ def assert_same(one: Any, other: Any, where: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [*PROJECTS, "statistics"])
+@pytest.mark.parametrize("what", [*PROJECTS, *STATISTICS])
 def test_all_processes_compute_what_one_does(found: dict[str, Any], what: str) -> None:
     for name in ("four", "two"):
         for number, results in enumerate(found[name]):
             if what in results:
                 assert_same(found["one"][what], results[what], f"process {number} of {name}:")
-    assert what in found["four"][3]
+    assert what in found["two"][1] or what in found["four"][3]
 
 
 @pytest.mark.slow

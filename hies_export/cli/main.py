@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -89,6 +90,9 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     quiet = shared and not processes.is_first()
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 120, quiet=quiet)
     err = Console(stderr=True, highlight=False, quiet=quiet)
+    if quiet:
+        # Else torch prints the stack when the first process is gone.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     progress = SILENT if quiet else TerminalProgress(err)
     silence = options.command not in WITHOUT_LIBRARIES
     interrupt = _Interrupt()
@@ -108,6 +112,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
             err.print("interrupted; nothing half-written was left behind", style="red")
             return 130
         if isinstance(error, HiesError):
+            err.quiet = quiet and not getattr(error, "first_is_gone", False)
             err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
             return error.exit_code
         if options.verbose or not isinstance(error, OSError):

@@ -77,6 +77,9 @@ def command(folder: Path) -> dict[str, Any]:
     return {"code": code}
 
 
+T0 = time.monotonic()
+
+
 def work(local: int, ports: list[int], folder: Path) -> None:
     """Do everything in the process with this number, of four and then of two, and write down what came out.
 
@@ -91,11 +94,12 @@ def work(local: int, ports: list[int], folder: Path) -> None:
         os.environ |= environment(local, count, next(free))
         found: dict[str, Any] = {}
         with processes.together():
-            for project in ("bert", "auto", "llama"):
+            for project in ("bert", "llama", *(["auto"] if count == 2 else [])):
                 found[project] = outcome(folder / project / "recipe.yaml", folder / f"{project}-{name}")
-            found["statistics"] = statistics(folder / "bert" / "recipe.yaml")
-            if count == 4:
-                found["few"] = outcome(folder / "few" / "recipe.yaml", folder / "few-four")
+            if count == 2:
+                found["statistics"] = statistics(folder / "bert" / "recipe.yaml")
+            else:  # two batches for four processes
+                found["statistics of few rows"] = statistics(folder / "few" / "recipe.yaml")
         if count == 4:
             os.environ |= environment(local, count, next(free))
             found["failed"] = [failing(0, folder / "bert")]
@@ -104,6 +108,7 @@ def work(local: int, ports: list[int], folder: Path) -> None:
         else:
             os.environ |= environment(local, count, next(free))
             found["command"] = command(folder / "bert")
+        print(local, name, "CPU", os.times()[:2], "wall", time.monotonic() - T0, flush=True)
         torch.save(found, folder / f"{name}-{local}.pt")
 
 
