@@ -4,6 +4,7 @@ In go a model, its `PrunableModule`s and batches, out come `Statistics` (average
 gradients of every consumer) or moments (sums for least squares). The model is restored afterwards.
 
 collect.py    `collect_statistics`: one forward and one backward pass per batch
+totals.py     its sums over samples
 gates.py      "his": gradients to a gate of one on every unit's output
 entropy.py    "entropy": entropies of attention rows
 inputs.py     "activation_l2", "output_norm" and "obs": sums over the inputs of consumers

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import processes
 from ..data.targets import batches_fingerprint, check_label_tokens, is_regression, size_of
 from ..errors import DataError, StepError
 from ..model.attention import use_attention
 from ..model.modes import checkpointing, frozen, without_cache
 from ..model.watch import intercept
+from ..processes import Piece
 from ..progress import SILENT, Progress
 from ..units import PrunableModule
 from ..values import Calibration, Statistics
 from . import inputs, weights
 from .entropy import Entropies
 from .gates import Gates, summed_loss, with_labels
+from .totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ def collect_statistics(
 
     If labels are tokens, sample i's loss is the mean over its own n_i label tokens. The model's loss is the mean over
     all N label tokens of the batch, so the gates' gradient of N times that loss is divided by n_i.
+
+    Several processes share the batches (see `processes`); each adds up what all of them find for the modules it owns.
 
     If a batch does not fit into memory, it and all later batches are halved, as often as needed. Gradient checkpointing
     is used if it is switched on (without dropout). No key/value cache is kept.
@@ -79,53 +83,29 @@ def collect_statistics(
         (32, 'data', torch.Size([6]))
     """
     labelled = _check_labels(model, batches, needs)
-    device = next(model.parameters()).device
-    collected = _Pass(model, modules, needs)
-    his = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
-    fisher = {name: torch.zeros_like(total) for name, total in his.items()}
-    attention = [module for module in modules if module.kind == "attention"]
-    entropy = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in attention}
-    samples, samples_with_rows = 0, {module.name: 0 for module in attention}
-    at_once = max(size_of(batch) for batch in batches)
-    with collected.running():
-        for index, batch in enumerate(progress.track(batches, "score")):
-            done = 0
-            while done < size_of(batch):
-                part = _part(batch, done, at_once)
-                try:
-                    found = collected.run({key: value.to(device) for key, value in part.items()}, index)
-                except RuntimeError as error:
-                    if not _out_of_memory(error):
-                        raise
-                    at_once = _halved(part, index, error)
-                    found = None
-                if found is None:
-                    # Inside the handler, the traceback still holds the tensors of the failed attempt.
-                    collected.reset()
-                    gc.collect()
-                    torch.cuda.empty_cache()
-                    continue
-                for name, gradients in found.gradients.items():
-                    his[name] += gradients.abs().sum(0)
-                    fisher[name] += gradients.square().sum(0)
-                for name, (entropies, counted) in found.entropies.items():
-                    entropy[name] += entropies.sum(0)
-                    samples_with_rows[name] += counted
-                done += size_of(part)
-            samples += done
-    values = {
-        "his": {name: total / samples for name, total in his.items()},
-        "fisher": {name: total / samples for name, total in fisher.items()},
-        "entropy": {name: total / max(samples_with_rows[name], 1) for name, total in entropy.items()},
-        "weight_l2": {module.name: weights.weight_l2(model, module) for module in modules},
-    }
+    owners = processes.owners({module.name: module.units * module.unit_width for module in modules})
+    passing = _Pass(model, modules, needs, owners, at_once=max(size_of(batch) for batch in batches))
+    with passing.running():
+        shared = progress.track(processes.share(batches), "score")
+        for piece in processes.to_owners(found for number, batch in shared for found in passing.over(batch, number)):
+            passing.totals.add(piece)
+    samples = sum(map(size_of, batches))
     calibration = Calibration(
         samples=samples,
         labels="data" if labelled else "predictions",
         fingerprint=batches_fingerprint(list(batches)),
-        batch_size=at_once,
+        batch_size=min(processes.gather(passing.at_once)),
     )
-    return Statistics(values | collected.sums(), calibration)
+    return Statistics(_of_all(passing.totals.values(model, samples), modules), calibration)
+
+
+def _of_all(own: Mapping[str, Mapping[str, Tensor]], modules: Sequence[PrunableModule]) -> dict[str, dict[str, Tensor]]:
+    """Return what all processes have by statistic and module, in the order of the modules."""
+    found = processes.gather(own)
+    return {
+        statistic: {m.name: part[statistic][m.name] for m in modules for part in found if m.name in part[statistic]}
+        for statistic in own
+    }
 
 
 def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], needs: Collection[str]) -> bool:
@@ -148,31 +128,41 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
     return labelled
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Gradients and entropies of one batch.
+class _Pass:
+    """One forward and one backward pass per batch, with everything attached that collects statistics.
+
+    Args:
+        model: The model.
+        modules: The modules whose units to look at.
+        needs: The statistics.
+        owners: Module -> the process that adds up what its units give.
+        at_once: Number of samples of a batch to run together.
 
     Attributes:
-        gradients: Module -> gradients of each sample's own loss to its gates, (batch, units) float64 on CPU.
-        entropies: Module -> entropies, (batch, units) float64 on CPU, and the number of samples with a row to average.
+        at_once: As given, or less if that did not fit into memory.
+        totals: The sums of the modules that this process owns.
     """
 
-    gradients: Mapping[str, Tensor]
-    entropies: Mapping[str, tuple[Tensor, int]]
-
-
-class _Pass:
-    """One forward and one backward pass per batch, with everything attached that collects statistics."""
-
-    def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str]):
-        self._model, self._modules = model, modules
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        modules: Sequence[PrunableModule],
+        needs: Collection[str],
+        owners: Mapping[str, int],
+        *,
+        at_once: int,
+    ):
+        self._model, self._modules, self._owners, self.at_once = model, modules, owners, at_once
+        own = [module for module in modules if owners[module.name] == processes.rank()]
         self._entropies = Entropies(model, [module for module in modules if module.kind == "attention"])
         self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules, needs)
-        self._weights = None if set(weights.STATISTICS).isdisjoint(needs) else weights.WeightGradients(model, modules)
+        wanted = not set(weights.STATISTICS).isdisjoint(needs)
+        self._weights = weights.WeightGradients(model, modules, own) if wanted else None
+        self.totals = Totals(own, inputs=self._inputs, weights=self._weights)
         self._samples = 0
-        self.reset()
+        self._reset()
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         """Discard what the last batch left."""
         self._gates = Gates(self._modules)
         self._read: dict[str, list[Tensor]] = {}
@@ -199,14 +189,45 @@ class _Pass:
             self._read.setdefault(name, []).append(x.detach())
         return self._gates.apply(name, x, samples=self._samples, rows=self._entropies.rows.get(name))
 
-    def run(self, batch: dict[str, Tensor], index: int) -> _Found:
-        """Run a batch forward and backward, and return its gradients and entropies.
+    def over(self, batch: dict[str, Tensor], index: int) -> Iterator[Iterator[Piece]]:
+        """Yield what a batch adds to the sums of every module, in as many parts as its memory needs.
+
+        Args:
+            batch: The batch.
+            index: Its number, for messages.
+
+        Raises:
+            StepError: Not even one sample fits into memory.
+        """
+        device = next(self._model.parameters()).device
+        done = 0
+        while done < size_of(batch):
+            part = _part(batch, done, self.at_once)
+            try:
+                # An iterator, which lets go of the pieces in the end: gradients of weights are as large as the model.
+                found = iter(self._run({key: value.to(device) for key, value in part.items()}, index))
+            except RuntimeError as error:
+                if not _out_of_memory(error):
+                    raise
+                self.at_once = _halved(part, index, error)
+                found = None
+            if found is None:
+                # Inside the handler, the traceback still holds the tensors of the failed attempt.
+                self._reset()
+                gc.collect()
+                torch.cuda.empty_cache()
+                continue
+            yield found
+            done += size_of(part)
+
+    def _run(self, batch: dict[str, Tensor], index: int) -> list[Piece]:
+        """Run a batch forward and backward, and return what it adds.
 
         Args:
             batch: The batch, on the model's device; without labels, the model's predictions replace them.
             index: Number of the batch, for messages.
         """
-        self.reset()
+        self._reset()
         batch = with_labels(self._model, batch)
         self._samples = size_of(batch)
         self._entropies.enabled = self._entropies.recording = True
@@ -215,25 +236,34 @@ class _Pass:
                 total, losses = summed_loss(self._model, batch, index)
                 self._entropies.recording = False
                 gates = self._gates.tensors
-                parameters = [] if self._weights is None else self._weights.parameters
-                gradients = torch.autograd.grad(total, [*gates.values(), *parameters], allow_unused=True)
+                parameters = {} if self._weights is None else self._weights.parameters
+                gradients = torch.autograd.grad(total, [*gates.values(), *parameters.values()], allow_unused=True)
         finally:
             self._entropies.enabled = self._entropies.recording = False
-        found = _Found(
-            self._gates.per_sample(dict(zip(gates, gradients, strict=False)), losses, index), self._entropies.take()
-        )
-        if self._weights is not None:
-            self._weights.add(gradients[len(gates) :], size_of(batch) / losses.sum().item())
-        if self._inputs is not None:
-            self._inputs.add(batch, self._read)
-        return found
+        per_sample = self._gates.per_sample(dict(zip(gates, gradients, strict=False)), losses, index)
+        factor = torch.tensor(size_of(batch) / losses.sum().item(), dtype=torch.float64)
+        of_weights = zip(parameters, gradients[len(gates) :], strict=True)
+        return [*self._of_units(batch, per_sample), *self._of_layers(of_weights, factor)]
 
-    def sums(self) -> dict[str, dict[str, Tensor]]:
-        """Return statistic -> module -> values, for the optional statistics that were asked for."""
-        return {
-            **({} if self._inputs is None else self._inputs.values()),
-            **({} if self._weights is None else self._weights.values()),
-        }
+    def _of_units(self, batch: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """Yield what a batch adds to the sums over units; gradients are (batch, units) float64 on CPU by module."""
+        for name, values in gradients.items():
+            sums = {"his": values.abs().sum(0), "fisher": values.square().sum(0)}
+            yield Piece(self._owners[name], ("gates", name), sums)
+        for name, (entropies, counted) in self._entropies.take().items():
+            sums = {"entropy": entropies.sum(0), "samples": torch.tensor(counted)}
+            yield Piece(self._owners[name], ("entropy", name), sums)
+        if self._inputs is not None:
+            for name, added in self._inputs.of(batch, self._read):
+                yield Piece(self._owners[name], ("inputs", name), added)
+
+    def _of_layers(self, gradients: Iterable[tuple[str, Tensor | None]], factor: Tensor) -> Iterator[Piece]:
+        """Yield what a batch adds to the sums of gradients of weights, by layer, for each owner that needs them."""
+        for layer, gradient in gradients:
+            needed = {self._owners[m.name] for m in self._modules if layer in weights.layers_of(m)}
+            for owner in sorted(needed) if gradient is not None else ():
+                assert gradient is not None
+                yield Piece(owner, ("weights", layer), {"gradient": gradient, "factor": factor})
 
 
 def _part(batch: dict[str, Tensor], start: int, size: int) -> dict[str, Tensor]:

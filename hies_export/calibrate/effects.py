@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import processes
 from ..data.targets import check_label_tokens, size_of
 from ..errors import DataError
 from ..model.linear import features_of
 from ..model.tokens import first_samples
+from ..processes import Piece
 from ..progress import SILENT, Progress
 from ..units import PrunableModule
 from .readings import reading
@@ -57,6 +60,7 @@ class EffectStream(Stream[LayerEffects]):
         batches: Keyword arguments of the model, as in `collect_effects`.
         modules: The modules whose consumers to watch, in the order in which the model runs them.
         limit_bytes: Bytes that the effects of a group of modules may take.
+        owners: As in `Stream`.
         progress: Shows the loops over the batches.
 
     Attributes:
@@ -78,15 +82,16 @@ class EffectStream(Stream[LayerEffects]):
         modules: Sequence[PrunableModule],
         *,
         limit_bytes: float = LIMIT_BYTES,
+        owners: Mapping[str, int] | None = None,
         progress: Progress = SILENT,
     ):
         _check(batches)
         self._model, self._batches, self._progress = model, batches, progress
         self.samples = sum(map(size_of, batches))
-        super().__init__(modules, _sizes(model, batches, modules), limit_bytes, what="the effects")
+        super().__init__(modules, _sizes(model, batches, modules), limit_bytes, what="the effects", owners=owners)
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerEffects]:
-        return _collect(self._model, self._batches, group, self._progress)
+        return _collect(self._model, self._batches, group, self.owners, self._progress)
 
 
 def collect_effects(
@@ -121,7 +126,8 @@ def collect_effects(
         NonFiniteError: A prediction or a gradient is NaN or infinite; the message names the batch.
     """
     _check(batches)
-    layers = _collect(model, batches, modules, progress)
+    owners = dict.fromkeys((module.name for module in modules), 0)
+    layers = processes.merged(_collect(model, batches, modules, owners, progress))
     return Effects(layers=layers, samples=sum(map(size_of, batches)))
 
 
@@ -135,22 +141,30 @@ def _collect(
     model: PreTrainedModel,
     batches: Sequence[dict[str, Tensor]],
     modules: Sequence[PrunableModule],
+    owners: Mapping[str, int],
     progress: Progress,
 ) -> dict[str, LayerEffects]:
-    """Return the effects of every consumer, from one pass over the batches."""
-    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in modules}
-    samples = 0
+    """Return the effects of every consumer that this process owns, from one pass over the batches."""
+    own = [module for module in modules if owners[module.name] == processes.rank()]
+    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in own}
+    first = [0, *accumulate(map(size_of, batches))]
     with reading(model, modules, gradients=True) as read:
-        for index, batch in enumerate(progress.track(batches, "effects")):
-            numbers = torch.arange(samples, samples + size_of(batch))
-            samples += size_of(batch)
+
+        def pieces(index: int, batch: dict[str, Tensor]) -> Iterator[Piece]:
+            numbers = torch.arange(first[index], first[index + 1])
             for one in read(batch, index):
                 assert one.gradients is not None
                 sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
                 inputs, gradients = (t[one.real].float().cpu() for t in (one.inputs, one.gradients))
-                parts[one.name].append((inputs, gradients, sample))
+                tensors = {"inputs": inputs, "gradients": gradients, "sample": sample}
+                yield Piece(owners[one.name], one.name, tensors)
+
+        shared = progress.track(processes.share(batches), "effects")
+        for piece in processes.to_owners(pieces(index, batch) for index, batch in shared):
+            inputs, gradients, sample = (piece.tensors[name].cpu() for name in ("inputs", "gradients", "sample"))
+            parts[piece.key].append((inputs, gradients, sample))
     layers = {}
-    for module in modules:
+    for module in own:
         inputs, gradients, sample = (torch.cat(part) for part in zip(*parts.pop(module.name), strict=True))
         centred = model.get_submodule(module.consumer).bias is not None
         layers[module.name] = LayerEffects(inputs, gradients, sample, centred)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ RIDGE = 1e-2
 
 STATISTICS = ("activation_l2", "output_norm", "obs")
 
+# What a batch adds to the sums of a module: how many "tokens", the sums over them by statistic, (units,) float64, and
+# for "obs" the inputs themselves, (tokens, inputs).
+Added: TypeAlias = Mapping[str, Tensor]
+
 
 class InputSums:
     """Sums over real tokens of the inputs x_u that every consumer W reads from its units u.
@@ -31,13 +36,11 @@ class InputSums:
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str] = STATISTICS):
         self._model, self._modules, self._needs = model, modules, frozenset(needs)
-        self._activation = {m.name: torch.zeros(m.units, dtype=torch.float64) for m in modules}
-        self._written = {m.name: torch.zeros(m.units, dtype=torch.float64) for m in modules}
-        self._moments: dict[str, Tensor] = {}
-        self._tokens = dict.fromkeys(self._activation, 0)
+        self._sums: dict[str, dict[str, Tensor]] = {module.name: {} for module in modules}
+        self._tokens = {module.name: 0 for module in modules}
 
-    def add(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Sequence[Tensor]]) -> None:
-        """Add a batch.
+    def of(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, Added]]:
+        """Yield a module and what to `add` for it, for each call of each consumer.
 
         Args:
             batch: Inputs of the model, on its device.
@@ -45,19 +48,31 @@ class InputSums:
                 (batch * tokens, units * unit_width).
         """
         for module in self._modules:
-            name = module.name
-            for called_with in inputs[name]:
+            for called_with in inputs[module.name]:
                 x = by_sample(called_with, size_of(batch))
-                real = x[real_tokens(self._model, name, batch, x)].double()  # (tokens, inputs)
-                units = real.unflatten(1, (module.units, -1))  # (tokens, units, unit_width)
-                self._tokens[name] += len(real)
+                real = x[real_tokens(self._model, module.name, batch, x)]  # (tokens, inputs)
+                units = real.double().unflatten(1, (module.units, -1))  # (tokens, units, unit_width)
+                found = {"tokens": torch.tensor(len(real))}
                 if "activation_l2" in self._needs:
-                    self._activation[name] += units.norm(dim=-1).sum(0).cpu()
+                    found["activation_l2"] = units.norm(dim=-1).sum(0).cpu()
                 if "output_norm" in self._needs:
                     squares = torch.einsum("thd,hde,the->th", units, self._gram(module), units)
-                    self._written[name] += squares.clamp(min=0).sqrt().sum(0).cpu()
+                    found["output_norm"] = squares.clamp(min=0).sqrt().sum(0).cpu()
                 if "obs" in self._needs:
-                    self._moments[name] = self._moments.get(name, 0) + real.T @ real
+                    found["obs"] = real
+                yield module.name, found
+
+    def add(self, name: str, added: Added) -> None:
+        """Add what `of` found for a module."""
+        sums = self._sums[name]
+        self._tokens[name] += int(added["tokens"])
+        for what in ("activation_l2", "output_norm"):
+            if what in added:
+                value = added[what].cpu()
+                sums[what] = sums.get(what, torch.zeros_like(value)) + value
+        if "obs" in added:
+            real = added["obs"].double()
+            sums["obs"] = sums.get("obs", 0) + real.T @ real
 
     def _gram(self, module: PrunableModule) -> Tensor:
         """Return W_u^T W_u of every unit, (units, unit_width, unit_width): |W_u x|^2 = x^T W_u^T W_u x."""
@@ -65,18 +80,16 @@ class InputSums:
         by_unit = weight.unflatten(1, (module.units, -1))  # (outputs, units, unit_width)
         return torch.einsum("ohd,ohe->hde", by_unit, by_unit)
 
-    def values(self) -> dict[str, dict[str, Tensor]]:
-        """Return statistic -> module -> (units,) float64 on CPU."""
+    def values(self, own: Sequence[PrunableModule]) -> dict[str, dict[str, Tensor]]:
+        """Return statistic -> module -> (units,) float64 on CPU, for the modules that this process adds up."""
         tokens = self._tokens
         found = {
-            "activation_l2": lambda m: self._activation[m.name] / tokens[m.name],
-            "output_norm": lambda m: self._written[m.name] / tokens[m.name],
-            "obs": lambda m: self._obs(m, self._moments[m.name] / tokens[m.name]),
+            "activation_l2": lambda m: self._sums[m.name]["activation_l2"] / tokens[m.name],
+            "output_norm": lambda m: self._sums[m.name]["output_norm"] / tokens[m.name],
+            "obs": lambda m: self._obs(m, self._sums[m.name]["obs"] / tokens[m.name]),
         }
         return {
-            name: {module.name: value(module) for module in self._modules}
-            for name, value in found.items()
-            if name in self._needs
+            name: {module.name: value(module) for module in own} for name, value in found.items() if name in self._needs
         }
 
     def _obs(self, module: PrunableModule, moments: Tensor) -> Tensor:

@@ -6,16 +6,19 @@ collect_moments   the moments of all modules at once
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .. import processes
 from ..data.targets import size_of
 from ..errors import DataError
 from ..model.linear import features_of
+from ..processes import Piece
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from .readings import Reading, reading
@@ -84,6 +87,7 @@ class MomentStream(Stream[LayerMoments]):
             self._dense,
             group,
             self._batches,
+            owners=self.owners,
             selection=self.selection,
             weighted=self.weighted,
             progress=self._progress,
@@ -131,8 +135,9 @@ def collect_moments(
         DataError: Fewer than five samples.
     """
     check_samples(batches)
-    found = _collect(dense, modules, batches, selection=selection, slim=slim, progress=progress)
-    return {name: moments.mixed() for name, moments in found.items()}
+    owners = dict.fromkeys((module.name for module in modules), 0)
+    found = _collect(dense, modules, batches, owners=owners, selection=selection, slim=slim, progress=progress)
+    return processes.merged({name: moments.mixed() for name, moments in found.items()})
 
 
 def _collect(
@@ -140,35 +145,44 @@ def _collect(
     modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
     *,
+    owners: Mapping[str, int],
     selection: Selection | None = None,
     slim: PreTrainedModel | None = None,
     weighted: bool = False,
     progress: Progress = SILENT,
 ) -> dict[str, LayerMoments]:
-    """Return the sums of every consumer, from one pass over the batches; see `collect_moments`."""
+    """Return the sums of every consumer that this process owns, from one pass over the batches."""
     by_name = {module.name: module for module in modules}
+    # Of all inputs of a consumer, the products with the targets follow from the others.
+    whole = selection is None and slim is None
     sums: dict[str, LayerMoments] = {}
-    seen = 0
+    first = [0, *accumulate(map(size_of, batches))]
     with ExitStack() as stack:
         read = stack.enter_context(reading(dense, modules, gradients=weighted))
         read_slim = None if slim is None else stack.enter_context(reading(slim, modules))
-        for index, batch in enumerate(progress.track(batches, "moments")):
-            held = torch.arange(seen, seen + size_of(batch)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-            seen += size_of(batch)
+
+        def pieces(index: int, batch: dict[str, Tensor]) -> Iterator[Piece]:
+            held = torch.arange(first[index], first[index + 1]) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
             readings = read(batch, index)
             slim_readings = readings if read_slim is None else read_slim(batch, index)
             for one, other in zip(readings, slim_readings, strict=True):
-                module, x = by_name[one.name], other.inputs
+                x = other.inputs
                 if selection is not None and slim is None:
-                    x = x.index_select(-1, module.columns(selection[one.name].units).to(x.device))
-                if one.name not in sums:
-                    layer = dense.get_submodule(module.consumer)
-                    whole = selection is None and slim is None
-                    sums[one.name] = _new_sums(layer, x, derived=whole, weighted=weighted)
-                _add(sums[one.name], one, x, held.to(x.device))
+                    x = x.index_select(-1, by_name[one.name].columns(selection[one.name].units).to(x.device))
+                derived = whole and x.shape[-1] > one.outputs.shape[-1]
+                yield from _pieces(one, x, held.to(x.device), owners[one.name], targets=not derived)
+
+        shared = progress.track(processes.share(batches), "moments")
+        for piece in processes.to_owners(pieces(index, batch) for index, batch in shared):
+            name, part = piece.key
+            x = piece.tensors["x"]
+            if name not in sums:
+                layer = dense.get_submodule(by_name[name].consumer)
+                sums[name] = _new_sums(layer, x, derived=whole, weighted=weighted)
+            _add(sums[name], part, piece.tensors)
     for layer_moments in sums.values():
-        for part in (*layer_moments.uniform, *(layer_moments.weighted or ())):
-            part.finish()
+        for half in (*layer_moments.uniform, *(layer_moments.weighted or ())):
+            half.finish()
     return sums
 
 
@@ -192,22 +206,33 @@ def _new_sums(layer: nn.Module, x: Tensor, *, derived: bool, weighted: bool) -> 
     return LayerMoments((new(), new()), (new(), new()) if weighted else None)
 
 
-def _add(sums: LayerMoments, read: Reading, x: Tensor, held: Tensor) -> None:
-    """Add what a consumer read in one batch.
+def _pieces(read: Reading, x: Tensor, held: Tensor, owner: int, *, targets: bool) -> Iterator[Piece]:
+    """Yield what a consumer read in one batch: x, y and the weights of tokens, for fitting and then for judging.
 
     Args:
-        sums: Where to add it.
         read: The reading of the dense model.
         x: (batch, tokens, inputs), the inputs to add up.
         held: (batch,) bool, the held-out samples.
+        owner: The process that adds them up.
+        targets: Whether it needs y; else y has no columns.
     """
+    y = read.outputs if targets else read.outputs[..., :0]
     for part, samples in enumerate((~held, held)):
         rows = (read.real & samples[:, None]).flatten().nonzero()[:, 0]
-        x_part, y_part = (t.flatten(0, 1).index_select(0, rows) for t in (x, read.outputs))
-        sums.uniform[part].add(x_part, y_part, None)
-        if sums.weighted is not None and read.gradients is not None:
-            weights = read.gradients.float().square().sum(-1).flatten().index_select(0, rows)
-            sums.weighted[part].add(x_part, y_part, weights)
+        x_part, y_part = (t.flatten(0, 1).index_select(0, rows) for t in (x, y))
+        tensors = {"x": x_part, "y": y_part}
+        if read.gradients is not None:
+            tensors["weights"] = read.gradients.float().square().sum(-1).flatten().index_select(0, rows)
+        yield Piece(owner, (read.name, part), tensors)
+
+
+def _add(sums: LayerMoments, part: int, found: Mapping[str, Tensor]) -> None:
+    """Add the tensors of a piece to the sums of the fitting samples (part 0) or of the held-out ones (1)."""
+    # What another process sent may be on another device.
+    x, y = (found[name].to(sums.uniform[part].x.device) for name in ("x", "y"))
+    sums.uniform[part].add(x, y, None)
+    if sums.weighted is not None:
+        sums.weighted[part].add(x, y, found["weights"].to(x.device))
 
 
 def check_samples(batches: Sequence[Mapping[str, Tensor]]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
+from .. import processes
 from ..units import PrunableModule
 
 logger = logging.getLogger(__name__)
@@ -24,19 +25,33 @@ class Stream(ABC, Generic[T]):
     pass over the data. If there is one group only, it is kept, so all iterations together take one pass. Otherwise
     every iteration collects group by group again.
 
+    Several processes share each pass (see `processes`): every module has an owner, which holds what all of them collect
+    for it. So groups are larger, and each process iterates over the modules it owns.
+
     Args:
         modules: The modules, in the order in which the model runs them.
         sizes: Bytes that each of them takes.
-        limit_bytes: Bytes that the modules of a group may take together.
+        limit_bytes: Bytes that the modules of a group may take together, in each process.
         what: What is collected, for messages.
+        owners: Module -> the process that owns it; by default shared out by their sizes.
 
     Attributes:
+        owners: As given.
         groups: The modules of each pass.
         passes: Passes over the data made so far.
     """
 
-    def __init__(self, modules: Sequence[PrunableModule], sizes: Sequence[int], limit_bytes: float, *, what: str):
-        self.groups = grouped(modules, sizes, limit_bytes)
+    def __init__(
+        self,
+        modules: Sequence[PrunableModule],
+        sizes: Sequence[int],
+        limit_bytes: float,
+        *,
+        what: str,
+        owners: Mapping[str, int] | None = None,
+    ):
+        self.owners = owners or processes.owners({m.name: size for m, size in zip(modules, sizes, strict=True)})
+        self.groups = grouped(modules, sizes, limit_bytes, self.owners)
         self.passes = 0
         self._kept: dict[str, T] | None = None
         largest = max(sizes, default=0)
@@ -49,7 +64,7 @@ class Stream(ABC, Generic[T]):
 
     @abstractmethod
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, T]:
-        """Return what one pass over the data collects, by module."""
+        """Return what one pass over the data collects, by module that this process owns."""
 
     def __iter__(self) -> Iterator[tuple[PrunableModule, T]]:
         return self.of(None)
@@ -59,6 +74,13 @@ class Stream(ABC, Generic[T]):
 
         Args:
             names: Names of the modules; None for all.
+        """
+        return ((module, found) for module, found in self.each(names) if found is not None)
+
+    def each(self, names: Collection[str] | None) -> Iterator[tuple[PrunableModule, T | None]]:
+        """Yield the pairs of some modules as `of` does, with None for what another process owns.
+
+        Two streams that are iterated over side by side must come to their passes in the same order in all processes.
         """
         for group in self.groups:
             wanted = [module for module in group if names is None or module.name in names]
@@ -72,19 +94,23 @@ class Stream(ABC, Generic[T]):
                 self._kept = found
             for module in wanted:
                 # What is not kept is freed as soon as the caller is done with the module.
-                yield module, found[module.name] if self._kept is not None else found.pop(module.name)
+                yield module, found.get(module.name) if self._kept is not None else found.pop(module.name, None)
 
 
 def grouped(
-    modules: Sequence[PrunableModule], sizes: Sequence[int], limit_bytes: float
+    modules: Sequence[PrunableModule], sizes: Sequence[int], limit_bytes: float, owners: Mapping[str, int]
 ) -> tuple[tuple[PrunableModule, ...], ...]:
-    """Return consecutive modules in groups whose sizes add up to no more than the limit, each at least one module."""
+    """Return consecutive modules in groups, each at least one module.
+
+    The sizes of the modules in a group that one process owns add up to no more than the limit.
+    """
     groups: list[list[PrunableModule]] = []
-    left = 0.0
+    left: dict[int, float] = {}
     for module, size in zip(modules, sizes, strict=True):
-        if not groups or size > left:
+        owner = owners[module.name]
+        if not groups or size > left[owner]:
             groups.append([])
-            left = limit_bytes
+            left = dict.fromkeys(owners.values(), limit_bytes)
         groups[-1].append(module)
-        left -= size
+        left[owner] -= size
     return tuple(map(tuple, groups))

@@ -99,42 +99,54 @@ class WeightGradients:
     taylor           its sum over the weights of a unit
     channel_taylor   its sum over the weights of a channel, if heads have channels (see `has_channels`)
 
+    Args:
+        model: The model.
+        modules: All modules.
+        own: Those whose gradients are added up here.
+
     Attributes:
-        parameters: The weights, in the order in which `add` takes their gradients.
+        parameters: The weights of all modules, by the names of their layers.
     """
 
-    def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
-        self._modules = modules
-        names = dict.fromkeys(name for m in modules for name in (*m.producers, m.consumer))
-        self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
-        self.parameters: list[Any] = [layer.weight for layer in self._layers.values()]
-        self._sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.parameters]
+    def __init__(
+        self, model: PreTrainedModel, modules: Sequence[PrunableModule], own: Sequence[PrunableModule] | None = None
+    ):
+        self._modules, self._own = modules, modules if own is None else own
+        self._layers: dict[str, Any] = {name: model.get_submodule(name) for m in modules for name in layers_of(m)}
+        self.parameters: dict[str, Any] = {name: layer.weight for name, layer in self._layers.items()}
+        added = dict.fromkeys(name for m in self._own for name in layers_of(m))
+        self._sums = {name: torch.zeros_like(self.parameters[name], dtype=torch.float32) for name in added}
 
     @contextmanager
     def trainable(self) -> Iterator[None]:
         """Make the weights require gradients inside the block."""
-        before = [parameter.requires_grad for parameter in self.parameters]
+        before = [(parameter, parameter.requires_grad) for parameter in self.parameters.values()]
         try:
-            for parameter in self.parameters:
+            for parameter, _ in before:
                 parameter.requires_grad_(True)
             yield
         finally:
-            for parameter, trainable in zip(self.parameters, before, strict=True):
+            for parameter, trainable in before:
                 parameter.requires_grad_(trainable)
 
-    def add(self, gradients: Sequence[Tensor | None], factor: float) -> None:
-        """Add the gradients of a batch times a factor; they come in the order of `parameters`."""
-        for total, gradient in zip(self._sums, gradients, strict=True):
-            if gradient is not None:
-                total += gradient.float() * factor
+    def add(self, layer: str, gradient: Tensor, factor: float) -> None:
+        """Add the gradient of a layer's weight in a batch, times a factor."""
+        total = self._sums[layer]
+        total += gradient.to(total.device).float() * factor
 
     def values(self) -> dict[str, dict[str, Tensor]]:
-        """Return statistic -> module -> (units,) or (groups * unit_width,) float64 on CPU."""
+        """Return statistic -> module -> (units,) or (groups * unit_width,) float64 on CPU, for the own modules."""
         salience = {}
-        for (name, layer), gradient in zip(self._layers.items(), self._sums, strict=True):
+        for name, gradient in self._sums.items():
+            layer = self._layers[name]
             product = (layer.weight.detach().float() * gradient).abs().double().cpu()
             salience[name] = product if weight_of(layer).shape == product.shape else product.T
-        found = {"taylor": {m.name: sum_by_unit(m, salience.__getitem__) for m in self._modules}}
+        found = {"taylor": {m.name: sum_by_unit(m, salience.__getitem__) for m in self._own}}
         if has_channels(self._modules):
-            found["channel_taylor"] = {m.name: sum_by_channel(m, salience.__getitem__) for m in self._modules}
+            found["channel_taylor"] = {m.name: sum_by_channel(m, salience.__getitem__) for m in self._own}
         return found
+
+
+def layers_of(module: PrunableModule) -> tuple[str, ...]:
+    """Return the names of the linear layers whose weights belong to a module's units."""
+    return (*module.producers, module.consumer)

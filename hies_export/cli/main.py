@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
 from rich.console import Console
 
-from .. import __version__
+from .. import __version__, processes
 from ..errors import HiesError, memory_failure, system_failure
-from ..progress import Progress
+from ..progress import SILENT, Progress
 from . import (
     apply,
     architectures,
@@ -60,6 +62,9 @@ COMMANDS: tuple[Command, ...] = (
 # These use neither transformers nor datasets, so they answer without the seconds it takes to import and silence them.
 WITHOUT_LIBRARIES = (architectures, report)
 
+# These share their work among the processes that accelerate or torchrun started.
+SHARED = (run, score, prune)
+
 EXAMPLES = """\
 examples:
   hies-export quickstart
@@ -88,15 +93,27 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     options = parser.parse_args(arguments)
     # Reports record it.
     options.command_line = shlex.join(["hies-export", *arguments])
+    # Of several processes that share the work, only the first prints.
+    shared = options.command in SHARED
+    quiet = shared and not processes.is_first()
     # Names are printed as they are. Into a file or a pipe, tables are as wide as they need.
-    out = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
-    err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    console: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "quiet": quiet}
+    out = Console(width=None if sys.stdout.isatty() else 120, **console)
+    err = Console(stderr=True, **console)
+    if quiet:
+        # Else torch prints the stack when the first process is gone.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    progress = SILENT if quiet else TerminalProgress(err)
     silence = options.command not in WITHOUT_LIBRARIES
     interrupt = _Interrupt()
     try:
-        with interrupt, show_messages(err, verbose=options.verbose, silence_libraries=silence):
-            result = options.command.run(options, out, TerminalProgress(err))
-            if result is not None and options.json:
+        with (
+            interrupt,
+            show_messages(err, verbose=options.verbose, silence_libraries=silence),
+            processes.together() if shared else nullcontext(),
+        ):
+            result = options.command.run(options, out, progress)
+            if result is not None and options.json and not quiet:
                 print_json(result)
         return 0
     except (Exception, KeyboardInterrupt) as error:
@@ -105,6 +122,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
             err.print("interrupted; nothing half-written was left behind", style="red")
             return 130
         if isinstance(error, HiesError):
+            err.quiet = quiet and not getattr(error, "first_is_gone", False)
             err.print(f"error: {error}", style="red", soft_wrap=True)
             return error.exit_code
         failure = system_failure(error) or memory_failure(error)

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 from rich.console import Console
 
+from .. import processes
 from ..progress import Progress
 from .arguments import add_recipe, read_recipe, refuse_output
 
@@ -17,17 +18,18 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Score, select, and write scores.json and plan.json."""
-    from ..checkpoint.folders import new_folder
     from ..pipeline.choose import choose, write_choice
     from ..pipeline.prepare import prepare
+    from ..pipeline.run import output_folder
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
     refuse_output(options, recipe)
-    with new_folder(recipe.output, overwrite=options.overwrite) as folder:
+    with output_folder(recipe, overwrite=options.overwrite) as folder:
         progress.stage("load")
         choice = choose(prepare(recipe), recipe, progress=progress)
-        write_choice(folder, choice)
+        if processes.rank() == 0:
+            write_choice(folder, choice)
     print_plan(choice.plan, console)
     console.print(
         f"\n{plan_text(choice.plan)} by this plan; written to {recipe.output}: scores.json, plan.json", markup=False

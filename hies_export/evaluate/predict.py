@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import processes
 from ..data.targets import IGNORED, check_label_tokens, predicted_positions
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, without_cache
@@ -54,7 +55,7 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     """Run a model over batches, in evaluation mode and without gradients.
 
     The labels are left out, so the model computes no loss; token labels say which predictions count. Every module's
-    training flag is put back afterwards.
+    training flag is put back afterwards. Several processes share the batches, and all have all predictions.
 
     Args:
         model: A model for one of the tasks; the batches are moved to its device.
@@ -74,7 +75,7 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     device = next(model.parameters()).device
     outputs: list[Any] = []
     with evaluating(model), without_cache(model), torch.inference_mode():
-        for index, batch in enumerate(progress.track(batches, "predict")):
+        for index, batch in progress.track(processes.share(batches), "predict"):
             inputs = {key: value.to(device) for key, value in batch.items() if key != "labels"}
             logits = model(**inputs).logits  # (batch, labels) or (batch, tokens, vocabulary)
             labels = batch.get("labels")
@@ -88,6 +89,7 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
                 )
             outputs.append(tuple(values.float().cpu() if values.is_floating_point() else values for values in output))
             del logits, output
+    outputs = _in_order(outputs, len(batches))
     if len(outputs[0]) == 1:
         # Outside inference mode, so that the result may take part in a backward pass.
         return torch.cat([logits for (logits,) in outputs])
@@ -95,6 +97,12 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     counts = torch.cat([predicted_positions(batch["labels"]).sum(-1) for batch in batches]).cpu()
     sample = torch.arange(len(counts)).repeat_interleave(counts)
     return TokenPredictions(tokens, nll, sample, samples=len(counts), answers=_are_answers(batches))
+
+
+def _in_order(own: list[Any], count: int) -> list[Any]:
+    """Return what all processes found for their batches, in the order of the batches."""
+    found = processes.gather(own)
+    return [found[index % len(found)][index // len(found)] for index in range(count)]
 
 
 def _judge_tokens(logits: torch.Tensor, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
+from .. import processes
 from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ..calibrate.effects import EffectStream
 from ..calibrate.moments import MomentStream
@@ -113,24 +114,33 @@ class Candidates:
         """The scores of greedy removal, module by module within the memory limit of the compensation."""
         prepared, section = self.prepared, self.recipe.prune.compensation
         limit = LIMIT_BYTES if section is None else section.limit_bytes
-        effects = EffectStream(
-            prepared.model, self.effect_batches, prepared.scored, limit_bytes=limit, progress=self.progress
-        )
         moments = self.moments
         if moments is None and prepared.compensation:
             moments = MomentStream(
                 prepared.model, prepared.scored, prepared.compensation, limit_bytes=limit, progress=self.progress
             )
+        effects = EffectStream(
+            prepared.model,
+            self.effect_batches,
+            prepared.scored,
+            limit_bytes=limit,
+            # Whoever owns the one needs the other.
+            owners=None if moments is None else moments.owners,
+            progress=self.progress,
+        )
         options = RemovalOptions(per_sample=not self._generative, device=prepared.model.device)
         names = {module.name for module in prepared.scored}
-        known = iter(()) if moments is None else moments.of(names)
-        chains = []
+        known = iter(()) if moments is None else moments.each(names)
+        chains = {}
         self.progress.stage("greedy removal")
         # Both streams yield the modules in the model's order.
-        for (module, layer), pair in zip_longest(effects, known):
-            spread = None if pair is None else pair[1].spread(centred=layer.centred)
-            chains.append(removal_chain(layer, module, effects.samples, spread=spread, options=options))
-        return scores_of_chains(prepared.scored, chains, options)
+        for (module, layer), pair in zip_longest(effects.each(None), known):
+            if layer is not None:
+                found = None if pair is None else pair[1]
+                spread = None if found is None else found.spread(centred=layer.centred)
+                chains[module.name] = removal_chain(layer, module, effects.samples, spread=spread, options=options)
+        chains = processes.merged(chains)
+        return scores_of_chains(prepared.scored, [chains[module.name] for module in prepared.scored], options)
 
 
 def criterion_of(scores: Scores, recipe: PruningRecipe) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .. import processes
 from ..checkpoint.classes import find_model_class
 from ..checkpoint.weights import load_weights
 from ..errors import RequestError, require_package
@@ -34,13 +35,14 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
 def load_dense(
     path: str | Path, model_class: Any, *, dtype: str | None = None, device_map: str | None = None, **hub: Any
 ) -> PreTrainedModel:
-    """Load the model to prune, on the GPU if there is one.
+    """Load the model to prune, on the GPU if there is one; each of several processes has a model of its own.
 
     Args:
         path: Folder or Hub id, dense or slim.
         model_class: From `task_class`.
         dtype: Name of a torch dtype, or "auto" for the checkpoint's own; float32 on CPU and "auto" on GPU by default.
-        device_map: As in `from_pretrained`; None for a single device.
+        device_map: As in `from_pretrained`; None for a single device. Of several processes on a machine, each takes an
+            equal part of the GPUs.
         **hub: Further arguments of `from_pretrained`, such as `revision`.
 
     Raises:
@@ -56,6 +58,13 @@ def load_dense(
         path,
         dtype=name if name == "auto" else getattr(torch, name),
         device_map=device_map,
+        max_memory=_max_memory(device_map),
         **hub,
     )
-    return model if device_map is not None else model.to(device)
+    return model if device_map is not None else model.to(device)  # type: ignore[arg-type]
+
+
+def _max_memory(device_map: str | None) -> dict[int, int] | None:
+    """Return how much of which GPU a model may take, in bytes; None for all of all."""
+    devices = None if device_map is None else processes.own_devices()
+    return None if devices is None else {device: torch.cuda.mem_get_info(device)[0] for device in devices}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Sequence
+
 from transformers import PreTrainedModel
 
+from .. import processes
 from ..calibrate.moments import MomentStream
 from ..progress import Progress
 from ..recipe import CompensationSection, PruningRecipe
 from ..score.criteria import AUTO
 from ..slim.refit import Compensation, LayerFit, refit
-from ..units import Selection
+from ..units import PrunableModule, Selection
 from .prepare import Prepared
 from .quality import Refit
 
@@ -87,6 +91,42 @@ class Refitting:
             return None
 
         def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
-            return refit(slim, selection, sites, moments, how)
+            return shared(slim, sites, lambda: refit(slim, selection, sites, moments, how))
 
         return refitted
+
+
+def shared(
+    slim: PreTrainedModel, modules: Sequence[PrunableModule], refit_own: Callable[[], list[LayerFit]]
+) -> list[LayerFit]:
+    """Refit a model in several processes: each refits the consumers of the modules that it owns, and sends them to all.
+
+    Args:
+        slim: The cut model; its consumers are refitted in place.
+        modules: The prunable modules of the dense model.
+        refit_own: Refits the consumers of this process's modules.
+
+    Returns:
+        The fits of all processes, in the order of the modules.
+
+    Warns:
+        What the refits of other processes warn of, in the first process.
+    """
+    if processes.world() == 1:
+        return refit_own()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        own = refit_own()
+    found = processes.gather(({fit.name: fit for fit in own}, [(str(w.message), w.category) for w in caught]))
+    for message, category in dict.fromkeys(note for _, notes in found for note in notes):
+        if processes.rank() == 0:
+            warnings.warn(message, category, stacklevel=2)
+    fits = []
+    for module in modules:
+        owner = next((number for number, (of, _) in enumerate(found) if module.name in of), None)
+        if owner is None:
+            continue
+        fits.append(found[owner][0][module.name])
+        for parameter in slim.get_submodule(module.consumer).parameters(recurse=False):
+            processes.broadcast(parameter, owner)
+    return fits

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from .. import processes
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.save import save_slim
 from ..data.targets import size_of
@@ -40,7 +42,7 @@ from .prepare import Prepared, prepare
 from .provenance import KEY as RECORD
 from .provenance import RunRecord
 from .quality import Evaluation, Refit, evaluate
-from .refitting import compensation_of
+from .refitting import compensation_of, shared
 from .search import quality_loss
 
 
@@ -49,7 +51,8 @@ def run(
 ) -> Report:
     """Run a recipe and write `recipe.output`: scores.json, plan.json, slim/, onnx/ and report.json, .md and .html.
 
-    The folder appears only when all stages have succeeded.
+    The folder appears only when all stages have succeeded. If the environment names several processes, as under
+    accelerate, they share the work; the first one writes, and all return its report.
 
     Args:
         recipe: The recipe.
@@ -64,41 +67,58 @@ def run(
         RequestError: The recipe, the data or the model does not allow the run; raised before anything is computed.
         StepError: A stage failed; no output folder is left behind.
     """
-    refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
-    require_onnxruntime()
-    progress.stage("load")
-    prepared = prepare(recipe)
-    with new_folder(recipe.output, overwrite=overwrite) as folder:
-        clock = Clock()
-        with clock("score"):
-            choice = choose(prepared, recipe, progress=progress)
+    with processes.together():
+        refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
+        require_onnxruntime()
+        progress.stage("load")
+        prepared = prepare(recipe)
+        with output_folder(recipe, overwrite=overwrite) as folder:
+            return _run(prepared, recipe, folder, command, progress)
+
+
+def output_folder(recipe: PruningRecipe, *, overwrite: bool) -> AbstractContextManager[Path]:
+    """Return a `new_folder` for the recipe's output; of several processes only the first makes it, and writes."""
+    if processes.rank() > 0:
+        return nullcontext(Path(recipe.output))
+    return new_folder(recipe.output, overwrite=overwrite)
+
+
+def _run(prepared: Prepared, recipe: PruningRecipe, folder: Path, command: str | None, progress: Progress) -> Report:
+    """Run all stages, and write what they return into the folder."""
+    clock = Clock()
+    with clock("score"):
+        choice = choose(prepared, recipe, progress=progress)
+    with clock("cut"):
+        pruned = prune(
+            prepared,
+            choice.plan,
+            recipe,
+            folder / "slim",
+            compensation=choice.compensation,
+            refit=choice.refit,
+            progress=progress,
+        )
+        choice = replace(choice, refit=None)  # its moments may be gigabytes
+        budget = confirm_max_drop(prepared, pruned.slim, recipe, choice.budget, progress=progress)
+    evaluation = evaluate_run(prepared, pruned.slim, choice.plan, recipe, progress=progress)
+    count = processes.world()
+
+    def finish() -> Report:
         write_choice(folder, choice)
-        with clock("cut"):
-            pruned = prune(
-                prepared,
-                choice.plan,
-                recipe,
-                folder / "slim",
-                compensation=choice.compensation,
-                refit=choice.refit,
-                progress=progress,
-            )
-            choice = replace(choice, refit=None)  # its moments may be gigabytes
-            budget = confirm_max_drop(prepared, pruned.slim, recipe, choice.budget, progress=progress)
-        evaluation = evaluate_run(prepared, pruned.slim, choice.plan, recipe, progress=progress)
         with clock("export"):
             progress.stage("export")
             onnx = export(prepared, pruned.slim, recipe, folder / "onnx")
         with clock("measure"):
             measured = measure_both(prepared, pruned.slim, onnx, recipe, progress=progress)
-        if isinstance(budget, CostOutcome):
-            budget = budget.with_measured(
-                flops=measured.flops, parameters=measured.parameters, latency=measured.latency
-            )
-        done = _Done(prepared, choice, pruned, evaluation, onnx, measured, budget)
+        met = budget
+        if isinstance(met, CostOutcome):
+            met = met.with_measured(flops=measured.flops, parameters=measured.parameters, latency=measured.latency)
+        done = _Done(prepared, choice, pruned, evaluation, onnx, measured, met, count)
         report = _report(recipe, done, clock.seconds, command)
         _write_report(folder, report, recipe)
-    return report
+        return report
+
+    return processes.on_main(finish)
 
 
 @dataclass(frozen=True)
@@ -129,6 +149,7 @@ class _Done:
     onnx: OnnxExport
     measured: Measurements
     budget: BudgetOutcome
+    processes: int
 
 
 def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float], command: str | None) -> Report:
@@ -155,7 +176,7 @@ def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float], comma
         onnx_max_abs=done.onnx.max_abs,
         seconds=seconds,
         latency=measured.latency,
-        environment=environment(),
+        environment={**environment(), "processes": done.processes},
         details=_details(recipe, done, command),
     )
 
@@ -249,18 +270,14 @@ def prune(
         if refit and not section.sequential:
             fits = refit(slim, plan.kept)
         else:
-            fits = compensate(
-                model,
-                slim,
-                plan,
-                modules,
-                prepared.compensation,
-                compensation or compensation_of(section),
-                limit_bytes=section.limit_bytes,
-                progress=progress,
-            )
+            how, limit = compensation or compensation_of(section), section.limit_bytes
+            options: dict[str, Any] = {"limit_bytes": limit, "progress": progress}
+            rows = prepared.compensation
+            fits = shared(slim, modules, lambda: compensate(model, slim, plan, modules, rows, how, **options))
     progress.stage("save")
-    reload_max_abs = save_slim(slim, folder, plan=plan, batch=batch, processor=prepared.processor, overwrite=overwrite)
+    reload_max_abs = processes.on_main(
+        lambda: save_slim(slim, folder, plan=plan, batch=batch, processor=prepared.processor, overwrite=overwrite)
+    )
     return Pruned(slim, fits, cut_max_abs, reload_max_abs)
 
 
@@ -281,7 +298,8 @@ def evaluate_run(
 
     def benchmark(model: PreTrainedModel) -> dict[str, float]:
         size = asked.batch_size
-        return run_benchmarks(model, prepared.processor, asked.lm_eval, samples=asked.samples, batch_size=size)
+        options: dict[str, Any] = {"samples": asked.samples, "batch_size": size}
+        return processes.on_main(lambda: run_benchmarks(model, prepared.processor, asked.lm_eval, **options))
 
     return evaluate(
         judge,

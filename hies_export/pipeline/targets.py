@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import processes
 from ..cost.flops import flops_table
 from ..cost.latency import TimedOn, latency_table
 from ..cost.parameters import parameters_table
@@ -164,7 +165,10 @@ class Targets:
                 timing=Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds),
                 export=lambda model, folder: export(prepared, model, recipe, folder),
             )
-            table = latency_table(prepared.model, prepared.scored, where, unit=unit, progress=self._progress)
+            # Times differ between processes, and what they choose must not.
+            table = processes.on_main(
+                lambda: latency_table(prepared.model, prepared.scored, where, unit=unit, progress=self._progress)
+            )
         elif budget.flops is not None:
             table = self._flops_table()
         elif budget.parameters is not None:

@@ -75,7 +75,7 @@ def _refuse(source: str, line: int, problem: str) -> NoReturn:
 class _Loader(yaml.SafeLoader):
     """Builds plain values, and raises MarkedYAMLError for everything else."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in resolvers if tag in _RESOLVED]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

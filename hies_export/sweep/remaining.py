@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 
 from ..progress import Progress
 from . import claims as claiming
@@ -13,7 +13,9 @@ from .grid import Cell
 from .journal import Journal
 
 
-def remaining(cells: Mapping[str, Cell], journal: Journal, claims: Claims, progress: Progress) -> Iterator[Cell]:
+def remaining(
+    cells: Mapping[str, Cell], journal: Journal, claims: Claims, progress: Progress
+) -> Generator[Cell, None, None]:
     """Yield the cells that no journal has, each claimed until the next one is asked for.
 
     The caller writes the row of a cell to its journal before it asks for another. When all cells left are claimed by

@@ -1,0 +1,441 @@
+"""Share the work of a run among the processes that accelerate, torchrun or Slurm started.
+
+Every process runs the same program on a model of its own. `share` splits batches. `to_owners` brings what each batch
+gives to the process that owns its module, in the order of the batches, so that sums are those of a single process to
+the last bit. `gather` and `broadcast` give everyone what one of them has. `on_main` is for what only one may do.
+
+Outside of `together`, and inside of `on_main`, there is one process, and all of this is plain function calls.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .errors import HiesError, RequestError, StepError, require_package
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+T = TypeVar("T")
+
+# One process may export and measure for hours while the others wait. Once all have come, they only exchange.
+LONGEST_WAIT = timedelta(days=7)
+LONGEST_EXCHANGE = timedelta(minutes=30)
+# Seconds that a process that stops waits for the others to notice why.
+PATIENCE = 600.0
+PATIENCE_AFTER_LOSS = 5.0
+# Seconds in which the first process prints, before a launcher sees that another has ended and ends all of them.
+TIME_TO_PRINT = 1.0
+# What a process must find in its environment.
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a batch adds to one sum.
+
+    Attributes:
+        owner: The process that holds the sum.
+        key: What the owner knows the sum by; it is pickled.
+        tensors: Name -> tensor, of any shapes, dtypes and devices.
+    """
+
+    owner: int
+    key: Any
+    tensors: Mapping[str, Tensor]
+
+
+def world() -> int:
+    """Return the number of processes that share the work."""
+    return 1 if _group is None or _group.alone else _group.world
+
+
+def rank() -> int:
+    """Return the number of this process, from 0."""
+    return 0 if _group is None else _group.rank
+
+
+def is_first() -> bool:
+    """Return whether this process prints, also before `together` and after it."""
+    return asked() == 1 or os.environ.get("RANK", "0") == "0"
+
+
+def asked() -> int:
+    """Return how many processes the environment says there are."""
+    given = os.environ.get("WORLD_SIZE", "1")
+    return int(given) if given.isdecimal() else 1
+
+
+def share(items: Sequence[T]) -> list[tuple[int, T]]:
+    """Return this process's part of a list, each item with its number in the list."""
+    return list(enumerate(items))[rank() :: world()]
+
+
+def owners(sizes: Mapping[str, float]) -> dict[str, int]:
+    """Return which process owns each module: in their order, the one that has least so far.
+
+    Args:
+        sizes: Module -> how much memory or work it takes.
+    """
+    load = [0.0] * world()
+    found = {}
+    for name, size in sizes.items():
+        found[name] = load.index(min(load))
+        load[found[name]] += size
+    return found
+
+
+def to_owners(batches: Iterable[Iterable[Piece]]) -> Iterator[Piece]:
+    """Yield what all batches add to the sums that this process owns, in the order of the batches.
+
+    Args:
+        batches: The pieces of each of this process's batches, in the order of `share`.
+    """
+    if world() == 1:
+        yield from chain.from_iterable(batches)
+        return
+    assert _group is not None
+    remaining = iter(batches)
+    while True:
+        pieces_of_batch = next(remaining, None)
+        found = _group.exchange(None if pieces_of_batch is None else list(pieces_of_batch))
+        if found is None:
+            return
+        yield from found
+        del found  # before the next batch takes its memory
+
+
+def gather(value: T) -> list[T]:
+    """Return the value of every process, in their order; it is pickled, and tensors come to the same kind of device."""
+    if world() == 1:
+        return [value]
+    assert _group is not None
+    return _group.gather(value)
+
+
+def merged(values: Mapping[str, T]) -> dict[str, T]:
+    """Return what all processes have by name, one after the other."""
+    return {name: value for part in gather(values) for name, value in part.items()}
+
+
+def broadcast(tensor: Tensor, owner: int) -> None:
+    """Overwrite a tensor with the one that its owner has, of the same shape and dtype."""
+    if world() > 1:
+        assert _group is not None
+        _group.broadcast(tensor, owner)
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Call a function in the first process only, and return its result in all of them; the others wait."""
+    if world() == 1:
+        return function()
+    assert _group is not None
+    if rank() > 0:
+        return _group.gather(None)[0]
+    _group.alone = True
+    try:
+        value = function()
+    finally:
+        _group.alone = False
+    return _group.gather(value)[0]
+
+
+def agree() -> None:
+    """Wait until all processes are here.
+
+    Raises:
+        HiesError: One of them has failed or is gone.
+    """
+    if world() > 1:
+        assert _group is not None
+        _group.meet()
+
+
+def own_devices() -> list[int] | None:
+    """Return the GPUs of this machine that this process may spread a model over; None for all."""
+    import torch
+
+    local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if asked() == 1 or here == 1 or not torch.cuda.is_available():
+        return None
+    each = torch.cuda.device_count() // here
+    return list(range(local * each, (local + 1) * each))
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Join the processes that the environment names, for the length of the block; they leave it together.
+
+    A process that fails tells the others, which then fail at their next exchange with what it said. Without a
+    WORLD_SIZE above one in the environment, or inside another such block, nothing is done.
+
+    Raises:
+        MissingRuntimeError: There are several processes, and accelerate is not installed.
+        RequestError: The environment does not say how to meet, or there are fewer GPUs than processes.
+        HiesError: Another process failed.
+    """
+    global _group
+    if _group is not None or asked() == 1:
+        yield
+        return
+    group = _group = _Group.join()
+    try:
+        yield
+        group.meet()
+    except BaseException as error:
+        group.tell(error)
+        raise
+    finally:
+        _group = None
+        group.leave()
+
+
+class _OtherFailedError(HiesError):
+    """What another process said when it failed, or that it is gone.
+
+    Args:
+        failure: What `_Group.tell` wrote.
+        world: Number of processes.
+        first_is_gone: Whether the process that prints is gone.
+    """
+
+    def __init__(self, failure: Mapping[str, Any], world: int, *, first_is_gone: bool = False):
+        self.exit_code, self.lost, self.first_is_gone = failure["exit_code"], failure["lost"], first_is_gone
+        process = f"process {failure['process']} of {world} (from 0)"
+        super().__init__(failure["message"] if self.lost else f"{process} stopped: {failure['message']}")
+
+
+class _Group:
+    """The processes, and how they talk: a store for failures, gloo to wait and for objects, the fastest for tensors.
+
+    Attributes:
+        rank, world: Number of this process, and of all.
+        alone: Whether this process works while the others wait.
+    """
+
+    # How often this process has joined others, so that each time has its own part of the store.
+    _joined = 0
+
+    def __init__(self, rank: int, world: int, device: torch.device, *, close: bool):
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        self.rank, self.world, self.alone = rank, world, False
+        self._device, self._close, self._patience, self._failed = device, close, PATIENCE, False
+        # Waiting in the store or in gloo takes no GPU, unlike in NCCL, and gloo notices when a process is gone.
+        self._control = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+        _Group._joined += 1
+        self._store = dist.PrefixStore(f"hies_export/{_Group._joined}", _get_default_store())
+
+    @classmethod
+    def join(cls) -> _Group:
+        """Meet the other processes."""
+        require_package("accelerate", who="several processes (WORLD_SIZE) need", package="accelerate", extra="big")
+        missing = [name for name in VARIABLES if name not in os.environ]
+        if missing:
+            raise RequestError(
+                f"one process of several needs {', '.join(VARIABLES)} in its environment, but it lacks "
+                f"{', '.join(missing)}; start it by accelerate launch or torchrun, or set them"
+            )
+        import torch
+        import torch.distributed as dist
+        from accelerate import PartialState
+
+        if torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+            raise RequestError(
+                f"every process must have a GPU of its own, but there are {os.environ['LOCAL_WORLD_SIZE']} processes "
+                f"and {torch.cuda.device_count()} GPUs; start fewer processes"
+            )
+        # Who imports this package and met before, as with an Accelerator, also parts.
+        close = not dist.is_initialized()
+        state = PartialState(cpu=not torch.cuda.is_available(), timeout=LONGEST_EXCHANGE)
+        if state.num_processes != asked():
+            raise RequestError(
+                f"the environment says {asked()} processes (WORLD_SIZE), but accelerate sees {state.num_processes}; "
+                "start them by accelerate launch or torchrun"
+            )
+        # accelerate numbers the CPU, and to torch "cpu:0" is another device than "cpu".
+        device = torch.device("cpu") if state.device.type == "cpu" else state.device
+        devices = own_devices()
+        if devices is not None:
+            # Of several GPUs per process, the first.
+            device = torch.device("cuda", devices[0])
+            torch.cuda.set_device(device)
+        return cls(state.process_index, state.num_processes, device, close=close)
+
+    def meet(self) -> None:
+        """Wait until every process is here.
+
+        Raises:
+            HiesError: One of them has failed or is gone.
+        """
+        import torch.distributed as dist
+
+        try:
+            work = dist.barrier(group=self._control, async_op=True)
+            started = time.monotonic()
+            while not work.is_completed():
+                self._check()
+                time.sleep(min(0.0002 + (time.monotonic() - started) / 8, 0.25))
+            work.wait()
+        except RuntimeError as error:
+            self._lost(error)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every process."""
+        import torch
+        import torch.distributed as dist
+
+        def place(storage: Any, saved: str) -> Any:
+            return storage if saved == "cpu" else storage.to(device=self._device)
+
+        written = io.BytesIO()
+        torch.save(value, written)
+        found: list[Any] = [None] * self.world
+        self.meet()
+        try:
+            dist.all_gather_object(found, written.getvalue(), group=self._control)
+        except RuntimeError as error:
+            self._lost(error)
+        return [torch.load(io.BytesIO(part), map_location=place, weights_only=False) for part in found]
+
+    def broadcast(self, tensor: Tensor, owner: int) -> None:
+        """Overwrite a tensor with its owner's."""
+        import torch
+        import torch.distributed as dist
+
+        self.meet()
+        # As bytes, which every backend knows; `copy_` brings them back to where they were.
+        moved = tensor.detach().to(self._device).contiguous()
+        try:
+            dist.broadcast(moved.reshape(-1).view(torch.uint8), src=owner)
+        except RuntimeError as error:
+            self._lost(error)
+        if self.rank != owner:
+            with torch.no_grad():
+                tensor.copy_(moved)
+
+    def exchange(self, pieces: Sequence[Piece] | None) -> list[Piece] | None:
+        """Send pieces to their owners, and return those for this process, in the order of the processes.
+
+        Args:
+            pieces: None if there are no more.
+
+        Returns:
+            None if no process has any more.
+        """
+        described = None if pieces is None else [_described(piece) for piece in pieces]
+        all_described = self.gather(described)
+        if all(part is None for part in all_described):
+            return None
+        found: list[Piece] = []
+        receive: list[tuple[int, Tensor]] = []
+        for source, part in enumerate(all_described):
+            if source == self.rank:
+                found += [piece for piece in pieces or () if piece.owner == self.rank]
+                continue
+            for owner, key, shapes in part or ():
+                if owner == self.rank:
+                    tensors = {name: self._empty(*shape) for name, shape in shapes.items()}
+                    receive += [(source, tensor) for tensor in tensors.values()]
+                    found.append(Piece(owner, key, tensors))
+        send = [(p.owner, t) for p in pieces or () if p.owner != self.rank for t in p.tensors.values()]
+        self._transfer(send, receive)
+        return found
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        import torch
+
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _transfer(self, send: Sequence[tuple[int, Tensor]], receive: Sequence[tuple[int, Tensor]]) -> None:
+        """Send tensors, and fill others with what is sent; between two processes they keep their order."""
+        import torch
+        import torch.distributed as dist
+
+        def as_bytes(tensor: Tensor) -> Tensor:
+            return tensor.view(-1).view(torch.uint8)
+
+        operations = []
+        for other, tensor in send:
+            if tensor.numel():
+                moved = tensor.detach().to(self._device).contiguous()
+                operations.append(dist.P2POp(dist.isend, as_bytes(moved), other))
+        for other, tensor in receive:
+            if tensor.numel():
+                operations.append(dist.P2POp(dist.irecv, as_bytes(tensor), other))
+        try:
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+        except RuntimeError as error:
+            self._lost(error)
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others fail, unless one of them failed first."""
+        self._failed = True
+        if isinstance(error, _OtherFailedError):
+            return
+        message = str(error) if isinstance(error, HiesError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            message = "it was interrupted"
+        self._write({"message": message, "exit_code": getattr(error, "exit_code", 1), "lost": False})
+
+    def leave(self) -> None:
+        """Wait until all know that this process goes, because the store may go with it; then close the connections."""
+        import torch.distributed as dist
+        from accelerate import PartialState
+
+        with suppress(RuntimeError):
+            self._store.add("left", 1)
+            until = time.monotonic() + self._patience
+            while self._store.add("left", 0) < self.world and time.monotonic() < until:
+                time.sleep(0.02)
+        if self._failed and self.rank > 0:
+            time.sleep(TIME_TO_PRINT)
+        if self._close:
+            dist.destroy_process_group()
+            PartialState._reset_state()
+
+    def _write(self, failure: dict[str, Any]) -> None:
+        with suppress(RuntimeError):
+            self._store.compare_set("failure", "", json.dumps({"process": self.rank, **failure}))
+
+    def _check(self) -> None:
+        """Raise what another process said when it failed."""
+        if self._store.check(["failure"]):
+            failed = _OtherFailedError(json.loads(self._store.get("failure")), self.world)
+            if failed.lost:
+                self._patience = PATIENCE_AFTER_LOSS
+            raise failed
+
+    def _lost(self, error: RuntimeError) -> None:
+        """Raise why the processes cannot talk any more: one failed, or is gone."""
+        self._patience, first_is_gone = PATIENCE_AFTER_LOSS, False
+        try:
+            self._check()
+        except RuntimeError:
+            first_is_gone = True  # and the store with it
+        message = (
+            "one of the processes is gone (killed, or out of memory); see what its machine says, and start all again"
+        )
+        failure = {"message": message, "exit_code": StepError.exit_code, "lost": True}
+        self._write(failure)
+        raise _OtherFailedError({"process": self.rank, **failure}, self.world, first_is_gone=first_is_gone) from error
+
+
+def _described(piece: Piece) -> tuple[int, Any, dict[str, Any]]:
+    """Return what the owner must know before it receives a piece."""
+    return piece.owner, piece.key, {name: (tuple(t.shape), t.dtype) for name, t in piece.tensors.items()}
+
+
+_group: _Group | None = None
