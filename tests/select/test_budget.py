@@ -138,9 +138,9 @@ def test_a_budget_that_is_met_exactly_takes_no_more(allocation: str) -> None:
 
 
 def test_no_budget_is_exceeded_by_a_step_of_the_grid() -> None:
-    # A head of the first layer is free to lose, and saves a hundred-thousandth too little.
+    # A head of the first layer is cheaper to lose, and saves a hundred-thousandth too little.
     table = CostTable("FLOPs", {"l0": (0.0, 0.1), "l1": (0.0, 0.10002)})
-    scores = scores_of(torch.tensor([[0.0, 5.0], [1.0, 5.0]]))
+    scores = scores_of(torch.tensor([[0.5, 5.0], [1.0, 5.0]]))
     assert counts_within(scores, sites_of(2, 2), table, ratio=1 - 0.10001) == [0, 1]
     assert counts_within(scores, sites_of(2, 2), table, ratio=1 - 0.1) == [1, 0]
 
