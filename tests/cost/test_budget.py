@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -19,75 +18,15 @@ from hies_export.cli.main import main
 from hies_export.cost.cut import cut_bundles
 from hies_export.cost.flops import flops_table
 from hies_export.cost.latency import WIDEST_INTERVAL, TimedCut, TimedOn, latency_table
-from hies_export.errors import PlanError, RecipeError
-from hies_export.legacy import AttentionSite
+from hies_export.errors import RecipeError
 from hies_export.measure.counts import count_flops
 from hies_export.measure.ratios import is_noisy
 from hies_export.measure.timing import Timing
 from hies_export.pipeline.search import most_within, quality_loss
 from hies_export.recipe import BudgetSection, PruningRecipe
-from hies_export.select.budget import CostTable, check_reachable, counts_within, shares_to_try
+from hies_export.select.budget import CostTable, counts_within
 from hies_export.select.bundles import bundle_count
-from hies_export.select.constraints import Constraints
-from hies_export.select.knapsack import least_loss
 from hies_export.values import Scores
-
-
-def sites_of(*counts: int, group_size: int = 1) -> tuple[AttentionSite, ...]:
-    return tuple(AttentionSite(f"l{i}", n * group_size, n, 8, 8, (), f"l{i}.o") for i, n in enumerate(counts))
-
-
-def scores_of(values: torch.Tensor) -> Scores:
-    return Scores("hies", {}, {f"l{i}": row for i, row in enumerate(values.double())})
-
-
-def bumpy_table(seed: int, layers: int, bundles: int) -> CostTable:
-    """Savings that are neither equal over layers, nor linear, nor always rising, as timed ones are."""
-    generator = torch.Generator().manual_seed(seed)
-    saved = torch.rand(layers, bundles, generator=generator).cumsum(1) - 0.3
-    saved[:, 0] = 0
-    saved = 0.5 * saved / saved.sum()
-    return CostTable("latency", {f"l{i}": tuple(row) for i, row in enumerate(saved.double().tolist())})
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(
-    "constraints", [{}, {"min_heads": 2}, {"keep_layers": (0,)}, {"multiple_of": 2}], ids=lambda c: str(c)
-)
-def test_the_knapsack_finds_what_brute_force_finds(seed: int, constraints: dict[str, Any]) -> None:
-    scores = torch.rand(3, 4, generator=torch.Generator().manual_seed(100 + seed))
-    table, sites = bumpy_table(seed, 3, 4), sites_of(4, 4, 4)
-    ratio = 0.97
-
-    def lost(counts: tuple[int, ...]) -> float:
-        return sum(float(row.double().sort().values[:k].sum()) for row, k in zip(scores, counts, strict=True))
-
-    def allowed(counts: tuple[int, ...]) -> bool:
-        kept = [4 - k for k in counts]
-        even = all(k in (4, 2) for k in kept) or "multiple_of" not in constraints
-        return (
-            even and min(kept) >= constraints.get("min_heads", 1) and not ("keep_layers" in constraints and counts[0])
-        )
-
-    def best(limit: float) -> float:
-        every = [c for c in itertools.product(range(4), repeat=3) if allowed(c)]
-        return min(
-            (lost(c) for c in every if table.ratio(dict(zip(table.saved, c, strict=True))) <= limit), default=9e9
-        )
-
-    found = tuple(counts_within(scores_of(scores), sites, table, ratio=ratio, constraints=Constraints(**constraints)))
-    assert allowed(found)
-    assert table.ratio(dict(zip(table.saved, found, strict=True))) <= ratio
-    # Exact but for the rounding of three costs to 1e-5.
-    assert best(ratio) - 1e-9 <= lost(found) <= best(ratio - 3e-5) + 1e-9
-
-
-def test_the_program_knows_every_total() -> None:
-    costs, losses = [[0, 3, 5], [0, 2]], [[0.0, 0.4, 0.1], [0.0, 0.2]]
-    best, trace = least_loss(costs, losses, 6)
-    assert best.tolist() == pytest.approx([0.0, float("inf"), 0.2, 0.4, float("inf"), 0.1, float("inf")])
-    assert trace(5) == [2, 0]
-    assert trace(2) == [0, 1]
 
 
 def test_flops_are_what_the_counter_says_of_the_cut() -> None:
@@ -128,46 +67,6 @@ def test_a_cut_by_counts_has_the_shapes_of_a_chosen_one(unit: str) -> None:
     assert table.ratio(removed) == pytest.approx(measured, abs=1e-12)
 
 
-def test_uniform_budgets_take_the_same_from_every_layer() -> None:
-    table = CostTable("FLOPs", {f"l{i}": tuple(0.05 * k for k in range(4)) for i in range(3)})
-    scores, uniform = scores_of(torch.rand(3, 4)), Constraints(allocation="uniform")
-    assert counts_within(scores, sites_of(4, 4, 4), table, ratio=0.75, constraints=uniform) == [2, 2, 2]
-    with pytest.raises(PlanError, match=r"FLOPs at most 0.5 of dense, but .* gives 0.550, the best there is"):
-        counts_within(scores, sites_of(4, 4, 4), table, ratio=0.5, constraints=uniform)
-
-
-def test_an_unreachable_target_says_the_best_there_is() -> None:
-    table = CostTable("latency on torch", {f"l{i}": tuple(0.05 * k for k in range(4)) for i in range(3)})
-    check_reachable(sites_of(4, 4, 4), table, ratio=0.551)
-    with pytest.raises(PlanError, match=r"at most 0.6 of dense, but .* \(min_heads 2\) gives 0.700, the best there is"):
-        check_reachable(sites_of(4, 4, 4), table, ratio=0.6, constraints=Constraints(min_heads=2))
-
-
-def test_groups_are_whole_in_a_budget_of_cost() -> None:
-    table = CostTable("FLOPs", {f"l{i}": (0.0, 0.1, 0.2) for i in range(2)})
-    sites, scores = sites_of(3, 3, group_size=2), scores_of(torch.rand(2, 6))
-    plan = select_heads(scores, sites, counts=counts_within(scores, sites, table, ratio=0.75))
-    assert [len(kept.query) for kept in plan.kept.values()] in ([2, 4], [4, 2])
-    for kept in plan.kept.values():
-        assert sorted({q // 2 for q in kept.query}) == list(kept.key_value)
-
-
-@pytest.mark.parametrize("allocation", ["global", "uniform"])
-def test_multiple_of_is_kept_by_a_budget_of_heads(allocation: str) -> None:
-    scores, sites = scores_of(torch.rand(3, 8, generator=torch.Generator().manual_seed(1))), sites_of(8, 8, 8)
-    plan = select_heads(scores, sites, heads=0.5, allocation=allocation, multiple_of=4)
-    kept = [len(k.query) for k in plan.kept.values()]
-    assert plan.removed == 12
-    assert set(kept) <= {4, 8}
-    with pytest.raises(PlanError, match="multiple_of 4 allows no such number"):
-        select_heads(scores, sites, heads=0.1, allocation=allocation, multiple_of=4)
-    # Of all choices that keep 4 or 8 in every layer, the one that loses least.
-    if allocation == "global":
-        lost = [float(row.sort().values[:4].sum()) for row in scores.scores.values()]
-        plan = select_heads(scores, sites, heads=0.2, multiple_of=4)
-        assert [len(k.query) for k in plan.kept.values()].index(4) == lost.index(min(lost))
-
-
 @pytest.mark.parametrize("right", range(9))
 @pytest.mark.parametrize("known", [0, 2])
 def test_bisection_finds_the_last_that_passes(right: int, known: int) -> None:
@@ -186,12 +85,6 @@ def test_a_drop_is_what_got_worse() -> None:
     assert quality_loss("accuracy", 0.88, 0.87) == 0.01
     assert quality_loss("accuracy", 0.88, 0.89) == -0.01
     assert quality_loss("perplexity", 6.5, 7.0) == 0.5
-
-
-def test_shares_step_through_every_number_of_heads() -> None:
-    shares = shares_to_try(sites_of(4, 4), Constraints())
-    scores = scores_of(torch.rand(2, 4))
-    assert [select_heads(scores, sites_of(4, 4), heads=s).removed for s in shares[:6]] == [1, 2, 3, 4, 5, 6]
 
 
 def no_export(model: PreTrainedModel, folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
@@ -16,7 +17,7 @@ import torch
 import yaml
 from PIL import Image
 from support.models import causal_lm, generative_tokenizer, llava, llava_processor
-from support.runs import hies
+from support.runs import hies, without_tracing
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
 import hies_export
@@ -232,7 +233,9 @@ def test_vision_language_model(make: Callable[..., None], tmp_path: Path, reques
         make(request.getfixturevalue("shared"), tmp_path)
     else:
         make(tmp_path)
-    assert hies("run", tmp_path / "recipe.yaml") == 0
+    # Three graphs take as long as all the rest: those of the real questions are left out.
+    with nullcontext() if make is made_up else without_tracing():
+        assert hies("run", tmp_path / "recipe.yaml") == 0
     out = tmp_path / "out"
     report = Report.from_file(out)
     scores = json.loads((out / "scores.json").read_text())
@@ -245,19 +248,16 @@ def test_vision_language_model(make: Callable[..., None], tmp_path: Path, reques
     assert {row["runtime"] for row in report.latency} == {"torch"}
     cut = {name.split(".")[1]: line for name, line in report.details["head_map"].items() if "·" in line}
     assert cut
-    assert {p.name for p in (out / "onnx").glob("*.onnx")} == {
-        "vision_encoder.onnx",
-        "embed_tokens.onnx",
-        "decoder_model_merged.onnx",
-    }
     images = [tmp_path / f"{i}.png" for i in range(2)]
     for i, file in enumerate(images):
         Image.new("RGB", (64, 64), (200 * i, 60, 90)).save(file)
     prompts = ["Q a\nA", "Q b c d\nA"] if make is made_up else ["what shape is this?", "is there a red shape?"]
-    texts = [
-        hies_export.generate_text(out / kind, prompts, images=images, max_new_tokens=12) for kind in ("slim", "onnx")
-    ]
-    assert texts[0] == texts[1]
+    texts = hies_export.generate_text(out / "slim", prompts, images=images, max_new_tokens=12)
+    assert len(texts) == 2
+    if make is made_up:
+        graphs = {"vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx"}
+        assert {p.name for p in (out / "onnx").glob("*.onnx")} == graphs
+        assert hies_export.generate_text(out / "onnx", prompts, images=images, max_new_tokens=12) == texts
 
 
 def test_towers_are_chosen(tmp_path: Path) -> None:
@@ -284,10 +284,12 @@ def greedy(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tens
 def test_stories_without_some_of_their_groups(allocation: str, share: float, shared: Path, tmp_path: Path) -> None:
     # Stock LLaMA configs refuse 6 heads, which do not divide the width of 64; 4 do.
     settings = {"prune.budget.heads": share, "prune.allocation": allocation}
-    settings |= {"measure.repeats": 2, "measure.runtimes": "[torch]"}
+    settings |= {"measure.repeats": 2, "measure.runtimes": "[torch]", "measure.shapes": "[[1, 16]]"}
     options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     recipe = Path(__file__).parents[2] / "recipes" / "stories-llama.yaml"
-    assert hies("run", recipe, *options, "-o", tmp_path / "out") == 0
+    # In ONNX only the uneven one: a graph takes as long as all the rest, and test_onnx_generate has an even one.
+    with nullcontext() if allocation == "global" else without_tracing():
+        assert hies("run", recipe, *options, "-o", tmp_path / "out") == 0
     report = Report.from_file(tmp_path / "out")
     assert (report.heads["total"], report.heads["removed"]) == (40, 40 * share)
     assert report.quality["metric"] == "perplexity"
@@ -303,10 +305,11 @@ def test_stories_without_some_of_their_groups(allocation: str, share: float, sha
     batch = dict(tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False))
     assert (batch["attention_mask"] == 0).any()
     in_torch = greedy(hies_export.load(slim), batch)
-    generator = hies_export.OnnxGenerator.from_folder(tmp_path / "out" / "onnx")
-    in_onnx = generator.generate(**batch, max_new_tokens=GREEDY_TOKENS, eos_token_id=-1)
     assert in_torch.shape[1] == batch["input_ids"].shape[1] + GREEDY_TOKENS
-    assert torch.equal(in_onnx, in_torch)
+    if allocation == "global":
+        generator = hies_export.OnnxGenerator.from_folder(tmp_path / "out" / "onnx")
+        in_onnx = generator.generate(**batch, max_new_tokens=GREEDY_TOKENS, eos_token_id=-1)
+        assert torch.equal(in_onnx, in_torch)
     text = tokenizer.batch_decode(in_torch, skip_special_tokens=True)
     assert all(len(set(t.split())) > 15 for t in text)  # words, not one word again and again
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hies_export.errors import RecipeError
-from hies_export.select.constraints import Constraints, check_constraints, most_removable, removable_counts
+from hies_export.errors import PlanError, RecipeError
+from hies_export.select.constraints import (
+    Constraints,
+    check_budget,
+    check_constraints,
+    most_removable,
+    removable_counts,
+)
 from hies_export.select.iterative import compose
 from hies_export.units import Kept, Units
 
@@ -96,3 +102,104 @@ def test_two_selections_in_a_row_keep_the_kinds() -> None:
         "a1": Kept((6, 7, 8), 12, 4, "attention"),
         "m0": Kept((1, 5), 8, 8, "mlp"),
     }
+
+
+HEADS = (Units(name="a0", units=12), Units(name="a1", units=12, groups=4))
+
+
+@pytest.mark.parametrize(
+    ("share", "constraints", "expected"),
+    [
+        (0.5, Constraints(), 8),  # of 12 + 4 groups
+        (0.4, Constraints(unit="query"), 6),  # of 12 + 3 bundles
+        (0.5, Constraints(allocation="uniform"), [6, 2]),
+        (0.5, Constraints(allocation="uniform", unit="query"), [6, 2]),
+        (0.5, Constraints(allocation="uniform", keep_layers=(1,)), [6, 0]),
+        (0.25, Constraints(multiple_of=2), 4),
+        (0.4, Constraints(allocation="uniform", multiple_of=4), [4, 0]),
+        (0.5, Constraints(allocation="uniform", multiple_of=2), [6, 2]),
+        (14 / 16, Constraints(), 14),  # all but one of each
+        (13 / 16, Constraints(min_heads=2), 13),
+    ],
+)
+def test_a_budget_of_heads_in_bundles(share: float, constraints: Constraints, expected: int | list[int]) -> None:
+    assert check_budget(HEADS, heads=share, constraints=constraints) == expected
+
+
+@pytest.mark.parametrize(
+    ("share", "constraints", "message"),
+    [
+        (
+            15 / 16,
+            Constraints(),
+            "asks to remove 15 of 16 key/value groups, but min_heads 1 leave only 14 to remove; lower the share or "
+            "loosen the constraints; unit: query cuts query heads inside the groups",
+        ),
+        (
+            0.95,
+            Constraints(unit="query"),
+            "asks to remove 14 of 15 query heads per group, but min_heads 1 leave only 13 to remove; lower the share "
+            "or loosen the constraints",
+        ),
+        (
+            0.9,
+            Constraints(allocation="uniform", min_heads=3, keep_layers=(1,)),
+            r"asks to remove 11 of 12 key/value groups, but min_heads 3 and keep_layers \[1\] leave only 9",
+        ),
+        (0.03, Constraints(), "must remove at least one head, but heads: 0.03 of 16 rounds to none; raise the share"),
+        (0.03, Constraints(allocation="uniform"), "heads: 0.03 of 4 rounds to none"),
+        (
+            1 / 16,
+            Constraints(multiple_of=2),
+            "asks for 1 of 16 key/value groups, and multiple_of 2 allows no such number; raise the share or lower",
+        ),
+        (
+            0.1,
+            Constraints(allocation="uniform", multiple_of=4),
+            "multiple_of 4 allows no such number",
+        ),
+        (0.5, Constraints(multiple_of=2, keep_layers=(0, 1)), r"keep_layers \[0, 1\] leave only 0 to remove"),
+    ],
+)
+def test_a_budget_that_cannot_be_met_says_how_much_can(share: float, constraints: Constraints, message: str) -> None:
+    with pytest.raises(PlanError, match=message + ("$" if message.endswith("constraints") else "")):
+        check_budget(HEADS, heads=share, constraints=constraints)
+
+
+def test_heads_without_groups_are_not_told_of_query_heads() -> None:
+    with pytest.raises(PlanError, match=r"remove 12 of 12 heads, but min_heads 1 leave only 11 .* the constraints$"):
+        check_budget(HEADS[:1], heads=0.99)
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.1])
+def test_a_share_and_other_problems_are_reported_together(share: float) -> None:
+    with pytest.raises(RecipeError, match="5 problems") as error:
+        check_budget(
+            HEADS,
+            heads=share,
+            constraints=Constraints(allocation="best", unit="heads", min_heads=0, keep_layers=(2,)),
+        )
+    assert [*error.value.problems] == [
+        f"sparsity (budget.heads) must be in (0, 1), got {share}",
+        "allocation must be global or uniform, got 'best'",
+        "unit must be group or query, got 'heads'",
+        "min_heads must be at least 1, got 0",
+        "keep_layers must name layers 0 to 1, got 2",
+    ]
+
+
+def test_layers_count_from_both_ends_and_no_further() -> None:
+    check_constraints(HEADS, Constraints(keep_layers=(0, 1, -1, -2)))
+    for layer in (2, -3):
+        with pytest.raises(RecipeError, match=f"keep_layers must name layers 0 to 1, got {layer}"):
+            check_constraints(HEADS, Constraints(keep_layers=(layer,)))
+
+
+def test_what_must_stay_and_divide_is_by_kind_and_unit() -> None:
+    heads, block = MODULES[1], MODULES[2]
+    found = Constraints(min_heads=5, multiple_of=2, neurons_multiple_of=16)
+    assert (found.least(heads), found.least(block)) == (5, 1)
+    assert (found.multiple(heads), found.multiple(block)) == (6, 16)  # two groups of three heads
+    assert Constraints(unit="query", multiple_of=2).multiple(heads) == 2
+    assert found.protected(MODULES) == set()
+    assert Constraints(keep_layers=(-1, 5)).protected(MODULES) == {1, 3}

@@ -1,0 +1,145 @@
+"""Moments, fits and splits of `calibrate/ridge.py` against the tokens themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.models import bert, text_batch
+from support.neurons import neurons
+from torch import Tensor
+
+from hies_export.calibrate import ridge
+from hies_export.calibrate.moments import bytes_of, check_samples
+from hies_export.calibrate.ridge import Moments, SplitMoments, Spread
+from hies_export.errors import DataError
+from hies_export.prunable.attention import find_attention
+
+
+def tokens(count: int = 60, *, inputs: int = 5, outputs: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, inputs, generator=generator) + torch.arange(inputs)
+    return x, torch.randn(count, outputs, generator=generator) + x[:, :outputs]
+
+
+def test_moments_are_sums_over_tokens_in_double() -> None:
+    x, y = tokens()
+    found = Moments.of(x, y)
+    a, b = x.double().numpy(), y.double().numpy()
+    assert (found.tokens, found.counted) == (60.0, 60)
+    for name, expected in (("x", a.sum(0)), ("y", b.sum(0)), ("xx", a.T @ a), ("yx", b.T @ a), ("yy", (b**2).sum())):
+        value = getattr(found, name)
+        assert value.dtype == torch.float64
+        np.testing.assert_allclose(value.numpy(), expected, rtol=1e-12)
+
+
+def test_moments_add_up_and_a_part_has_the_columns_in_their_order() -> None:
+    x, y = tokens()
+    whole, halves = Moments.of(x, y), Moments.of(x[:25], y[:25]) + Moments.of(x[25:], y[25:])
+    columns = torch.tensor([4, 0, 2])
+    expected = Moments.of(x[:, columns], y)
+    for found, wanted in ((halves, whole), (whole.part(columns), expected)):
+        assert (found.tokens, found.counted) == (60.0, 60)
+        for name in ("x", "y", "xx", "yx", "yy"):
+            torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-12, atol=1e-12)
+
+
+def test_a_split_takes_parts_and_sums_of_both_sides() -> None:
+    (x, y), (u, v) = tokens(), tokens(40, seed=1)
+    one, other = Moments.of(x, y), Moments.of(u, v)
+    columns = torch.tensor([3, 1])
+    part = SplitMoments(one, other).part(columns)
+    both = SplitMoments(one, other) + SplitMoments(other, one)
+    assert torch.equal(part.fitting.xx, one.part(columns).xx)
+    assert torch.equal(part.held_out.yx, other.part(columns).yx)
+    assert (both.fitting.counted, both.held_out.counted) == (100, 100)
+    assert torch.equal(both.fitting.xx, one.xx + other.xx)
+    assert torch.equal(both.held_out.yx, other.yx + one.yx)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("centred", [False, True])
+def test_a_fit_shrinks_towards_the_weight_by_the_ridge_times_the_mean_square(
+    centred: bool, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if wide:
+        monkeypatch.setattr(ridge, "WIDE", 5)
+    x, y = (t.double().numpy() for t in tokens())
+    weight = np.random.default_rng(2).normal(size=(3, 5))
+    read, target = (x - x.mean(0), y - y.mean(0)) if centred else (x, y)
+    # Ordinary least squares on rows that pull every coefficient towards the weight's.
+    strength = 0.3 * (read**2).mean(0).mean() * len(x)
+    rows = np.vstack([read, np.sqrt(strength) * np.eye(5)])
+    targets = np.vstack([target, np.sqrt(strength) * weight.T])
+    expected = np.linalg.lstsq(rows, targets, rcond=None)[0].T
+    moments = Moments.of(torch.from_numpy(x), torch.from_numpy(y))
+    found, bias = moments.fit(torch.from_numpy(weight), ridge=0.3, centred=centred)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9)
+    assert (bias is None) == (not centred)
+    if bias is not None:
+        np.testing.assert_allclose(bias.numpy(), y.mean(0) - expected @ x.mean(0), rtol=1e-9)
+    several = list(moments.fits(torch.from_numpy(weight), ridges=[1.0, 0.3], centred=centred))
+    assert len(several) == 2
+    torch.testing.assert_close(several[1][0], found)
+    assert (several[0][0] - torch.from_numpy(weight)).norm() < (found - torch.from_numpy(weight)).norm()
+
+
+def test_inputs_as_wide_as_the_limit_are_solved_by_cholesky(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that is not positive definite tells the two ways apart."""
+    moments = Moments.of(*tokens())
+    moments.xx -= 1000 * torch.eye(5)
+    weight = torch.zeros(3, 5, dtype=torch.float64)
+    moments.fit(weight, ridge=1e-3, centred=False)
+    monkeypatch.setattr(ridge, "WIDE", 5)
+    with pytest.raises(torch.linalg.LinAlgError, match="positive-definite"):
+        moments.fit(weight, ridge=1e-3, centred=False)
+    monkeypatch.setattr(ridge, "WIDE", 6)
+    moments.fit(weight, ridge=1e-3, centred=False)
+
+
+def test_an_error_is_a_mean_over_tokens_and_never_below_zero() -> None:
+    x, y = (t.double() for t in tokens())
+    moments = Moments.of(x, y)
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    bias = torch.randn(3, generator=generator, dtype=torch.float64)
+    for shift in (bias, None):
+        expected = (x @ weight.T + (0 if shift is None else shift) - y).square().sum(1).mean().item()
+        assert moments.error(weight, shift) == pytest.approx(expected, rel=1e-9)
+    exact = Moments.of(x * 1e4, x * 1e4 @ weight.T)  # rounding alone would fall below zero for some
+    assert 0 <= exact.error(weight, None) < 1e-3
+    exact.yy -= 1e6
+    assert exact.error(weight, None) == 0
+    torch.testing.assert_close(moments.fit_bias(weight), (y - x @ weight.T).mean(0))
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_a_spread_is_the_covariance_or_the_second_moments(centred: bool) -> None:
+    x, _ = tokens()
+    found = Spread.of(x, centred=centred)
+    a = x.double().numpy()
+    np.testing.assert_allclose(found.mean.numpy(), a.mean(0), rtol=1e-12)
+    expected = np.cov(a.T, bias=True) if centred else a.T @ a / len(a)
+    np.testing.assert_allclose(found.moments.numpy(), expected, rtol=1e-10)
+    assert found.moments.dtype == torch.float64
+
+
+def test_five_samples_are_enough_and_four_are_not() -> None:
+    check_samples([{"input_ids": torch.zeros(3, 2)}, {"input_ids": torch.zeros(2, 2)}])
+    with pytest.raises(DataError, match="at least 5 samples, one of them to hold out, got 4; raise compensation"):
+        check_samples([{"input_ids": torch.zeros(2, 2)}] * 2)
+
+
+def test_the_bytes_of_moments_by_hand() -> None:
+    """Two float64 matrices for each pair of inputs, and of an input and an output unless the outputs follow from it."""
+    model, batch = bert(), text_batch()
+    heads, block = find_attention(model, batch)[0], neurons(model)[0]
+    kept = {heads.name: heads.kept((1, 2, 5)), block.name: block.kept(range(32))}
+    for module, selection, expected in (
+        (heads, None, 2 * 8 * 48 * (48 + 48)),  # as many inputs as outputs: added up
+        (block, None, 2 * 8 * 64 * 64),
+        (heads, kept, 2 * 8 * 24 * (24 + 48)),
+        (block, kept, 2 * 8 * 32 * (32 + 48)),
+    ):
+        assert bytes_of(model, module, selection=selection) == expected
+        assert bytes_of(model, module, selection=selection, weighted=True) == 2 * expected

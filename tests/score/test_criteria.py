@@ -1,0 +1,154 @@
+"""Every criterion by hand on a few numbers, and heads and neurons scored together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hies_export.errors import RecipeError
+from hies_export.kinds import ATTENTION, KINDS
+from hies_export.score.criteria import (
+    AUTO,
+    COMPENSATED_NAMES,
+    CRITERIA,
+    criterion_names,
+    needs_of,
+    score_modules,
+    score_units,
+    uses_alpha,
+)
+from hies_export.units import Units
+from hies_export.values import Calibration, Statistics
+
+MODULES = (Units(name="a", units=2), Units(name="m", units=3, kind="mlp"), Units(name="b", units=2))
+HEADS = {"a": [1.0, 3.0], "b": [2.0, 5.0]}
+NEURONS = {"m": [9.0, 5.0, 7.0]}
+
+
+def statistics(**values: dict[str, list[float]]) -> Statistics:
+    tensors = {
+        name: {module: torch.tensor(row, dtype=torch.float64) for module, row in rows.items()}
+        for name, rows in values.items()
+    }
+    return Statistics(tensors, Calibration(4, "data", "0" * 64))
+
+
+def as_lists(scores: dict[str, Tensor]) -> dict[str, list[float]]:
+    return {name: [round(x, 9) for x in row.tolist()] for name, row in scores.items()}
+
+
+# Criterion -> the statistic that it scales to [0, 1].
+PLAIN = {
+    "his": "his",
+    "fisher": "fisher",
+    "ad": "entropy",
+    "l2": "weight_l2",
+    "activation-l2": "activation_l2",
+    "activation": "activation_l2",
+    "output-norm": "output_norm",
+    "obs": "obs",
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_criterion_is_its_statistic_scaled_over_the_model_or_each_layer(name: str) -> None:
+    given = statistics(**{PLAIN[name]: HEADS})
+    assert as_lists(score_units(given, criterion=name).scores) == {"a": [0, 0.5], "b": [0.25, 1]}
+    assert as_lists(score_units(given, criterion=name, normalize="layer").scores) == {"a": [0, 1], "b": [0, 1]}
+    assert CRITERIA[name].needs == (PLAIN[name],)
+    assert (CRITERIA[name].name, CRITERIA[name].options) == (name, ("normalize",))
+
+
+def test_the_kinds_that_a_criterion_scores_and_how_its_numbers_compare() -> None:
+    both = {name for name, found in CRITERIA.items() if found.kinds == KINDS}
+    assert both == {"his", "fisher", "l2", "random", "activation-l2", "activation", "output-norm"}
+    assert {found.kinds for name, found in CRITERIA.items() if name not in both} == {(ATTENTION,)}
+    # The numbers of these two are effects themselves; all others only rank.
+    assert {name for name, found in CRITERIA.items() if not found.ranks} == {"his", "fisher"}
+    assert {name: found.effect for name, found in CRITERIA.items() if found.effect != "fisher"} == {"his": "his"}
+
+
+def test_random_draws_one_number_per_unit_from_its_seed() -> None:
+    found = score_units(statistics(his=HEADS), criterion="random", seed=7)
+    generator = torch.Generator().manual_seed(7)
+    expected = {name: torch.rand(2, generator=generator, dtype=torch.float64) for name in HEADS}
+    assert found.parameters == {"seed": 7}
+    for default in (
+        score_units(statistics(his=HEADS), criterion="random"),
+        score_modules(both_kinds(), MODULES, criterion="random"),
+    ):
+        assert default.parameters == {"seed": 0}
+    assert as_lists(found.scores) == as_lists(expected)
+
+
+def test_hies_with_activations_by_hand() -> None:
+    given = statistics(activation_l2=HEADS, entropy={"a": [0.2, 0.4], "b": [0.6, 1.0]})
+    found = score_units(given, criterion="ae + activation-l2", alpha=0.25)
+    expected = {"a": [0.75, 0.25 * 0.5 + 0.75 * 0.75], "b": [0.25 * 0.25 + 0.75 * 0.5, 0.25]}
+    assert as_lists(found.scores) == expected
+    assert found.parameters == {"alpha": 0.25, "normalize": "model"}
+
+
+@pytest.mark.parametrize(("layers", "kept"), [(7, []), (8, [0, 1, 2, 7]), (9, [0, 1, 2, 8])])
+def test_llm_pruner_spares_the_first_layers_and_the_last_of_deep_models(layers: int, kept: list[int]) -> None:
+    given = statistics(taylor={f"l{i}": [float(i), float(i + 1)] for i in range(layers)})
+    found = score_units(given, criterion="llm-pruner-block").scores
+    for i, row in enumerate(found.values()):
+        expected = torch.tensor([i, i + 1], dtype=torch.float64) / layers + (1.0 if i in kept else 0.0)
+        torch.testing.assert_close(row, expected)
+
+
+def test_names_needs_and_alpha() -> None:
+    assert criterion_names() == (*CRITERIA, *COMPENSATED_NAMES, AUTO)
+    assert needs_of("hies", "obs", "compensated", "his") == ("his", "entropy", "obs")
+    assert needs_of("no such criterion") == ()
+    assert [name for name in ("hies", "his", "compensated", "ae + activation-l2") if uses_alpha(name)] == [
+        "hies",
+        "ae + activation-l2",
+    ]
+
+
+def both_kinds() -> Statistics:
+    fisher = {"a": [0.1, 0.3], "b": [0.2, 0.5], "m": [0.09, 0.05, 0.07]}
+    entropy = {"a": [0.2, 0.4], "b": [0.6, 1.0]}
+    return statistics(his=HEADS | NEURONS, fisher=fisher, entropy=entropy)
+
+
+def test_hies_ranks_heads_and_fisher_scores_neurons() -> None:
+    given = both_kinds()
+    found = score_modules(given, MODULES, criterion="hies", alpha=0.25)
+    heads = score_units(given.of(["a", "b"]), criterion="hies", alpha=0.25)
+    assert as_lists(found.scores) == as_lists(heads.scores) | {"m": [1.0, 0.0, 0.5]}
+    assert (found.criterion, found.parameters) == ("hies", {"alpha": 0.25, "normalize": "model"})
+    # Neurons are compared by their effects, heads among themselves by their ranks.
+    assert found.ranked == (ATTENTION,)
+    assert as_lists(found.effects) == as_lists(given["fisher"])
+
+
+def test_a_criterion_of_both_kinds_scales_each_kind_by_itself() -> None:
+    given = both_kinds()
+    found = score_modules(given, MODULES, criterion="his", normalize="layer")
+    assert as_lists(found.scores) == {"a": [0, 1], "b": [0, 1], "m": [1, 0, 0.5]}
+    assert found.parameters == {"normalize": "layer"}
+    assert found.ranked == ()
+    assert as_lists(found.effects) == as_lists(given["his"])  # its own unit
+    found = score_modules(given, MODULES, criterion="his")
+    assert as_lists(found.scores) == {"a": [0, 0.5], "b": [0.25, 1], "m": [1, 0, 0.5]}
+    found = score_modules(given, MODULES, criterion="random", seed=3)
+    assert found.ranked == (ATTENTION, "mlp")
+    assert found.parameters == {"seed": 3}
+
+
+def test_what_is_wrong_is_said() -> None:
+    given = both_kinds()
+    with pytest.raises(RecipeError, match="criterion must be one of hies, his.* got 'hise'"):
+        score_modules(given, MODULES, criterion="hise")
+    with pytest.raises(RecipeError, match=r"needs statistics with weight_l2; .*collect_statistics\(..., needs=\['wei"):
+        score_units(given, criterion="l2")
+    score_units(given.of(["a", "b"]), criterion="hies", alpha=0.0)
+    for alpha in (-0.01, 1.0):
+        with pytest.raises(RecipeError, match=rf"alpha must be in \[0, 1\), got {alpha}; for importance alone use"):
+            score_units(given, criterion="hies", alpha=alpha)
+    with pytest.raises(RecipeError, match="normalize must be model or layer, got 'both'"):
+        score_units(given, criterion="his", normalize="both")

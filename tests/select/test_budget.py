@@ -1,0 +1,171 @@
+"""How many bundles each module loses within a budget of cost: against brute force."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from hies_export.errors import PlanError
+from hies_export.legacy import AttentionSite, select_heads
+from hies_export.select.budget import (
+    CostTable,
+    check_reachable,
+    counts_within,
+    lowest_ratio,
+    shares_to_try,
+    uniform_counts,
+)
+from hies_export.select.constraints import Constraints
+from hies_export.select.knapsack import least_loss
+from hies_export.values import Scores
+
+
+def sites_of(*counts: int, group_size: int = 1) -> tuple[AttentionSite, ...]:
+    return tuple(AttentionSite(f"l{i}", n * group_size, n, 8, 8, (), f"l{i}.o") for i, n in enumerate(counts))
+
+
+def scores_of(values: torch.Tensor) -> Scores:
+    return Scores("hies", {}, {f"l{i}": row for i, row in enumerate(values.double())})
+
+
+def bumpy_table(seed: int, layers: int, bundles: int) -> CostTable:
+    """Savings that are neither equal over layers, nor linear, nor always rising, as timed ones are."""
+    generator = torch.Generator().manual_seed(seed)
+    saved = torch.rand(layers, bundles, generator=generator).cumsum(1) - 0.3
+    saved[:, 0] = 0
+    saved = 0.5 * saved / saved.sum()
+    return CostTable("latency", {f"l{i}": tuple(row) for i, row in enumerate(saved.double().tolist())})
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "constraints", [{}, {"min_heads": 2}, {"keep_layers": (0,)}, {"multiple_of": 2}], ids=lambda c: str(c)
+)
+def test_the_knapsack_finds_what_brute_force_finds(seed: int, constraints: dict[str, Any]) -> None:
+    scores = torch.rand(3, 4, generator=torch.Generator().manual_seed(100 + seed))
+    table, sites = bumpy_table(seed, 3, 4), sites_of(4, 4, 4)
+    ratio = 0.97
+
+    def lost(counts: tuple[int, ...]) -> float:
+        return sum(float(row.double().sort().values[:k].sum()) for row, k in zip(scores, counts, strict=True))
+
+    def allowed(counts: tuple[int, ...]) -> bool:
+        kept = [4 - k for k in counts]
+        even = all(k in (4, 2) for k in kept) or "multiple_of" not in constraints
+        return (
+            even and min(kept) >= constraints.get("min_heads", 1) and not ("keep_layers" in constraints and counts[0])
+        )
+
+    def best(limit: float) -> float:
+        every = [c for c in itertools.product(range(4), repeat=3) if allowed(c)]
+        return min(
+            (lost(c) for c in every if table.ratio(dict(zip(table.saved, c, strict=True))) <= limit), default=9e9
+        )
+
+    found = tuple(counts_within(scores_of(scores), sites, table, ratio=ratio, constraints=Constraints(**constraints)))
+    assert allowed(found)
+    assert table.ratio(dict(zip(table.saved, found, strict=True))) <= ratio
+    # Exact but for the rounding of three costs to 1e-5.
+    assert best(ratio) - 1e-9 <= lost(found) <= best(ratio - 3e-5) + 1e-9
+
+
+def test_the_program_knows_every_total() -> None:
+    costs, losses = [[0, 3, 5], [0, 2]], [[0.0, 0.4, 0.1], [0.0, 0.2]]
+    best, trace = least_loss(costs, losses, 6)
+    assert best.tolist() == pytest.approx([0.0, float("inf"), 0.2, 0.4, float("inf"), 0.1, float("inf")])
+    assert trace(5) == [2, 0]
+    assert trace(2) == [0, 1]
+
+
+def test_uniform_budgets_take_the_same_from_every_layer() -> None:
+    table = CostTable("FLOPs", {f"l{i}": tuple(0.05 * k for k in range(4)) for i in range(3)})
+    scores, uniform = scores_of(torch.rand(3, 4)), Constraints(allocation="uniform")
+    assert counts_within(scores, sites_of(4, 4, 4), table, ratio=0.75, constraints=uniform) == [2, 2, 2]
+    with pytest.raises(PlanError, match=r"FLOPs at most 0.5 of dense, but .* gives 0.550, the best there is"):
+        counts_within(scores, sites_of(4, 4, 4), table, ratio=0.5, constraints=uniform)
+
+
+def test_an_unreachable_target_says_the_best_there_is() -> None:
+    table = CostTable("latency on torch", {f"l{i}": tuple(0.05 * k for k in range(4)) for i in range(3)})
+    check_reachable(sites_of(4, 4, 4), table, ratio=0.551)
+    with pytest.raises(PlanError, match=r"at most 0.6 of dense, but .* \(min_heads 2\) gives 0.700, the best there is"):
+        check_reachable(sites_of(4, 4, 4), table, ratio=0.6, constraints=Constraints(min_heads=2))
+
+
+def test_groups_are_whole_in_a_budget_of_cost() -> None:
+    table = CostTable("FLOPs", {f"l{i}": (0.0, 0.1, 0.2) for i in range(2)})
+    sites, scores = sites_of(3, 3, group_size=2), scores_of(torch.rand(2, 6))
+    plan = select_heads(scores, sites, counts=counts_within(scores, sites, table, ratio=0.75))
+    assert [len(kept.query) for kept in plan.kept.values()] in ([2, 4], [4, 2])
+    for kept in plan.kept.values():
+        assert sorted({q // 2 for q in kept.query}) == list(kept.key_value)
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_multiple_of_is_kept_by_a_budget_of_heads(allocation: str) -> None:
+    scores, sites = scores_of(torch.rand(3, 8, generator=torch.Generator().manual_seed(1))), sites_of(8, 8, 8)
+    plan = select_heads(scores, sites, heads=0.5, allocation=allocation, multiple_of=4)
+    kept = [len(k.query) for k in plan.kept.values()]
+    assert plan.removed == 12
+    assert set(kept) <= {4, 8}
+    with pytest.raises(PlanError, match="multiple_of 4 allows no such number"):
+        select_heads(scores, sites, heads=0.1, allocation=allocation, multiple_of=4)
+    # Of all choices that keep 4 or 8 in every layer, the one that loses least.
+    if allocation == "global":
+        lost = [float(row.sort().values[:4].sum()) for row in scores.scores.values()]
+        plan = select_heads(scores, sites, heads=0.2, multiple_of=4)
+        assert [len(k.query) for k in plan.kept.values()].index(4) == lost.index(min(lost))
+
+
+def test_shares_step_through_every_number_of_heads() -> None:
+    shares = shares_to_try(sites_of(4, 4), Constraints())
+    scores = scores_of(torch.rand(2, 4))
+    assert [select_heads(scores, sites_of(4, 4), heads=s).removed for s in shares[:6]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_a_budget_that_is_met_exactly_takes_no_more(allocation: str) -> None:
+    table = CostTable("FLOPs", {f"l{i}": (0.0, 0.125, 0.25, 0.375) for i in range(2)})
+    constraints = Constraints(allocation=allocation)
+    for ratio, expected in ((0.75, [1, 1]), (0.5, [2, 2]), (0.25, [3, 3])):
+        scores = scores_of(torch.tensor([[0.0, 1, 2, 3], [0.0, 1, 2, 3]]))
+        assert counts_within(scores, sites_of(4, 4), table, ratio=ratio, constraints=constraints) == expected
+        check_reachable(sites_of(4, 4), table, ratio=0.25, constraints=constraints)
+
+
+def test_no_budget_is_exceeded_by_a_step_of_the_grid() -> None:
+    # A head of the first layer is cheaper to lose, and saves a hundred-thousandth too little.
+    table = CostTable("FLOPs", {"l0": (0.0, 0.1), "l1": (0.0, 0.10002)})
+    scores = scores_of(torch.tensor([[0.5, 5.0], [1.0, 5.0]]))
+    assert counts_within(scores, sites_of(2, 2), table, ratio=1 - 0.10001) == [0, 1]
+    assert counts_within(scores, sites_of(2, 2), table, ratio=1 - 0.1) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("constraints", "expected"),
+    [
+        (Constraints(), [[1, 0], [2, 1]]),  # three quarters of two heads are two, and one stays
+        (Constraints(keep_layers=(1,)), [[1, 0], [2, 0], [3, 0]]),
+        (Constraints(keep_layers=(0,)), [[0, 1]]),
+        (Constraints(min_heads=2), [[1, 0], [2, 0]]),
+        (Constraints(multiple_of=2), [[2, 0]]),
+    ],
+)
+def test_the_numbers_that_equal_shares_take_of_every_layer(constraints: Constraints, expected: list[list[int]]) -> None:
+    sites = sites_of(4, 2)
+    uniform = dataclasses.replace(constraints, allocation="uniform")
+    assert uniform_counts(sites, uniform) == expected
+    table = CostTable("FLOPs", {"l0": (0.0, 0.125, 0.25, 0.375), "l1": (0.0, 0.0625)})
+    lowest = min(table.ratio({"l0": one, "l1": other}) for one, other in expected)
+    assert lowest_ratio(sites, table, uniform) == lowest
+    assert shares_to_try(sites, uniform) == [0.25, 0.5, 0.75]
+    assert shares_to_try(sites, constraints) == [k / 6 for k in range(1, 6)]
+
+
+def test_no_more_than_a_thousand_shares_are_tried() -> None:
+    shares = shares_to_try(sites_of(900, 900), Constraints())
+    assert (len(shares), shares[0], shares[-1]) == (999, 0.001, 0.999)

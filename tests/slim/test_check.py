@@ -1,0 +1,179 @@
+"""What `slim/check.py` compares and refuses: plans, weights, and the outputs of a cut model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from support.cuts import random_cut, random_plan
+from support.models import bert, llama, text_batch
+from support.neurons import bert_case, half, neurons
+
+from hies_export.errors import CutMismatchError, PlanError
+from hies_export.prunable.attention import find_attention
+from hies_export.slim.check import check_selection, check_weights, compare_cut, first_output, max_abs, weight_norms
+from hies_export.slim.cut import prune_units
+from hies_export.units import Kept, Units
+from hies_export.values import PruningPlan
+
+
+def test_half_precision_is_compared_in_float32() -> None:
+    """A wrong weight of which bfloat16 outputs show nothing, because a large bias rounds it away, is caught."""
+    dense, batch = bert(), text_batch()
+    with torch.no_grad():
+        dense.classifier.bias.fill_(768.0)  # neighbours in bfloat16 are 4 apart
+    dense = dense.to(torch.bfloat16)
+    slim, plan, sites = random_cut(dense, batch, uniform=True)
+    rounded = compare_cut(dense, slim, plan, sites, batch)
+    assert 0 <= rounded < 1e-4
+    with torch.no_grad():
+        slim.bert.encoder.layer[2].attention.output.dense.bias.add_(0.5)
+    assert torch.equal(first_output(slim, batch), first_output(dense, batch))
+    with pytest.raises(CutMismatchError, match="differs by"):
+        compare_cut(dense, slim, plan, sites, batch)
+    # What was compared were copies.
+    assert dense.dtype == slim.dtype == torch.bfloat16
+
+
+def test_a_model_in_double_precision_is_compared_in_float32_too() -> None:
+    dense, batch = bert().double(), text_batch()
+    slim, plan, sites = random_cut(dense, batch)
+    single = bert()
+    single.load_state_dict(dense.state_dict())
+    cut = prune_units(single, plan, sites)
+    assert compare_cut(dense, slim, plan, sites, batch) == compare_cut(single, cut, plan, sites, batch)
+
+
+def test_the_difference_is_the_largest_of_all_elements() -> None:
+    dense, batch = bert(), text_batch()
+    slim, plan, sites = random_cut(dense, batch)
+    exact = compare_cut(dense, slim, plan, sites, batch)
+    with torch.no_grad():
+        slim.classifier.bias[1] -= 5e-5
+    assert compare_cut(dense, slim, plan, sites, batch) == pytest.approx(5e-5, abs=max(2 * exact, 1e-6))
+
+
+def test_an_output_is_the_first_in_evaluation_mode_and_labels_are_left_out() -> None:
+    model, batch = bert(hidden_dropout_prob=0.5).train(), text_batch()
+    found = first_output(model, batch)
+    assert model.training
+    with torch.no_grad():
+        expected = model.eval()(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits
+    assert torch.equal(found, expected)
+    assert first_output(model.to(torch.bfloat16), batch).dtype == torch.float32
+
+
+def test_the_largest_difference_of_tensors() -> None:
+    one = torch.tensor([[1.0, -2.0], [0.5, 0.0]])
+    assert max_abs(one, one + torch.tensor([[0.0, 0.25], [-0.5, 0.0]])) == 0.5
+    assert max_abs(one, one[:1]) == math.inf
+    assert max_abs(one, one.where(one != 0, math.nan)) == math.inf
+    assert max_abs(one[:0], one[:0]) == 0.0
+
+
+def test_a_plan_is_known_by_the_norms_of_its_first_and_last_consumer() -> None:
+    dense, batch = bert(), text_batch()
+    sites = find_attention(dense, batch)
+    norms = weight_norms(dense, sites)
+    assert list(norms) == [sites[0].consumer, sites[-1].consumer]
+    for name, norm in norms.items():
+        weight = dense.get_submodule(name).weight.detach().double()
+        assert norm == pytest.approx(weight.pow(2).sum().sqrt().item(), rel=1e-12)
+    plan = dataclasses.replace(random_plan(sites, uniform=True), model=norms)
+    last = sites[-1].consumer
+    check_weights(plan, norms | {last: norms[last] * 1.0009})
+    for wrong in (norms | {last: norms[last] * 1.002}, norms | {last: norms[last] * 0.998}, {last: norms[last]}):
+        with pytest.raises(PlanError, match="must be for the weights it is applied to, but .* had an L2 norm of"):
+            check_weights(plan, wrong)
+    check_weights(PruningPlan(plan.kept, "random", None, 0), {})  # a plan without norms says nothing
+
+
+def test_a_plan_of_other_weights_is_not_cut_by_and_a_selection_is() -> None:
+    dense, batch = bert(), text_batch()
+    sites = find_attention(dense, batch)
+    plan = dataclasses.replace(random_plan(sites, uniform=True), model=weight_norms(dense, sites))
+    other = bert()
+    with torch.no_grad():
+        other.get_submodule(sites[-1].consumer).weight.mul_(1.01)
+    with pytest.raises(PlanError, match="make a plan for this model"):
+        prune_units(other, plan, sites)
+    prune_units(other, plan.kept, sites)
+    # Without weights there are no norms to compare.
+    prune_units(dense.to("meta"), plan, sites)
+
+
+GROUPED = Units(name="l", units=12, groups=4)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (Kept((0, 1, 2), 12), r"is for 12 query and 12 key/value heads in l, but the model has 12 query and 4"),
+        (Kept((0, 1, 2), 12, 4, "mlp"), r"is for 12 neurons in l, but the model has 12 query and 4 key/value heads"),
+        (Kept((0, 1, 2), 13, 4), r"is for 13 query and 4 key/value heads in l"),
+        (Kept((), 12, 4), r"must be ascending indices in \[0, 12\), at least one, got \[\] for l"),
+        (Kept((3, 3, 4), 12, 4), r"must be ascending indices .* got \[3, 3, 4\]"),
+        (Kept((10, 11, 12), 12, 4), r"must be ascending indices in \[0, 12\)"),
+        (Kept((0, 1, 2, 3), 12, 4), r"keep as many query heads as the others, but in l the plan .*, \[3, 1\] per"),
+    ],
+)
+def test_kept_units_that_do_not_fit_a_module_are_refused(kept: Kept, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_selection({"l": kept}, [GROUPED])
+
+
+@pytest.mark.parametrize("units", [tuple(range(12)), (0, 1, 2), (11,), (0, 4, 6, 10), (3, 5, 9, 11)], ids=str)
+def test_kept_units_that_are_even_over_their_groups_fit(units: tuple[int, ...]) -> None:
+    check_selection({"l": Kept(units, 12, 4)}, [GROUPED])
+
+
+def test_modules_must_be_all_there_and_in_order() -> None:
+    modules = [Units(name=name, units=3, kind=kind) for name, kind in (("a", "attention"), ("b", "mlp"), ("c", "mlp"))]
+    kept = {module.name: module.kept([0, 2]) for module in modules}
+    check_selection(kept, modules)
+    turned = {name: kept[name] for name in ("b", "a", "c")}
+    with pytest.raises(PlanError, match="attention modules and feed-forward blocks of its model, in the model's order"):
+        check_selection(turned, modules)
+    missing = {"a": kept["a"], "x": kept["b"], "y": kept["c"], "z": kept["c"]}
+    with pytest.raises(PlanError, match=r"2 are missing from it \['b', 'c'\] and 3 are not in the model \['x', 'y'\]"):
+        check_selection(missing, modules)
+
+
+@pytest.mark.parametrize(("count", "shown"), [(200, r"got \[1, 0, 2, .*, 199\] for"), (201, "got 201 of them for")])
+def test_a_message_lists_no_more_than_200_indices(count: int, shown: str) -> None:
+    module = Units(name="m", units=1000, kind="mlp")
+    with pytest.raises(PlanError, match=shown):
+        check_selection({"m": Kept((1, 0, *range(2, count)), 1000, kind="mlp")}, [module])
+
+
+def test_neurons_are_checked_as_heads_are() -> None:
+    model, modules, batch = bert_case()
+    blocks = neurons(model)
+    selection = half(blocks)
+    slim = prune_units(model, selection, blocks)
+    assert compare_cut(model, slim, selection, blocks, batch) < 1e-4
+    with torch.no_grad():
+        slim.get_submodule(blocks[0].consumer).weight[0, 0] += 1
+    with pytest.raises(CutMismatchError, match=r"nothing was saved. Please report this architecture \(bert\)"):
+        compare_cut(model, slim, selection, blocks, batch)
+    assert len(modules) == 2 * len(blocks)
+
+
+def test_the_parameters_of_a_grouped_model_are_taken_by_their_groups() -> None:
+    """Every tensor of the slim model is the dense one's, at the rows and columns that the plan keeps."""
+    dense, batch = llama(), text_batch(padding=False)
+    sites = find_attention(dense, batch)
+    assert [(site.units, site.groups, site.unit_width) for site in sites] == [(4, 2, 8)] * 2
+    kept = {sites[0].name: sites[0].kept((2, 3)), sites[1].name: sites[1].kept((0, 1, 2, 3))}
+    slim = prune_units(dense, kept, sites)
+    expected = {name: p.detach() for name, p in dense.named_parameters()}
+    prefix = f"{sites[0].name}."
+    for name in ("q_proj", "k_proj", "v_proj"):
+        rows = slice(16, 32) if name == "q_proj" else slice(8, 16)
+        expected[f"{prefix}{name}.weight"] = expected[f"{prefix}{name}.weight"][rows]
+    expected[f"{prefix}o_proj.weight"] = expected[f"{prefix}o_proj.weight"][:, 16:32]
+    found = dict(slim.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
