@@ -142,7 +142,8 @@ def _more(names: list[str]) -> str:
 @contextmanager
 def _load_report() -> Iterator[list[str]]:
     """Yield a list that receives transformers' report of what does not load, which else nobody sees."""
-    logger, found = logging.getLogger("transformers.modeling_utils"), []
+    logger = logging.getLogger("transformers.modeling_utils")
+    found: list[str] = []
     before, shown = (logger.level, logger.propagate), logger.isEnabledFor(logging.WARNING)
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(_plain(record.getMessage()))  # type: ignore[method-assign]

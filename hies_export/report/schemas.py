@@ -68,7 +68,7 @@ class _Neurons(Schema):
 
 
 # What the sentence about a budget says; "heads" has none.
-_SAID = {
+_SAID: dict[str, tuple[str, ...]] = {
     "max_drop": ("metric", "by", "samples", "dense", "slim", "judged"),
     **dict.fromkeys(("flops", "parameters"), ("target", "predicted", "measured")),
     "latency": ("target", "predicted", "measured", "runtime", "batch", "sequence"),
