@@ -74,7 +74,7 @@ class GenerationFile(Schema):
 class WeightIndex(Schema):
     """The index of a checkpoint in shards."""
 
-    weight_map: Annotated[dict[str, str], Field(min_length=1)]
+    weight_map: Annotated[dict[str, Annotated[str, Field(min_length=1, max_length=1000)]], Field(min_length=1)]
 
 
 _AGAIN = "save or fetch the checkpoint again"

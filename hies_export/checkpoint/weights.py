@@ -46,23 +46,47 @@ def _check_sizes(model_class: Any, path: str | Path, config: Any) -> None:
     Raises:
         RequestError: A tensor has another size, or a file is damaged.
     """
-    files = sorted(Path(path).glob("model*.safetensors"))
-    if not files or getattr(config, "quantization_config", None) is not None:
+    shapes = _stored_shapes(path)
+    if not shapes or getattr(config, "quantization_config", None) is not None:
         return
     expected = empty_model(model_class, config, path).state_dict()
-    wrong = []
-    for file in files:
+    known = expected.keys() & shapes.keys()
+    wrong = [(n, shapes[n], expected[n].shape) for n in known if prod(shapes[n]) != expected[n].numel()]
+    if wrong:
+        raise _misfit(path, wrong)
+
+
+def check_amount(model: PreTrainedModel, path: str | Path) -> None:
+    """Refuse a config that describes far more than the files hold, where a cut tells why they do not hold all of it.
+
+    Raises:
+        RequestError: A model of this config has more than ten times the parameters in the files, or a file is damaged.
+    """
+    stored, described = sum(map(prod, _stored_shapes(path).values())), model.num_parameters()
+    if stored and described > 10 * stored:
+        raise RequestError(
+            f"weights must be those that the config describes, but {path} describes {described:,} parameters, and its "
+            f"files hold {stored:,}; save or fetch it again"
+        )
+
+
+def _stored_shapes(path: str | Path) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in a folder's safetensors; none for a Hub id or other files.
+
+    Raises:
+        RequestError: A file is damaged.
+    """
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(Path(path).glob("model*.safetensors")):
         try:
             with safe_open(file, "pt") as tensors:
-                known = expected.keys() & set(tensors.keys())
-                shapes = {name: tensors.get_slice(name).get_shape() for name in known}
+                names = list(tensors.keys())
+                shapes |= {name: tensors.get_slice(name).get_shape() for name in names}
         except SafetensorError as error:
             raise RequestError(
                 f"the model at {path} cannot be loaded: {root_cause(error)} ({file.name}); save or fetch it again"
             ) from error
-        wrong += [(name, s, expected[name].shape) for name, s in shapes.items() if prod(s) != expected[name].numel()]
-    if wrong:
-        raise _misfit(path, wrong)
+    return shapes
 
 
 def _misfit(path: str | Path, wrong: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> RequestError:
@@ -118,7 +142,8 @@ def _more(names: list[str]) -> str:
 @contextmanager
 def _load_report() -> Iterator[list[str]]:
     """Yield a list that receives transformers' report of what does not load, which else nobody sees."""
-    logger, found = logging.getLogger("transformers.modeling_utils"), []
+    logger = logging.getLogger("transformers.modeling_utils")
+    found: list[str] = []
     before, shown = (logger.level, logger.propagate), logger.isEnabledFor(logging.WARNING)
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(_plain(record.getMessage()))  # type: ignore[method-assign]

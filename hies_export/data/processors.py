@@ -43,6 +43,7 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
         options["backend"] = "pil"
     try:
         loaded = loader.from_pretrained(path, **options)
+        words = _words(loaded)
     except Exception as error:  # transformers, tokenizers, json and the Hub: each raises its own kind
         raise DataError(f"{needs}, but none could be loaded from {path} ({root_cause(error)}); {REMEDY}") from error
     if not wanted.text:
@@ -51,12 +52,19 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
         raise DataError(f"{needs}, but {path} has only a {type(loaded).__name__}; {REMEDY}")
     tokenizer = getattr(loaded, "tokenizer", loaded)
     # Where the files are missing, transformers 5 makes a tokenizer of nothing but special tokens.
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    if len(set(tokenizer.get_vocab().values()) - special) < 2:
+    if words < 2:
         raise DataError(f"{needs}, but the one of {path} has no vocabulary; {REMEDY}")
     if for_prompts:
         _pad_prompts(tokenizer, path)
     return loaded
+
+
+def _words(loaded: Any) -> int:
+    """Return how many tokens that are not special a tokenizer knows, or that of a processor."""
+    tokenizer = getattr(loaded, "tokenizer", loaded)
+    if not hasattr(tokenizer, "get_vocab"):
+        return 0
+    return len(set(tokenizer.get_vocab().values()) - {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
 
 
 def _loader(task: Task) -> tuple[Any, str]:

@@ -68,7 +68,7 @@ class _Neurons(Schema):
 
 
 # What the sentence about a budget says; "heads" has none.
-_SAID = {
+_SAID: dict[str, tuple[str, ...]] = {
     "max_drop": ("metric", "by", "samples", "dense", "slim", "judged"),
     **dict.fromkeys(("flops", "parameters"), ("target", "predicted", "measured")),
     "latency": ("target", "predicted", "measured", "runtime", "batch", "sequence"),
@@ -150,7 +150,7 @@ class _Data(Schema):
 class Details(Schema):
     """`details` of report.json, of which the summary needs nothing and older reports lack much."""
 
-    head_map: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
+    head_map: dict[str, Annotated[str, Field(pattern="^[■·]{1,16384}$")]] = Field(default_factory=dict)
     heads: dict[str, Numbers] = Field(default_factory=dict)
     neurons: dict[str, _Neurons] = Field(default_factory=dict)
     budget: _Budget = Field(default_factory=_Budget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS
 from ..checkpoint.classes import class_config, find_model_class, read_config
 from ..checkpoint.schema import empty_model, read_weight_map
 from ..checkpoint.weights import check_files
-from ..errors import RequestError
+from ..errors import RequestError, quoted
 from ..model import internals
 from .companions import COMPANIONS
 from .renaming import Step, loading_steps
@@ -61,7 +62,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         )
     weight_map = read_weight_map(index)
     files = sorted(set(weight_map.values()))
-    missing = [file for file in files if not (folder / file).is_file()]
+    missing = [quoted(file) for file in files if not os.path.isfile(folder / file)]
     if missing:
         raise RequestError(
             f"{len(files)} shards are named in {index}, but {len(missing)} of them are missing: "
@@ -74,7 +75,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     if absent:
         raise RequestError(
             f"the shards must have every tensor named in {index}, but {len(absent)} are not where it says: "
-            f"{', '.join(absent[:3])}; fetch the checkpoint again"
+            f"{', '.join(map(quoted, absent[:3]))}; fetch the checkpoint again"
         )
     return tensors
 
