@@ -163,7 +163,8 @@ def quoted(value: Any) -> str:
     """Return what Python writes for a value, cut in the middle where it is long: it may come from a damaged file."""
     shortening = reprlib.Repr()
     shortening.maxstring = shortening.maxother = shortening.maxlong = LONGEST_VALUE
-    return shortening.repr(value)
+    text = shortening.repr(value)
+    return text if len(text) <= 2 * LONGEST_VALUE else f"{text[:LONGEST_VALUE]}...{text[-LONGEST_VALUE:]}"
 
 
 def shortened(text: str) -> str:
