@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     arguments, parser = sys.argv[1:] if arguments is None else arguments, parser or build_parser()
     for argument in arguments:
         # Some versions of argparse make an empty list of this value, whatever the option's type.
-        if argument.startswith("--") and argument.endswith("=--"):
+        if argument.startswith("--") and argument.partition("=")[2] == "--":
             parser.error(f"an option needs a value, got {argument}")
     options = parser.parse_args(arguments)
     # Reports record it.
