@@ -72,7 +72,9 @@ class InputSums:
                 sums[what] = sums.get(what, torch.zeros_like(value)) + value
         if "obs" in added:
             real = added["obs"].double()
-            sums["obs"] = sums.get("obs", 0) + real.T @ real
+            product = real.T @ real
+            # What another process sent may be on another device.
+            sums["obs"] = sums["obs"] + product.to(sums["obs"].device) if "obs" in sums else product
 
     def _gram(self, module: PrunableModule) -> Tensor:
         """Return W_u^T W_u of every unit, (units, unit_width, unit_width): |W_u x|^2 = x^T W_u^T W_u x."""
@@ -94,7 +96,7 @@ class InputSums:
 
     def _obs(self, module: PrunableModule, moments: Tensor) -> Tensor:
         """Return the OBS score of every unit, (units,), from the mean of x x^T, (inputs, inputs)."""
-        weight = weight_of(self._model.get_submodule(module.consumer)).detach().double()
+        weight = weight_of(self._model.get_submodule(module.consumer)).detach().double().to(moments.device)
         damping = RIDGE * (moments.diagonal().mean().item() or 1.0)
         identity = torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
         inverse = torch.linalg.inv(moments + damping * identity)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..data.targets import size_of
 from ..errors import DataError
-from ..model.linear import features_of
+from ..model.linear import features_of, weight_of
 from ..processes import Piece
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
@@ -196,12 +196,15 @@ def _new_sums(layer: nn.Module, x: Tensor, *, derived: bool, weighted: bool) -> 
         weighted: Whether to add up weighted tokens too.
     """
     outputs, inputs = features_of(layer)
+    # Where x was read; what another process sent may be elsewhere. Weights that accelerate offloads are nowhere.
+    device = weight_of(layer).device
+    device = x.device if device.type == "meta" else device
 
     def new() -> Sums:
         # For square consumers, such as attention's, the products with the outputs are cheap to add up.
         if derived and inputs > outputs:
-            return LayerSums(layer, x.device)
-        return TargetSums(x.shape[-1], outputs, x.device)
+            return LayerSums(layer, device)
+        return TargetSums(x.shape[-1], outputs, device)
 
     return LayerMoments((new(), new()), (new(), new()) if weighted else None)
 
@@ -228,7 +231,6 @@ def _pieces(read: Reading, x: Tensor, held: Tensor, owner: int, *, targets: bool
 
 def _add(sums: LayerMoments, part: int, found: Mapping[str, Tensor]) -> None:
     """Add the tensors of a piece to the sums of the fitting samples (part 0) or of the held-out ones (1)."""
-    # What another process sent may be on another device.
     x, y = (found[name].to(sums.uniform[part].x.device) for name in ("x", "y"))
     sums.uniform[part].add(x, y, None)
     if sums.weighted is not None:

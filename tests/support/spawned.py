@@ -71,13 +71,10 @@ def failing(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def command(folder: Path) -> dict[str, Any]:
-    """Return exit code of a whole run by the command line, and what it printed."""
+    """Return the exit code of a whole run by the command line."""
     with without_tracing():
         code = hies("run", folder / "recipe.yaml", "-o", folder / "run")
     return {"code": code}
-
-
-T0 = time.monotonic()
 
 
 def work(local: int, ports: list[int], folder: Path) -> None:
@@ -108,7 +105,6 @@ def work(local: int, ports: list[int], folder: Path) -> None:
         else:
             os.environ |= environment(local, count, next(free))
             found["command"] = command(folder / "bert")
-        print(local, name, "CPU", os.times()[:2], "wall", time.monotonic() - T0, flush=True)
         torch.save(found, folder / f"{name}-{local}.pt")
 
 
