@@ -78,8 +78,8 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
     saved = saved_state(model)
     prefix = "" if model.base_model is model else model.base_model_prefix + "."
     task_output = first_output(model, batch)
-    # The Auto classes run the code in a slim folder, which is the file that this package wrote there.
-    remote = {"trust_remote_code": True} if is_slim(model) else {}
+    # The Auto classes run the code in a slim folder, which is the file that this package wrote there, and no other.
+    remote = {"trust_remote_code": is_slim(model)}
     ways: list[tuple[str, Any, dict[str, Any], str, Tensor]] = [
         ("hies_export.load", find_model_class(folder), {}, "", task_output),
     ]

@@ -23,6 +23,7 @@ from ..values import PruningPlan, library_versions
 from .classes import find_model_class, hub_options
 
 
+@internals.never_asking()
 def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
     """Load a checkpoint that carries `pruned_heads`.
 
