@@ -7,11 +7,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..model.internals import never_asking
 from .classes import find_model_class, hub_options, read_config
 from .version4 import load_version4
 from .weights import load_weights
 
 
+@never_asking()
 def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """Load a checkpoint, slim or not, as the model class it was saved from.
 

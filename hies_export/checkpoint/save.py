@@ -13,6 +13,7 @@ from transformers import AutoModel, PreTrainedModel
 from ..errors import ReloadMismatchError
 from ..model.auto import auto_classes, has_auto_base
 from ..model.internals import saved_state
+from ..model.tokens import for_base_model
 from ..slim.check import first_output, max_abs
 from ..slim.config import is_slim
 from ..values import PruningPlan
@@ -78,13 +79,14 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
     saved = saved_state(model)
     prefix = "" if model.base_model is model else model.base_model_prefix + "."
     task_output = first_output(model, batch)
-    # The Auto classes run the code in a slim folder, which is the file that this package wrote there.
-    remote = {"trust_remote_code": True} if is_slim(model) else {}
+    # The Auto classes run the code in a slim folder, which is the file that this package wrote there, and no other.
+    remote = {"trust_remote_code": is_slim(model)}
     ways: list[tuple[str, Any, dict[str, Any], str, Tensor]] = [
         ("hies_export.load", find_model_class(folder), {}, "", task_output),
     ]
+    of_base = for_base_model(model, batch)
     if has_auto_base(model):
-        ways.append(("AutoModel", AutoModel, remote, prefix, first_output(model.base_model, batch)))
+        ways.append(("AutoModel", AutoModel, remote, prefix, first_output(model.base_model, of_base)))
     for name in auto_classes(type(model).__name__, model.config.model_type):
         if name != "AutoModel":
             ways.append((name, getattr(transformers, name), remote, "", task_output))
@@ -102,7 +104,8 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
                 f"every saved weight must load again, but through {way} {missing or info['mismatched_keys']} did not; "
                 "nothing was kept"
             )
-        difference = max_abs(first_output(loaded.to(model.device), batch), expected)
+        inputs = of_base if way == "AutoModel" else batch
+        difference = max_abs(first_output(loaded.to(model.device), inputs), expected)
         worst = max(worst, difference)
         if not difference < TOLERANCE:
             raise ReloadMismatchError(

@@ -25,6 +25,7 @@ from .schema import empty_model, refusing
 from .weights import check_amount, load_weights
 
 
+@internals.never_asking()
 def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
     """Load a checkpoint that carries `pruned_heads`.
 

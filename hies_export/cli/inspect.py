@@ -107,10 +107,10 @@ def _inspect_model(options: Namespace, console: Console) -> dict[str, Any]:
 def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, UnsupportedModelError]]:
     """Return the modules of every kind that can be cut, and by kind why those of another cannot."""
     from ..errors import UnsupportedModelError
-    from ..model.tokens import synthetic_batch
+    from ..model.tokens import sample_batch
     from ..prunable.find import FINDERS, find_modules
 
-    batch = synthetic_batch(model, batch=2, sequence=8)
+    batch = sample_batch(model, sequence=8)
     found: list[PrunableModule] = []
     refused: dict[str, UnsupportedModelError] = {}
     for kind in FINDERS:

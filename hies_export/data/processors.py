@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-from ..errors import DataError, root_cause
+from ..errors import DataError, RequestError, root_cause
+from ..model.internals import never_asking
 from ..tasks import Task, find_task
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,14 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
     if wanted.images:
         options["backend"] = "pil"
     try:
-        loaded = loader.from_pretrained(path, **options)
+        with never_asking():
+            loaded = loader.from_pretrained(path, **options)
         words = _words(loaded)
+    except RequestError as error:
+        raise DataError(
+            f"{needs} of a class of transformers, but that of {path} is code in the checkpoint (auto_map), which is "
+            f"never run; {REMEDY}, as a class of transformers"
+        ) from error
     except Exception as error:  # transformers, tokenizers, json and the Hub: each raises its own kind
         raise DataError(f"{needs}, but none could be loaded from {path} ({root_cause(error)}); {REMEDY}") from error
     if not wanted.text:

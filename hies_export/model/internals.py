@@ -13,6 +13,7 @@ Older names, slim classes    `PreTrainedModel.is_custom_code`
 Tied and optional tensors    `PreTrainedModel.all_tied_weights_keys`, `tie_weights(recompute_mapping=)`,
                              `_adjust_missing_and_unexpected_keys`
 Generation configs           `PreTrainedModel.adjust_generation_fn`
+Questions about code         `dynamic_module_utils.TIME_OUT_REMOTE_CODE`
 What is saved, and as what   `PreTrainedModel._keys_to_ignore_on_save`, `core_model_loading.revert_weight_conversion`,
                              `modeling_utils.remove_tied_weights_from_state_dict`
 
@@ -24,14 +25,15 @@ classes' `_model_mapping`, `onnx.export` reads `_supports_sdpa`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, dynamic_module_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -45,7 +47,40 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig, remove_tied_weights_from_state_dict
 
+from ..errors import RequestError
 
+
+@contextmanager
+def never_asking() -> Iterator[None]:
+    """Refuse the code of a checkpoint, inside the block, where transformers would ask on standard input.
+
+    `trust_remote_code=False` does not reach all of its loaders: `AutoProcessor` drops it on the way to the image
+    processor, and a model does on the way to the models of its sub-configs. To these, no time to answer means no.
+
+    Raises:
+        RequestError: A checkpoint that is loaded in the block needs code of its own.
+    """
+    before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    except ValueError as error:
+        if not _is_about_code(error):
+            raise
+        raise RequestError(
+            "a checkpoint must load with the classes of transformers, as code in it is never run, but a part of this "
+            "one needs code of its own (auto_map); save it as a class of transformers"
+        ) from error
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
+
+
+def _is_about_code(error: BaseException) -> bool:
+    within = error.__cause__ or error.__context__
+    return "trust_remote_code=True" in str(error) or (within is not None and _is_about_code(within))
+
+
+@never_asking()
 def empty_model(model_class: type[PreTrainedModel], config: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return a model of a config on the meta device; the config is copied.
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import RecipeError
+from ..errors import RecipeError, RequestError
+from .auto import auto_classes
 from .copies import share_weights
 
 # These models number positions from pad_token_id + 1, so their first pad_token_id + 1 position embeddings are unused.
@@ -18,6 +19,8 @@ _POSITIONS_START_AFTER_PAD = {
     *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet"),
     *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
+# Attributes of a config: tokens in whose places the features of an image, a video or a sound go.
+_PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
 
 
 def longest_sequence(config: Any) -> int | None:
@@ -66,35 +69,114 @@ def _reads_text(model: PreTrainedModel, name: str) -> bool:
 def synthetic_batch(
     model: PreTrainedModel, *, batch: int, sequence: int | None = None, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Make random inputs of one shape.
+    """Make random inputs of one shape, such as the model's task takes.
 
     Args:
-        model: Its main input decides between text and images, its config the vocabulary or image size.
+        model: Its class decides which inputs it takes, its config the vocabulary and the image size.
         batch: Number of rows.
-        sequence: Tokens per row, required for text and ignored for images.
+        sequence: Tokens per row, required for text and ignored for images alone.
         seed: Seed of the values.
 
     Returns:
         `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values` of shape
-        (batch, channels, height, width).
+        (batch, channels, height, width), or all three for a model of images that also reads text. Multiple choice has
+        one choice per row, so its tokens are (batch, 1, sequence). An encoder-decoder has `decoder_input_ids`,
+        (batch, sequence), unless its head makes them from the text. Classifiers with a decoder, such as BART, read the
+        last end-of-text token: it ends every row and is nowhere else. Tokens that stand for images, videos or audio
+        are not drawn.
 
     Raises:
         RecipeError: batch or sequence is below 1, or sequence is missing or longer than the model allows.
+        RequestError: The model takes neither text nor images.
     """
     if batch < 1:
         raise RecipeError([f"batch must be at least 1, got {batch}"])
     generator = torch.Generator().manual_seed(seed)
+    accepted = inspect.signature(model.forward).parameters
     if model.main_input_name == "pixel_values":
-        size = model.config.image_size
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        shape = (batch, model.config.num_channels, height, width)
-        return {"pixel_values": torch.randn(shape, generator=generator, dtype=torch.float32)}
-    longest = longest_sequence(model.config)
+        images = {"pixel_values": _random_images(model.config, batch, generator)}
+        if sequence is None or not {"input_ids", "decoder_input_ids"} & set(accepted):
+            return images
+        return images | _random_text(model, batch, sequence, generator)
+    if "input_ids" not in accepted:
+        raise RequestError(
+            f"random inputs can be made for models of text and of images, and {type(model).__name__} takes "
+            f"{model.main_input_name}"
+        )
+    return _random_text(model, batch, sequence, generator)
+
+
+def sample_batch(model: PreTrainedModel, *, sequence: int | None = None) -> dict[str, torch.Tensor]:
+    """Make random inputs on which the modules of a model are found: two short rows, or one where no more fit.
+
+    A decoder that classifies reads the last token that is not padding. If its config names no padding token, it takes
+    one row only.
+
+    Args:
+        model: As for `synthetic_batch`, which says what is returned and raised.
+        sequence: Tokens per row.
+    """
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    alone = pad is None and "AutoModelForSequenceClassification" in _heads(model)
+    return synthetic_batch(model, batch=1 if alone else 2, sequence=sequence)
+
+
+def end_of_text(model: PreTrainedModel) -> int | None:
+    """Return the token whose last occurrence a classifier with a decoder, such as BART, reads; None for other models.
+
+    Every row must have that token, and as many of them as the others.
+    """
+    if not model.config.is_encoder_decoder or "AutoModelForSequenceClassification" not in _heads(model):
+        return None
+    end = getattr(model.config, "eos_token_id", None)
+    return end[0] if isinstance(end, (list, tuple)) else end
+
+
+def _heads(model: PreTrainedModel) -> list[str]:
+    return auto_classes(type(model).__name__, model.config.model_type)
+
+
+def _random_images(config: Any, batch: int, generator: torch.Generator) -> Tensor:
+    """Return normal values, (batch, channels, height, width), in the size of a model of images or of a tower of one."""
+    towers = (config, *(getattr(config, name, None) for name in ("vision_config", "encoder")))
+    vision = next((tower for tower in towers if hasattr(tower, "image_size")), config)
+    size = getattr(vision, "image_size", 224)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    shape = (batch, getattr(vision, "num_channels", 3), height, width)
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+
+def _random_text(
+    model: PreTrainedModel, batch: int, sequence: int | None, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Return random tokens and a mask of ones under the names of the model's inputs; see `synthetic_batch`."""
+    config, heads = model.config, _heads(model)
+    longest = longest_sequence(config)
     if sequence is None or sequence < 1 or (longest is not None and sequence > longest):
         allowed = f"1..{'any' if longest is None else longest}"
         raise RecipeError([f"sequence must be in {allowed} for {type(model).__name__}, got {sequence}"])
-    ids = torch.randint(0, model.config.get_text_config().vocab_size, (batch, sequence), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    accepted = inspect.signature(model.forward).parameters
+    vocabulary = config.get_text_config().vocab_size
+    end = end_of_text(model)
+    never = [t for t in (end, *(getattr(config, name, None) for name in _PLACEHOLDERS)) if isinstance(t, int)]
+    instead = next(token for token in range(vocabulary) if token not in never)
+
+    def draw() -> Tensor:
+        ids = torch.randint(0, vocabulary, (batch, sequence), generator=generator)
+        return ids.where(~torch.isin(ids, torch.tensor(never, dtype=ids.dtype)), instead)
+
+    text: dict[str, Tensor] = {}
+    if "input_ids" in accepted:
+        ids = draw()
+        if end is not None:
+            ids[:, -1] = end
+        if "AutoModelForMultipleChoice" in heads:
+            ids = ids[:, None]
+        text = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    makes_its_own = {"AutoModelForSequenceClassification", "AutoModelForQuestionAnswering"} & set(heads)
+    if config.is_encoder_decoder and "decoder_input_ids" in accepted and not makes_its_own:
+        text["decoder_input_ids"] = draw()
+    return text
 
 
 def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -102,10 +184,21 @@ def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value[:2] for key, value in batch.items()}
 
 
+def for_base_model(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a model's batch as its base model takes it.
+
+    The head of an encoder-decoder such as T5 may make the tokens for the decoder from the text, which its base model
+    does not.
+    """
+    accepted = inspect.signature(model.base_model.forward).parameters
+    needs = model.config.is_encoder_decoder and "decoder_input_ids" in accepted and "input_ids" in batch
+    return {"decoder_input_ids": batch["input_ids"], **batch} if needs else dict(batch)
+
+
 def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
     """Return the number of tokens per row that the attention sees: text tokens, or image patches and special tokens."""
     if "input_ids" in batch:
-        return int(batch["input_ids"].shape[1])
+        return int(batch["input_ids"].shape[-1])
     base = share_weights(model.base_model, device="meta").eval()
     inputs = {name: tensor.to("meta") for name, tensor in forward_inputs(base, batch).items()}
     with torch.no_grad():

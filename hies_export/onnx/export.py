@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..errors import DataError, RecipeError
 from ..model.copies import convert
-from ..model.tokens import forward_inputs, longest_sequence
+from ..model.tokens import end_of_text, forward_inputs, longest_sequence
 from ..progress import quiet
 from ..runtimes.base import Provider
 from ..runtimes.ort import ONNX_FILE, require_onnxruntime
@@ -210,7 +210,7 @@ def _trace(
     """Trace the model; return the graphs by file name, the decoder last, and the batches to compare them on."""
     if kind == "encoder":
         sample = trace_sample(model, given)
-        return {ONNX_FILE: trace_onnx(model, sample, fusions)}, parity_batches(given, sample)
+        return {ONNX_FILE: trace_onnx(model, sample, fusions)}, parity_batches(given, sample, end=end_of_text(model))
     image_token_id = model.config.image_token_id if kind == "vision-language" else None
     padded = left_padded(given, image_token_id=image_token_id)
     batches = generation_batches(given, padded)

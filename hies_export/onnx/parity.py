@@ -25,9 +25,15 @@ SPARE_POSITIONS = 7
 
 
 def parity_batches(
-    given: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor]
+    given: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor], *, end: int | None = None
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the batches to compare on, by name: as given, padded, and a single row (for text, of another length)."""
+    """Return the batches to compare on, by name: as given, padded, and a single row (for text, of another length).
+
+    Args:
+        given: The batch as given.
+        sample: The padded batch.
+        end: A token that every text must have; the shortened row ends in it.
+    """
     single = {name: tensor[:1] for name, tensor in sample.items()}
     if "input_ids" in sample:
         length = max(3, given["input_ids"].shape[1] // 2)
@@ -35,6 +41,8 @@ def parity_batches(
         tokens = single["input_ids"].shape
         single = {name: t[:, :length] if t.shape[:2] == tokens else t for name, t in single.items()}
         # The first row of the sample has no padding, so the shortened one has none.
+        if end is not None:
+            single["input_ids"] = torch.cat([single["input_ids"][:, :-1], torch.full((1, 1), end)], dim=1)
     return {"the given batch": dict(given), "a padded batch": dict(sample), "a batch of 1": single}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import find_model_class, load_config
 from ..checkpoint.loading import load
 from ..checkpoint.schema import empty_model
-from ..errors import RequestError, quoted
+from ..errors import RequestError, quoted, root_cause
 from ..measure.compare import time_on
-from ..measure.counts import Shape, count_both_flops
+from ..measure.counts import FlopCount, Shape, count_both_flops, count_flops
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
+from ..model.internals import never_asking
 from ..model.tokens import longest_sequence, sequence_length, synthetic_batch
 from ..onnx.export import export_onnx
 from ..onnx.multimodal import is_vision_language
@@ -72,7 +73,7 @@ def bench(
     # The tokens of the smaller vocabulary are tokens of both.
     smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))
     batches = {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1]) for shape in wanted}
-    flops = count_both_flops(skeletons[0], skeletons[1], batches)
+    flops = _flops(folders, skeletons, batches)
     rows = []
     for runtime in runtimes:
         for dtype in dtypes or ("float32",):
@@ -180,6 +181,48 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
     return [(1, sequence), (8, sequence)]
 
 
+def check_runs(model: PreTrainedModel, batch: Mapping[str, Any], what: str) -> None:
+    """Refuse, before any work, a model that does not run on a batch.
+
+    It is tried on tensors without data where the model's forward can do without.
+
+    Args:
+        model: The model; not changed.
+        batch: Its inputs.
+        what: These inputs, in words.
+
+    Raises:
+        RequestError: The model raised an error; the message quotes it.
+    """
+    try:
+        count_flops(model, batch)
+    except Exception as error:  # whatever a model's code raises on inputs it does not expect
+        raise RequestError(
+            f"a model must run on {what}, but {type(model).__name__} raises {root_cause(error)}"
+        ) from error
+
+
+def check_shapes(model: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Any]]) -> None:
+    """Refuse a model that does not run on the largest of the batches it is to be measured on; see `check_runs`."""
+    size, sequence = max(batches)
+    check_runs(model, batches[size, sequence], f"{size} x {sequence} random inputs to be measured")
+
+
+def _flops(
+    folders: Sequence[Path], skeletons: Sequence[PreTrainedModel], batches: Mapping[Shape, Mapping[str, Any]]
+) -> dict[Shape, FlopCount]:
+    """Count the FLOPs of both models; they are loaded only where a forward depends on the values of its inputs."""
+    try:
+        check_shapes(skeletons[0], batches)
+    except RequestError as error:
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
+        skeletons = [load(folder, dtype=torch.float32) for folder in folders]
+        check_shapes(skeletons[0], batches)
+    return count_both_flops(skeletons[0], skeletons[1], batches)
+
+
+@never_asking()
 def _skeleton(folder: Path) -> PreTrainedModel:
     """Build the model of a folder without weights, which is enough to check inputs and count FLOPs.
 

@@ -13,6 +13,7 @@ from ..checkpoint.classes import find_model_class
 from ..checkpoint.weights import load_weights
 from ..errors import RequestError, require_package
 from ..model.auto import auto_classes
+from ..model.internals import never_asking
 from ..tasks import TASKS
 
 
@@ -32,6 +33,7 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
     return model_class
 
 
+@never_asking()
 def load_dense(
     path: str | Path, model_class: Any, *, dtype: str | None = None, device_map: str | None = None, **hub: Any
 ) -> PreTrainedModel:

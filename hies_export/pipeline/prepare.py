@@ -29,7 +29,7 @@ from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA, use
 from ..select.constraints import Constraints, check_budget, check_constraints
 from ..tasks import TASKS
 from ..units import PrunableModule
-from .bench import check_dtypes, model_shapes
+from .bench import check_dtypes, check_runs, check_shapes, model_shapes
 from .devices import check_device_map
 from .load import load_dense, task_class
 
@@ -160,6 +160,9 @@ def prepare(
     size = recipe.calibration.batch_size
     calibration = reader.batches(samples.scoring, batch_size=size)
     _warn_of_one_class(calibration, regression=regression)
+    measured = _measured(model, shapes, calibration[0])
+    check_runs(model, first_samples(calibration[0]), "the calibration rows")
+    check_shapes(model, measured)
     modules = find_modules(model, first_samples(calibration[0]), kinds=recipe.prune.modules)
     scored = _in_towers(model, modules, recipe.prune.towers)
     _check_kinds(recipe, scored, (recipe.prune.criterion,) if criteria is None else criteria)
@@ -176,7 +179,7 @@ def prepare(
         metrics=metrics,
         regression=regression,
         runtimes=runtimes,
-        measured=_measured(model, shapes, calibration[0]),
+        measured=measured,
     )
 
 

@@ -19,7 +19,7 @@ from ..checkpoint.folders import new_folder, refuse_existing
 from ..errors import ReloadMismatchError, RequestError
 from ..kinds import ATTENTION
 from ..model.linear import weight_axis
-from ..model.tokens import synthetic_batch
+from ..model.tokens import sample_batch
 from ..progress import SILENT, Progress
 from ..prunable.find import find_modules
 from ..prunable.follow import feature_cuts, row_cuts
@@ -125,13 +125,13 @@ def _find_modules(
 ) -> tuple[PrunableModule, ...]:
     """Return the modules of the plan's kinds, those of an image tower included where the plan names them."""
     kinds = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values())) or (ATTENTION,)
-    found = find_modules(model, batch or synthetic_batch(model, batch=2, sequence=3), kinds=kinds)
+    found = find_modules(model, batch or sample_batch(model, sequence=3), kinds=kinds)
     modules = {module.name: module for module in found}
     for name, tower in model.named_modules():
         inside = [n for n in plan.kept if n not in modules and n.startswith(f"{name}.")]
         if batch is None and name and inside and getattr(tower, "main_input_name", "") == "pixel_values":
             assert isinstance(tower, PreTrainedModel)
-            for module in find_modules(tower, synthetic_batch(tower, batch=2), kinds=kinds):
+            for module in find_modules(tower, sample_batch(tower), kinds=kinds):
                 module = _inside(name, module)
                 modules.setdefault(module.name, module)
     order = {name: position for position, name in enumerate(plan.kept)}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from support.models import bert, causal_lm, llava
+from support.models import bert, causal_lm, llama, llava
 
-from hies_export.errors import RecipeError
-from hies_export.model.tokens import first_samples, longest_sequence, synthetic_batch
+from hies_export.errors import RecipeError, RequestError
+from hies_export.model.tokens import first_samples, longest_sequence, sample_batch, sequence_length, synthetic_batch
 from hies_export.pipeline.bench import model_shapes
+from hies_export.prunable.find import find_modules
 
 SMALL = {
     "vocab_size": 50,
@@ -86,3 +87,82 @@ def test_first_samples() -> None:
         "input_ids": [[0, 1, 2], [3, 4, 5]],
         "labels": [0, 1],
     }
+
+
+SIDES = ("encoder", "decoder")
+BART = {
+    "vocab_size": 6,
+    "d_model": 8,
+    **{f"{side}_{name}": value for side in SIDES for name, value in (("layers", 1), ("ffn_dim", 8))},
+    **{f"{side}_attention_heads": 2 for side in SIDES},
+}
+
+
+def test_a_classifier_with_a_decoder_gets_one_end_of_text_in_each_row() -> None:
+    model = transformers.BartForSequenceClassification(transformers.BartConfig(**BART)).eval()
+    ids = synthetic_batch(model, batch=5, sequence=7)["input_ids"]
+    assert ((ids == 2).long().argmax(1) == 6).all()
+    assert (ids == 2).sum() == 5
+    with torch.no_grad():
+        assert model(input_ids=ids).logits.shape == (5, 3)
+
+
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration", "T5Model"])
+def test_an_encoder_decoder_gets_tokens_for_its_decoder(name: str) -> None:
+    t5 = {"vocab_size": 50, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 1}
+    model_class = getattr(transformers, name)
+    model = model_class(model_class.config_class(**(BART if name.startswith("Bart") else t5))).eval()
+    batch = synthetic_batch(model, batch=2, sequence=5)
+    assert {key: tuple(value.shape) for key, value in batch.items()} == dict.fromkeys(
+        ("input_ids", "attention_mask", "decoder_input_ids"), (2, 5)
+    )
+    with torch.no_grad():
+        assert model(**batch)[0].shape[:2] == (2, 5)
+
+
+def test_a_decoder_that_classifies_without_padding_gets_one_row() -> None:
+    model = llama(pad_token_id=None)
+    assert len(sample_batch(model, sequence=5)["input_ids"]) == 1
+    alone = find_modules(model, sample_batch(model, sequence=5), kinds=("attention", "mlp"))
+    model.config.pad_token_id = 0
+    assert len(sample_batch(model, sequence=5)["input_ids"]) == 2
+    assert find_modules(model, sample_batch(model, sequence=5), kinds=("attention", "mlp")) == alone
+
+
+def test_multiple_choice_gets_one_choice_per_row() -> None:
+    model = transformers.BertForMultipleChoice(bert().config).eval()
+    batch = synthetic_batch(model, batch=3, sequence=5)
+    assert batch["input_ids"].shape == (3, 1, 5)
+    assert sequence_length(model, batch) == 5
+    with torch.no_grad():
+        assert model(**batch).logits.shape == (3, 1)
+
+
+def test_tokens_that_stand_for_images_are_not_drawn() -> None:
+    model = llava()
+    ids = synthetic_batch(model, batch=8, sequence=64)["input_ids"]
+    assert len(ids.unique()) == model.config.text_config.vocab_size - 1
+    assert not (ids == model.config.image_token_id).any()
+
+
+def test_other_tokens_are_what_torch_draws() -> None:
+    ids = synthetic_batch(bert(), batch=4, sequence=16, seed=3)["input_ids"]
+    assert torch.equal(ids, torch.randint(0, 100, (4, 16), generator=torch.Generator().manual_seed(3)))
+
+
+def test_the_size_of_images_may_be_in_the_config_of_a_part() -> None:
+    tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(vision_config=tower | {"image_size": 12, "patch_size": 4}, text_config=tower)
+    model = transformers.CLIPForImageClassification(config).eval()
+    batch = synthetic_batch(model, batch=2)
+    assert batch["pixel_values"].shape == (2, 3, 12, 12)
+    with torch.no_grad():
+        assert len(model(**batch).logits) == 2
+
+
+def test_models_of_sound_are_refused() -> None:
+    model = transformers.Wav2Vec2Model(
+        transformers.Wav2Vec2Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
+    with pytest.raises(RequestError, match="models of text and of images, and Wav2Vec2Model takes input_values"):
+        synthetic_batch(model, batch=2, sequence=8)

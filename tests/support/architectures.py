@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -138,8 +138,15 @@ def tiny_config(
     return config_class(**(values | overrides))
 
 
-def tiny(model_type: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def tiny(
+    model_type: str, name: str | None = None, batch_of: Callable[[PreTrainedModel], dict[str, Tensor]] | None = None
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Return a random model of a type, in evaluation mode, and a batch that fits it.
+
+    Args:
+        model_type: The type.
+        name: Of the class; by default the one a type is tested with.
+        batch_of: Makes the batch of a model, and raises an error where it has none that fits; `tiny_batch` by default.
 
     Raises:
         NoTinyModel: No small configuration is known for it.
@@ -147,8 +154,8 @@ def tiny(model_type: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     reasons: list[str] = []
     for variant in VARIANTS:
         try:
-            model = _build(model_type, variant)
-            return model, tiny_batch(model)
+            model = _build(model_type, name or class_name(model_type), variant)
+            return model, (batch_of or tiny_batch)(model)
         except ImportError as error:
             raise NoTinyModel(" ".join(str(error).split())) from error
         except Exception as error:  # whatever a model's code raises on dimensions it does not expect
@@ -157,12 +164,14 @@ def tiny(model_type: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     raise NoTinyModel(reasons[0])
 
 
-def _build(model_type: str, variant: Mapping[str, Any]) -> PreTrainedModel:
-    model_class = getattr(transformers, class_name(model_type), None)
+def _build(model_type: str, name: str, variant: Mapping[str, Any]) -> PreTrainedModel:
+    model_class = getattr(transformers, name, None)
     if model_class is None:
-        raise NoTinyModel(f"transformers does not export {class_name(model_type)}")
+        raise NoTinyModel(f"transformers does not export {name}")
     config = tiny_config(CONFIG_MAPPING[model_type], variant, OVERRIDES.get(model_type))
     config.num_labels = 3
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # as every checkpoint has it
     if not isinstance(config, model_class.config_class):
         config = config.get_text_config()
     with torch.device("meta"):
