@@ -55,7 +55,7 @@ def load_dense(
         require_package("accelerate", who="device_map needs", package="accelerate", extra="big")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = dtype or ("float32" if device == "cpu" else "auto")
-    model = load_weights(
+    model: Any = load_weights(
         model_class,
         path,
         dtype=name if name == "auto" else getattr(torch, name),
