@@ -136,7 +136,8 @@ class Candidates:
         # Both streams yield the modules in the model's order.
         for (module, layer), pair in zip_longest(effects.each(None), known):
             if layer is not None:
-                spread = None if pair is None else pair[1].spread(centred=layer.centred)
+                found = None if pair is None else pair[1]
+                spread = None if found is None else found.spread(centred=layer.centred)
                 chains[module.name] = removal_chain(layer, module, effects.samples, spread=spread, options=options)
         chains = processes.merged(chains)
         return scores_of_chains(prepared.scored, [chains[module.name] for module in prepared.scored], options)
