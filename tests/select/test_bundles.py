@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hies_export.errors import NonFiniteError, PlanError
+from hies_export.errors import NonFiniteError, PlanError, RecipeError
 from hies_export.select.budget import CostTable, counts_within
 from hies_export.select.bundles import bundle_count, bundles_lost, lost_scores, ranked_bundles, worst_first
 from hies_export.select.constraints import Constraints
@@ -79,6 +79,16 @@ def test_ties_over_modules_and_groups_break_towards_the_later() -> None:
     assert kept(heads=0.5, constraints=Constraints(allocation="uniform", unit="query")) == [(0, 2), (0, 2)]
     assert kept(counts=[0, 1]) == [(0, 1, 2, 3), (0, 1)]
     assert kept(counts=[1, 0], constraints=Constraints(unit="query")) == [(0, 2), (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("counts", [[1], [1, 1, 1], [-1, 1], [0, 2]])
+def test_counts_that_do_not_fit_the_modules_are_refused(counts: list[int]) -> None:
+    modules = [Units(name="a", units=4, groups=2), Units(name="b", units=2)]
+    scores = scores_of(a=[1.0] * 4, b=[1.0] * 2)
+    with pytest.raises(PlanError, match=r"for each of 2 modules how many heads go, at most \[1, 1\], got \["):
+        select_units(scores, modules, counts=counts)
+    with pytest.raises(RecipeError, match=r"needs heads \(a share\) or counts \(bundles per module\), got neither"):
+        select_units(scores, modules)
 
 
 def test_queries_go_by_the_mean_over_groups_and_in_the_order_of_each() -> None:
