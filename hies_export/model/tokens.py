@@ -156,7 +156,7 @@ def _random_text(
         allowed = f"1..{'any' if longest is None else longest}"
         raise RecipeError([f"sequence must be in {allowed} for {type(model).__name__}, got {sequence}"])
     accepted = inspect.signature(model.forward).parameters
-    vocabulary = config.get_text_config().vocab_size
+    vocabulary = getattr(config.get_text_config(), "vocab_size", 256)  # CANINE has none: it reads code points
     end = end_of_text(model)
     never = [t for t in (end, *(getattr(config, name, None) for name in _PLACEHOLDERS)) if isinstance(t, int)]
     instead = next(token for token in range(vocabulary) if token not in never)
