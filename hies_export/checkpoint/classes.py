@@ -51,6 +51,8 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
     """
     try:
         file = cached_file(str(path), "config.json", **hub)
+        if file is None:  # of a folder
+            raise FileNotFoundError(path)
     except (OSError, ValueError) as error:
         # The Hub's client refuses an absolute path as a bad repository name, which misleads.
         local = Path(path).is_absolute() or os.path.exists(path)

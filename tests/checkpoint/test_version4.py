@@ -137,9 +137,13 @@ def test_dtype_is_passed_on(tmp_path: Path) -> None:
     [
         ({}, RequestError, r"must have pruned_heads in its config, but .* has none; it loads as it is"),
         ({"0": []}, RequestError, r"must have pruned_heads in its config, but .* has none"),
-        ({"0": [1]}, RequestError, r"must be those that pruned_heads describes, but .* does not load so"),
+        (
+            {"0": [1]},
+            RequestError,
+            r"must be those that pruned_heads describes, but .* have the shapes that the config describes",
+        ),
         ({"0": [0, 1, 2, 3, 4, 5]}, UnsupportedModelError, r"must keep a head, but layer 0 of .* has none left"),
-        ({"7": [1]}, UnsupportedModelError, r"has 3 such layers and names \[7\]"),
+        ({"7": [1]}, UnsupportedModelError, r"has 3 such layers and names 7"),
     ],
 )
 def test_bad_pruned_heads_are_refused(

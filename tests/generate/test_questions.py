@@ -112,8 +112,8 @@ def test_bad_files_of_questions(project: Path, capsys: pytest.CaptureFixture[str
     for content, message in (
         ("no json", "questions must be a JSON file"),
         ("[]", "holds no question"),
-        ('[{"question": "Q"}]', "number 0 .* lacks 'image'"),
-        ('{"v1_0": "text"}', "every question must have a question and an imagename or image"),
+        ('[{"question": "Q"}]', r"\[0\]: imagename or image is missing"),
+        ('{"v1_0": "text"}', "every question has a question and an imagename or image"),
     ):
         file.write_text(content)
         with pytest.raises(DataError, match=message):

@@ -97,7 +97,7 @@ def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
         save_slim(prune_units(dense, plan, sites), tmp_path / name, plan=plan, batch=batch)
     files = sorted(p.name for p in (tmp_path / "one").iterdir())
-    assert files == ["config.json", "hies_plan.json", "model.safetensors", "modeling_hies.py"]
+    assert files == [".hies_export", "config.json", "hies_plan.json", "model.safetensors", "modeling_hies.py"]
     assert all((tmp_path / "one" / f).read_bytes() == (tmp_path / "two" / f).read_bytes() for f in files)
 
 

@@ -18,6 +18,8 @@ ROW: dict[str, Any] = {
     "alpha_by": None,
     "sparsity": None,
     "calibration_samples": 8,
+    "flops_ratio": None,
+    "heads_removed": None,
     "metric": "accuracy",
     "quality_dense": 0.9,
 }

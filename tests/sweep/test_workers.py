@@ -27,6 +27,12 @@ from hies_export.sweep.journal import Journal
 from hies_export.sweep.remaining import remaining
 from hies_export.sweep.sweep import sweep
 
+ROW = {
+    "judged": "-",
+    "alpha": None,
+    "samples": 8,
+    "result": {"metric": "accuracy", "quality": 0.9, "quality_dense": 0.9, "stability": 1.0},
+}
 CELLS = {
     cell.key(SweepGrid()): cell
     for cell in SweepGrid(criteria=("his", "random", "l2"), sparsities=(0.1, 0.2, 0.3, 0.4), seeds=(0, 1, 2)).cells()
@@ -62,7 +68,7 @@ def test_workers_at_once_compute_every_cell_once(tmp_path: Path) -> None:
                 for cell in remaining(CELLS, journal, Claims(folder), SILENT):
                     begun.append(cell)
                     time.sleep(0.002)
-                    journal.add(cell.key(SweepGrid()), {"by": threading.get_ident()})
+                    journal.add(cell.key(SweepGrid()), {**ROW, "by": threading.get_ident()})
                 assert set(journal.rows) == set(CELLS)
         except Exception as error:
             errors.append(error)

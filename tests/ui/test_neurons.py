@@ -100,13 +100,15 @@ def test_a_run_says_what_a_head_and_a_neuron_cost(tmp_path: Path) -> None:
     written = {**names, "parameters": {}, "samples": 8, "labels": "data", "fingerprint": "f", "alpha_curve": []}
     (tmp_path / "scores.json").write_text(json.dumps(written))
     (tmp_path / "plan.json").write_text(PLAN.to_json())
-    dense = [{"layer": "layer.0", "projections": 3e8, "products": 1e8, "feed_forward": 5e8, "other": 1e8}]
-    slim = [{"layer": "layer.0", "projections": 2.6e8, "products": 0.9e8, "feed_forward": 3.5e8, "other": 1e8}]
+    dense = [{"layer": "layer.0", "projections": 300, "products": 100, "feed_forward": 500, "other": 100}]
+    slim = [{"layer": "layer.0", "projections": 260, "products": 90, "feed_forward": 350, "other": 100}]
     layers = {"dense": dense, "slim": slim, "shape": [8, 128]}
-    report = make_report(neurons=5, flops_per_layer=layers, budget={"kind": "flops"})
+    report = make_report(
+        neurons=5, flops_per_layer=layers, budget={"kind": "flops", "target": 0.8, "predicted": 0.8, "measured": 0.8}
+    )
     (tmp_path / "report.json").write_text(report.to_json())
     exploration = read_exploration(tmp_path)
-    # Of 1e9 operations, one head saved 5e7, and three neurons 1.5e8. The report says 8e8 are left.
+    # Of 1,000 operations, one head saved 50, and three neurons 150. The report says 800 are left.
     assert exploration.flops_per_head == pytest.approx(0.05)
     assert exploration.flops_per_neuron == pytest.approx(0.05)
     assert exploration.flops_ratio(PLAN) == pytest.approx(0.8)
