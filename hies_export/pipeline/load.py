@@ -63,7 +63,7 @@ def load_dense(
         max_memory=_max_memory(device_map),
         **hub,
     )
-    return model if device_map is not None else model.to(device)  # type: ignore[arg-type]
+    return model if device_map is not None else model.to(device)
 
 
 def _max_memory(device_map: str | None) -> dict[int, int] | None:

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,15 +101,18 @@ def test_a_run_says_what_a_head_and_a_neuron_cost(tmp_path: Path) -> None:
     written = {**names, "parameters": {}, "samples": 8, "labels": "data", "fingerprint": "f", "alpha_curve": []}
     (tmp_path / "scores.json").write_text(json.dumps(written))
     (tmp_path / "plan.json").write_text(PLAN.to_json())
-    dense = [{"layer": "layer.0", "projections": 300, "products": 100, "feed_forward": 500, "other": 100}]
-    slim = [{"layer": "layer.0", "projections": 260, "products": 90, "feed_forward": 350, "other": 100}]
-    layers = {"dense": dense, "slim": slim, "shape": [8, 128]}
+
+    def layer(*millions: int) -> dict[str, Any]:
+        names = ("projections", "products", "feed_forward", "other")
+        return {"layer": "layer.0"} | {name: number * 10**6 for name, number in zip(names, millions, strict=True)}
+
+    layers = {"dense": [layer(300, 100, 500, 100)], "slim": [layer(260, 90, 350, 100)], "shape": [8, 128]}
     report = make_report(
         neurons=5, flops_per_layer=layers, budget={"kind": "flops", "target": 0.8, "predicted": 0.8, "measured": 0.8}
     )
     (tmp_path / "report.json").write_text(report.to_json())
     exploration = read_exploration(tmp_path)
-    # Of 1,000 operations, one head saved 50, and three neurons 150. The report says 800 are left.
+    # Of 1e9 operations, one head saved 5e7, and three neurons 1.5e8. The report says 8e8 are left.
     assert exploration.flops_per_head == pytest.approx(0.05)
     assert exploration.flops_per_neuron == pytest.approx(0.05)
     assert exploration.flops_ratio(PLAN) == pytest.approx(0.8)
