@@ -119,7 +119,7 @@ def console() -> Console:
 def all_reads(folder: Path) -> list[Read]:
     """Write every valid file into a folder, and return what reads them."""
     torch.manual_seed(0)
-    return [read for make in (*MAKERS, RECIPES) for read in make(folder)]
+    return [read for make in MAKERS for read in make(folder)]
 
 
 def _tiny(**options: Any) -> Any:
@@ -429,5 +429,4 @@ def _recipes(folder: Path) -> list[Read]:
     ]
 
 
-MAKERS = (_plans, _checkpoints, _older, _generation, _processors, _runs, _sweeps, _small)
-RECIPES = _recipes
+MAKERS = (_plans, _checkpoints, _older, _generation, _processors, _runs, _sweeps, _small, _recipes)
