@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..data.targets import batches_fingerprint, check_label_tokens, is_regression, size_of
-from ..errors import DataError, StepError
+from ..errors import DataError, StepError, memory_failure
 from ..model.attention import use_attention
 from ..model.modes import checkpointing, frozen, without_cache
 from ..model.watch import intercept
@@ -207,7 +207,7 @@ class _Pass:
                 # An iterator, which lets go of the pieces in the end: gradients of weights are as large as the model.
                 found = iter(self._run({key: value.to(device) for key, value in part.items()}, index))
             except RuntimeError as error:
-                if not _out_of_memory(error):
+                if memory_failure(error) is None:
                     raise
                 self.at_once = _halved(part, index, error)
                 found = None
@@ -271,12 +271,6 @@ def _part(batch: dict[str, Tensor], start: int, size: int) -> dict[str, Tensor]:
     if size >= size_of(batch):
         return batch
     return {key: value[start : start + size] for key, value in batch.items()}
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    # The CPU allocator, and some GPU libraries, raise a plain RuntimeError.
-    phrases = ("out of memory", "not enough memory", "can't allocate memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(phrase in str(error).lower() for phrase in phrases)
 
 
 def _halved(part: Mapping[str, Tensor], index: int, error: RuntimeError) -> int:

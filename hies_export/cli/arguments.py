@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RecipeError, quoted
-from ..paths import check_path
+from ..files import check_path
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from ..errors import did_you_mean, quoted
+from ..files import check_path
 from ..kinds import ATTENTION, KINDS
-from ..paths import check_path
 
 # Above every number of rows, heads or seconds that a run gets through, and below what libraries cannot hold.
 MOST = 2**31 - 1

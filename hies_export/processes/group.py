@@ -1,11 +1,4 @@
-"""Share the work of a run among the processes that accelerate, torchrun or Slurm started.
-
-Every process runs the same program on a model of its own. `share` splits batches. `to_owners` brings what each batch
-gives to the process that owns its module, in the order of the batches, so that sums are those of a single process to
-the last bit. `gather` and `broadcast` give everyone what one of them has. `on_main` is for what only one may do.
-
-Outside of `together`, and inside of `on_main`, there is one process, and all of this is plain function calls.
-"""
+"""The processes that accelerate, torchrun or Slurm started, and how they talk."""
 
 from __future__ import annotations
 
@@ -13,20 +6,17 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from .errors import HiesError, RequestError, StepError, require_package
+from ..errors import HiesError, RequestError, StepError, require_package
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-T = TypeVar("T")
 
 # One process may export and measure for hours while the others wait. Once all have come, they only exchange.
 LONGEST_WAIT = timedelta(days=7)
@@ -55,110 +45,10 @@ class Piece:
     tensors: Mapping[str, Tensor]
 
 
-def world() -> int:
-    """Return the number of processes that share the work."""
-    return 1 if _group is None or _group.alone else _group.world
-
-
-def rank() -> int:
-    """Return the number of this process, from 0."""
-    return 0 if _group is None else _group.rank
-
-
-def is_first() -> bool:
-    """Return whether this process prints, also before `together` and after it."""
-    return asked() == 1 or os.environ.get("RANK", "0") == "0"
-
-
 def asked() -> int:
     """Return how many processes the environment says there are."""
     given = os.environ.get("WORLD_SIZE", "1")
     return int(given) if given.isdecimal() else 1
-
-
-def share(items: Sequence[T]) -> list[tuple[int, T]]:
-    """Return this process's part of a list, each item with its number in the list."""
-    return list(enumerate(items))[rank() :: world()]
-
-
-def owners(sizes: Mapping[str, float]) -> dict[str, int]:
-    """Return which process owns each module: in their order, the one that has least so far.
-
-    Args:
-        sizes: Module -> how much memory or work it takes.
-    """
-    load = [0.0] * world()
-    found = {}
-    for name, size in sizes.items():
-        found[name] = load.index(min(load))
-        load[found[name]] += size
-    return found
-
-
-def to_owners(batches: Iterable[Iterable[Piece]]) -> Iterator[Piece]:
-    """Yield what all batches add to the sums that this process owns, in the order of the batches.
-
-    Args:
-        batches: The pieces of each of this process's batches, in the order of `share`.
-    """
-    if world() == 1:
-        yield from chain.from_iterable(batches)
-        return
-    assert _group is not None
-    remaining = iter(batches)
-    while True:
-        pieces_of_batch = next(remaining, None)
-        found = _group.exchange(None if pieces_of_batch is None else list(pieces_of_batch))
-        if found is None:
-            return
-        yield from found
-        del found  # before the next batch takes its memory
-
-
-def gather(value: T) -> list[T]:
-    """Return the value of every process, in their order; it is pickled, and tensors come to the same kind of device."""
-    if world() == 1:
-        return [value]
-    assert _group is not None
-    return _group.gather(value)
-
-
-def merged(values: Mapping[str, T]) -> dict[str, T]:
-    """Return what all processes have by name, one after the other."""
-    return {name: value for part in gather(values) for name, value in part.items()}
-
-
-def broadcast(tensor: Tensor, owner: int) -> None:
-    """Overwrite a tensor with the one that its owner has, of the same shape and dtype."""
-    if world() > 1:
-        assert _group is not None
-        _group.broadcast(tensor, owner)
-
-
-def on_main(function: Callable[[], T]) -> T:
-    """Call a function in the first process only, and return its result in all of them; the others wait."""
-    if world() == 1:
-        return function()
-    assert _group is not None
-    if rank() > 0:
-        return _group.gather(None)[0]
-    _group.alone = True
-    try:
-        value = function()
-    finally:
-        _group.alone = False
-    return _group.gather(value)[0]
-
-
-def agree() -> None:
-    """Wait until all processes are here.
-
-    Raises:
-        HiesError: One of them has failed or is gone.
-    """
-    if world() > 1:
-        assert _group is not None
-        _group.meet()
 
 
 def own_devices() -> list[int] | None:
@@ -172,39 +62,11 @@ def own_devices() -> list[int] | None:
     return list(range(local * each, (local + 1) * each))
 
 
-@contextmanager
-def together() -> Iterator[None]:
-    """Join the processes that the environment names, for the length of the block; they leave it together.
-
-    A process that fails tells the others, which then fail at their next exchange with what it said. Without a
-    WORLD_SIZE above one in the environment, or inside another such block, nothing is done.
-
-    Raises:
-        MissingRuntimeError: There are several processes, and accelerate is not installed.
-        RequestError: The environment does not say how to meet, or there are fewer GPUs than processes.
-        HiesError: Another process failed.
-    """
-    global _group
-    if _group is not None or asked() == 1:
-        yield
-        return
-    group = _group = _Group.join()
-    try:
-        yield
-        group.meet()
-    except BaseException as error:
-        group.tell(error)
-        raise
-    finally:
-        _group = None
-        group.leave()
-
-
-class _OtherFailedError(HiesError):
+class OtherFailedError(HiesError):
     """What another process said when it failed, or that it is gone.
 
     Args:
-        failure: What `_Group.tell` wrote.
+        failure: What `Group.tell` wrote.
         world: Number of processes.
         first_is_gone: Whether the process that prints is gone.
     """
@@ -215,7 +77,7 @@ class _OtherFailedError(HiesError):
         super().__init__(failure["message"] if self.lost else f"{process} stopped: {failure['message']}")
 
 
-class _Group:
+class Group:
     """The processes, and how they talk: a store for failures, gloo to wait and for objects, the fastest for tensors.
 
     Attributes:
@@ -234,11 +96,11 @@ class _Group:
         self._device, self._close, self._patience, self._failed = device, close, PATIENCE, False
         # Waiting in the store or in gloo takes no GPU, unlike in NCCL, and gloo notices when a process is gone.
         self._control = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
-        _Group._joined += 1
-        self._store = dist.PrefixStore(f"hies_export/{_Group._joined}", _get_default_store())
+        Group._joined += 1
+        self._store = dist.PrefixStore(f"hies_export/{Group._joined}", _get_default_store())
 
     @classmethod
-    def join(cls) -> _Group:
+    def join(cls) -> Group:
         """Meet the other processes."""
         require_package("accelerate", who="several processes (WORLD_SIZE) need", package="accelerate", extra="big")
         missing = [name for name in VARIABLES if name not in os.environ]
@@ -383,7 +245,7 @@ class _Group:
     def tell(self, error: BaseException) -> None:
         """Let the others fail, unless one of them failed first."""
         self._failed = True
-        if isinstance(error, _OtherFailedError):
+        if isinstance(error, OtherFailedError):
             return
         message = str(error) if isinstance(error, HiesError) else f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
@@ -413,7 +275,7 @@ class _Group:
     def _check(self) -> None:
         """Raise what another process said when it failed."""
         if self._store.check(["failure"]):
-            failed = _OtherFailedError(json.loads(self._store.get("failure")), self.world)
+            failed = OtherFailedError(json.loads(self._store.get("failure")), self.world)
             if failed.lost:
                 self._patience = PATIENCE_AFTER_LOSS
             raise failed
@@ -430,12 +292,9 @@ class _Group:
         )
         failure = {"message": message, "exit_code": StepError.exit_code, "lost": True}
         self._write(failure)
-        raise _OtherFailedError({"process": self.rank, **failure}, self.world, first_is_gone=first_is_gone) from error
+        raise OtherFailedError({"process": self.rank, **failure}, self.world, first_is_gone=first_is_gone) from error
 
 
 def _described(piece: Piece) -> tuple[int, Any, dict[str, Any]]:
     """Return what the owner must know before it receives a piece."""
     return piece.owner, piece.key, {name: (tuple(t.shape), t.dtype) for name, t in piece.tensors.items()}
-
-
-_group: _Group | None = None
