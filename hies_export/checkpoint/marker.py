@@ -23,9 +23,13 @@ _SUFFIXES_OF_OLD = (
 
 
 def mark(folder: Path) -> None:
-    """Write the marker, last of all files: the version of this package, and the names of the files in the folder."""
-    content = {"hies_export": __version__, "files": sorted(_files(folder))}
-    (folder / MARKER).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Write the marker, last of all files: the version of this package, and the names of the files in the folder.
+
+    Folders in it that have a marker get a new one, as files came after it: the card of a slim checkpoint tells of the run.
+    """
+    for marker in {folder / MARKER, *folder.rglob(MARKER)}:
+        content = {"hies_export": __version__, "files": sorted(_files(marker.parent))}
+        marker.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def find_foreign(folder: Path) -> str | None:

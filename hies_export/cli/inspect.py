@@ -108,9 +108,11 @@ def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, Unsup
     """Return the modules of every kind that can be cut, and by kind why those of another cannot."""
     from ..errors import UnsupportedModelError
     from ..model.tokens import sample_batch
+    from ..pipeline.bench import check_runs
     from ..prunable.find import FINDERS, find_modules
 
     batch = sample_batch(model, sequence=8)
+    check_runs(model, batch, "random inputs")
     found: list[PrunableModule] = []
     refused: dict[str, UnsupportedModelError] = {}
     for kind in FINDERS:

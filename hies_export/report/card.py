@@ -18,6 +18,7 @@ from .text import named_units, title
 
 # Metadata that the card of a slim model inherits from the dense model's.
 LICENSE_KEYS = ("license", "license_name", "license_link")
+_KEYS = ("base_model", *LICENSE_KEYS)
 
 ORT_CLASSES = {
     "text-classification": "ORTModelForSequenceClassification",
@@ -95,13 +96,22 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
 
 
 def read_card(model: str | Path) -> dict[str, Any]:
-    """Return the metadata of a model's card, from its folder or else from the Hub; empty where there is none."""
+    """Return `base_model` and the licence of a model's card, from its folder or else from the Hub; empty without any.
+
+    Somebody else wrote the card. What is neither text nor a list of texts is left out.
+    """
     try:
         file = Path(model) / "README.md" if Path(model).is_dir() else hf_hub_download(str(model), "README.md")
         found = metadata_load(file)
-        return found if isinstance(found, dict) else {}
-    except (HfHubHTTPError, OSError, ValueError, yaml.YAMLError):
+    except (HfHubHTTPError, OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: found[key] for key in _KEYS if _is_text(found.get(key))}
+
+
+def _is_text(value: Any) -> bool:
+    return all(isinstance(text, str) for text in (value if isinstance(value, list) else [value]))
 
 
 def _dataset(data: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -29,6 +29,13 @@ COMPENSATIONS = {
     "least_squares": "least squares",
     "weighted": "weighted least squares",
 }
+# Characters that mean something else in LaTeX's text.
+LATEX = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "#$%&_{}"},
+        **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "α": r"$\alpha$"},
+    }
+)
 MODULES = {"attention": "heads only", "mlp": "neurons only", "attention+mlp": "heads and neurons"}
 
 
@@ -237,7 +244,7 @@ def render_latex(tables: Sequence[SweepTable]) -> str:
         for method, cells in _cells(table, marks, r"$\pm$", "--"):
             lines.append(rf"{_escape(method)} & {' & '.join(_escape_percent(c) for c in cells)} \\")
         lines += [r"\bottomrule", r"\end{tabular}"]
-        lines += [_escape(f"\\par\\footnotesize {name}: {how}.") for name, how in table.differences.items()]
+        lines += [f"\\par\\footnotesize {_escape(name)}: {_escape(how)}." for name, how in table.differences.items()]
         lines += [r"\end{table}"]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
@@ -277,9 +284,7 @@ def _cells(
 
 def _escape(text: str) -> str:
     """Escape text for LaTeX."""
-    for plain, escaped in (("%", r"\%"), ("_", r"\_"), ("&", r"\&"), ("α", r"$\alpha$")):
-        text = text.replace(plain, escaped)
-    return text
+    return text.translate(LATEX)
 
 
 def _escape_percent(cell: str) -> str:

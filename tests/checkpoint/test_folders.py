@@ -40,6 +40,15 @@ def test_a_folder_that_was_written_here_is_replaced(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_part_of_what_was_written_here_is_replaced_by_itself(tmp_path: Path) -> None:
+    """A run writes `slim/` with a marker, and later the card into it."""
+    with new_folder(tmp_path / "run") as run:
+        write(run / "slim")
+        (run / "slim" / "README.md").write_text("card")
+    write(tmp_path / "run" / "slim", "new")
+    assert not (tmp_path / "run" / "slim" / "README.md").exists()
+
+
 def no_marker(folder: Path) -> None:
     (folder / MARKER).unlink()
 

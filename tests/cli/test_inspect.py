@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models import bert
 from support.neurons import neurons
+from transformers import BertForSequenceClassification
 
 from hies_export.cli.main import main
 from hies_export.errors import UnsupportedModelError
@@ -98,6 +100,19 @@ def test_a_model_without_any_units_is_refused(
     result = json.loads(out.splitlines()[-1])
     assert (result["can_be_cut"], result["reason"]) == (False, "no attention here [bold]")
     assert "error: no attention here [bold]" in err
+
+
+def test_a_model_that_does_not_run_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @wraps(BertForSequenceClassification.forward)
+    def forward(*_: Any, **__: Any) -> Any:
+        raise IndexError("no row 7")
+
+    monkeypatch.setattr(BertForSequenceClassification, "forward", forward)
+    assert main(["inspect", str(folder)]) == 2
+    said = "error: a model must run on random inputs, but BertForSequenceClassification raises IndexError: no row 7"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["plan.json", "."])

@@ -308,6 +308,11 @@ def table_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def test_latex_is_text_whatever_the_metric_is_called() -> None:
+    latex = render_latex(sweep_tables([{**row, "metric": r"a_b #1 $x^2$ {~} \input"} for row in table_rows()]))
+    assert r"a\_b \#1 \$x\textasciicircum{}2\$ \{\textasciitilde{}\} \textbackslash{}input" in latex
+
+
 def test_tables_say_mean_deviation_best_second_and_gain() -> None:
     tables = sweep_tables(table_rows())
     text = render_markdown(tables)
