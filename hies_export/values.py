@@ -252,6 +252,10 @@ _Indices = Annotated[list[int], FailFast()]
 _Size = Annotated[int, Field(ge=1, le=2**20)]
 
 
+# Messages name modules.
+_Name = Annotated[str, Field(max_length=500)]
+
+
 class _KeptUnits(Schema):
     """The units that one module keeps, in a plan of format 2."""
 
@@ -306,11 +310,11 @@ class _PlanFields(Schema):
 
 
 class _PlanOfFormat2(_PlanFields):
-    kept: dict[str, _KeptUnits]
+    kept: dict[_Name, _KeptUnits]
 
 
 class _PlanOfFormat1(_PlanFields):
-    kept: dict[str, _KeptHeads]
+    kept: dict[_Name, _KeptHeads]
 
 
 def _kept_of_format_2(name: str, kept: Mapping[str, Any]) -> Kept:

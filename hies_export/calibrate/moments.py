@@ -196,9 +196,7 @@ def _new_sums(layer: nn.Module, x: Tensor, *, derived: bool, weighted: bool) -> 
         weighted: Whether to add up weighted tokens too.
     """
     outputs, inputs = features_of(layer)
-    # Where x was read; what another process sent may be elsewhere. Weights that accelerate offloads are nowhere.
-    device = weight_of(layer).device
-    device = x.device if device.type == "meta" else device
+    device = weight_of(layer).device  # where x was read; what another process sent may be elsewhere
 
     def new() -> Sums:
         # For square consumers, such as attention's, the products with the outputs are cheap to add up.

@@ -25,7 +25,7 @@ _SUFFIXES_OF_OLD = (
 def mark(folder: Path) -> None:
     """Write the marker, last of all files: the version of this package, and the names of the files in the folder.
 
-    Folders in it that have a marker get a new one, as files came after it: the card of a slim checkpoint tells of the run.
+    Folders in it that have a marker get a new one, as files came after it: the card of a slim checkpoint, for one.
     """
     for marker in {folder / MARKER, *folder.rglob(MARKER)}:
         content = {"hies_export": __version__, "files": sorted(_files(marker.parent))}

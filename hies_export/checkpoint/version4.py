@@ -21,8 +21,8 @@ from ..slim.cut import prune_units
 from ..units import PrunableModule
 from ..values import PruningPlan, library_versions
 from .classes import class_config, find_model_class, hub_options
-from .schema import empty_model, refusing
-from .weights import check_amount, load_weights
+from .schema import refusing
+from .weights import load_weights, skeleton_of_files
 
 
 @internals.never_asking()
@@ -50,8 +50,7 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
         )
     del config.pruned_heads
     with refusing(f"{path} cannot be cut by it"):
-        skeleton = empty_model(stock, config, path)
-        check_amount(skeleton, path)
+        skeleton = skeleton_of_files(stock, config, path)
         modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
         plan = _plan(path, pruned, modules)
         skeleton = prune_units(skeleton, plan, modules, inplace=True)

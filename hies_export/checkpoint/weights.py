@@ -18,6 +18,9 @@ from ..errors import RequestError, listed, root_cause
 from .classes import class_config, hub_options, read_config
 from .schema import check_side_files, check_slim_names, empty_model
 
+# A config that describes so many times what the files hold is damaged.
+TIMES = 10
+
 
 def check_files(model_class: Any, path: str | Path, **hub: Any) -> None:
     """Check the JSON files of a checkpoint, and the names in its `hies_export` block where it is slim.
@@ -41,32 +44,48 @@ def _check_sizes(model_class: Any, path: str | Path, config: Any) -> None:
     """Refuse tensors of other sizes than the config describes, before transformers makes room for what it describes.
 
     It is enough to look at tensors whose names are those of the model, and transposed ones fit: transformers checks all
-    of them, but fills what does not fit with random numbers first, which a damaged config may make take all memory.
+    of them, but fills what does not fit, or is not there, with random numbers first, which a damaged config may make
+    take all memory.
 
     Raises:
-        RequestError: A tensor has another size, or a file is damaged.
+        RequestError: A tensor has another size, there are far fewer of them, or a file is damaged.
     """
     shapes = _stored_shapes(path)
     if not shapes or getattr(config, "quantization_config", None) is not None:
         return
-    expected = empty_model(model_class, config, path).state_dict()
+    expected = skeleton_of_files(model_class, config, path).state_dict()
     known = expected.keys() & shapes.keys()
     wrong = [(n, shapes[n], expected[n].shape) for n in known if prod(shapes[n]) != expected[n].numel()]
     if wrong:
         raise _misfit(path, wrong)
 
 
-def check_amount(model: PreTrainedModel, path: str | Path) -> None:
-    """Refuse a config that describes far more than the files hold, where a cut tells why they do not hold all of it.
+def skeleton_of_files(model_class: Any, config: Any, path: str | Path) -> PreTrainedModel:
+    """Return the model of a config without weights, unless it is far larger than the files of the checkpoint.
+
+    Args:
+        model_class: Class of the model.
+        config: Config of the model.
+        path: Folder or Hub id. Without safetensors in a folder, nothing is known of the files.
 
     Raises:
-        RequestError: A model of this config has more than ten times the parameters in the files, or a file is damaged.
+        RequestError: The config describes more than ten layers for every tensor in the files, or more than ten times
+            their parameters; or a file is damaged.
     """
-    stored, described = sum(map(prod, _stored_shapes(path).values())), model.num_parameters()
-    if stored and described > 10 * stored:
+    shapes = _stored_shapes(path)
+    # First, as thousands of layers take long to build, even without weights.
+    _check_amount("layers", getattr(config.get_text_config(), "num_hidden_layers", 0), "tensors", len(shapes), path)
+    model = empty_model(model_class, config, path)
+    stored = sum(map(prod, shapes.values()))
+    _check_amount("parameters", model.num_parameters(), "parameters", stored, path)
+    return model
+
+
+def _check_amount(what: str, described: Any, of: str, stored: int, path: str | Path) -> None:
+    if stored and isinstance(described, int) and described > TIMES * stored:
         raise RequestError(
-            f"weights must be those that the config describes, but {path} describes {described:,} parameters, and its "
-            f"files hold {stored:,}; save or fetch it again"
+            f"weights must be those that the config describes, but {path} describes {described:,} {what}, and its "
+            f"files hold {stored:,} {of}; save or fetch it again"
         )
 
 

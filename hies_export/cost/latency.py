@@ -258,4 +258,4 @@ def _read(file: Path, key: Mapping[str, Any]) -> list[TimedCut] | None:
         written = read_json(file, _Cached, _CACHED)
     except RequestError:
         return None
-    return [TimedCut(**point) for point in written["points"]] if written["key"] == key else None
+    return _Cached.model_validate(written).points if written["key"] == key else None

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from ..data.processors import load_processor
 from ..data.prompts import template_fields
@@ -107,8 +107,8 @@ class _Row(Schema):
     """A question of MM-Vet's file, or of VizWiz's."""
 
     question: str
-    imagename: str | None = None
-    image: str | None = None
+    imagename: Annotated[str, Field(min_length=1)] | None = None
+    image: Annotated[str, Field(min_length=1)] | None = None
     answers: list[_Answer | str | int | float] | None = None
 
     @model_validator(mode="after")

@@ -49,7 +49,8 @@ def load_dense(
 
     Raises:
         MissingRuntimeError: A device_map is given, and accelerate is not installed.
-        RequestError: The checkpoint is damaged, lacks weights, or has weights that do not fit its config.
+        RequestError: The checkpoint is damaged, lacks weights, or has weights that do not fit its config; or the
+            devices are too small for it.
     """
     if device_map is not None:
         require_package("accelerate", who="device_map needs", package="accelerate", extra="big")
@@ -63,6 +64,13 @@ def load_dense(
         max_memory=_max_memory(device_map),
         **hub,
     )
+    left = sum(parameter.numel() for parameter in model.parameters() if parameter.is_meta)
+    if left:
+        raise RequestError(
+            f"a model must fit on the devices that it is spread over, but device_map {device_map} leaves {left:,} of "
+            f"{model.num_parameters():,} parameters to the CPU or the disk, where they cannot be scored or cut; use "
+            "more GPUs or a smaller dtype, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        )
     return model if device_map is not None else model.to(device)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, FailFast, Field, FiniteFloat, model_validator
 
+from ..errors import quoted
 from ..files import Rule, Schema
 
 # A larger integer is no count of anything, and cannot be made a float.
@@ -65,6 +66,12 @@ class _AlphaPoint(Schema):
 class _Neurons(Schema):
     kept: Count
     total: Annotated[Count, Field(ge=1)]
+
+    @model_validator(mode="after")
+    def _part(self) -> _Neurons:
+        if self.kept > self.total:
+            raise ValueError(f"kept must be at most total, got {self.kept} of {self.total}")
+        return self
 
 
 # What the sentence about a budget says; "heads" has none.
@@ -236,8 +243,8 @@ class SweepRow(Schema):
     alpha_by: str | None = None
     sparsity: FiniteFloat | None
     seed: int
-    calibration_samples: int
-    compensation: str
+    calibration_samples: Count
+    compensation: Literal["none", "bias", "scalars", "least_squares", "weighted"]
     metric: str
     quality: float
     quality_dense: float
@@ -246,7 +253,10 @@ class SweepRow(Schema):
     heads_removed: Count | None
     neurons_removed: Count | None = None
     flops_target: FiniteFloat | None = None
-    modules: str | None = None
+    modules: Literal["attention", "mlp", "attention+mlp"] | None = None
+    latency_ratio: FiniteFloat | None = None
+    latency_low: FiniteFloat | None = None
+    latency_high: FiniteFloat | None = None
 
 
 SweepFile = Annotated[list[SweepRow], Field(min_length=1)]
@@ -269,6 +279,13 @@ class SweepFigures(Schema):
     entropy: Numbers
     plans: Annotated[list[_SweepPlan], Field(min_length=1)]
 
+    @model_validator(mode="after")
+    def _of_the_same_heads(self) -> SweepFigures:
+        for name, values in self.entropy.items():
+            if not values or len(values) != len(self.his.get(name, ())):
+                raise ValueError(f"entropy and his must be of the same heads, but not in {quoted(name)}")
+        return self
+
 
 class SweepDetails(SweepFigures):
     """details.json of a sweep."""
@@ -277,3 +294,13 @@ class SweepDetails(SweepFigures):
     calibration_samples: int
     key_value_heads: dict[str, Annotated[Count, Field(ge=1)]]
     kinds: dict[str, Literal["attention", "mlp"]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> SweepDetails:
+        for name, values in self.his.items():
+            groups = self.key_value_heads.get(name)
+            if not values or groups is None or len(values) % groups:
+                raise ValueError(
+                    f"key_value_heads must divide the units of every module, got {groups} in {quoted(name)}"
+                )
+        return self

@@ -212,7 +212,6 @@ class _Greedy:
         self._of_token += (gone_gradient * (gone_read @ solved.to(gone_read))).sum(1)
         self._left[places] = False
         taken_over = solved @ self._inverse[columns]  # -P
-        taken_over[:, self._columns((~self._left).nonzero().flatten())] = 0
         self._inverse.addmm_(self._inverse[:, columns], taken_over, alpha=-1)
         moved = taken_over.to(self._read)
         self._read.addmm_(gone_read, moved, alpha=-1)

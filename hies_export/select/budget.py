@@ -98,14 +98,26 @@ def counts_within(
 
 
 def check_reachable(
-    modules: Sequence[Units], table: CostTable, *, ratio: float, constraints: Constraints = NONE
+    modules: Sequence[Units],
+    table: CostTable,
+    *,
+    ratio: float,
+    constraints: Constraints = NONE,
+    best: float | None = None,
 ) -> None:
     """Refuse a budget of cost that no selection meets.
+
+    Args:
+        modules: The modules that may lose units.
+        table: The cost that they save.
+        ratio: Greatest allowed cost, as a share of the dense model's.
+        constraints: Constraints of the selection.
+        best: The lowest cost within reach; by default what the constraints allow.
 
     Raises:
         PlanError: No selection meets the budget; the message says the lowest cost within reach.
     """
-    best = lowest_ratio(modules, table, constraints)
+    best = lowest_ratio(modules, table, constraints) if best is None else best
     if best > ratio:
         given = {name: getattr(constraints, name) for name in ("unit", "min_heads", "keep_layers", "multiple_of")}
         given["multiple_of neurons"] = constraints.neurons_multiple_of

@@ -14,8 +14,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..score.merge import hull
 from ..units import Selection, Units
 from ..values import Chain, Removal, Scores
@@ -28,6 +26,9 @@ from .knapsack import least_loss
 GRID = 20_000
 # Up to so many points of all curves, the choice is exact, which takes seconds.
 MOST_OPTIONS = 20_000
+
+# Sums of the same costs in different orders differ by less.
+ROUNDING = 1e-12
 
 # What the first 1, 2, ... blocks of a chain save together, and their effect.
 _Curve = tuple[list[float], list[float]]
@@ -117,6 +118,9 @@ def _global(
     options = dict(zip(by_name, removable_counts(modules, constraints), strict=True))
     blocks = [list(_blocks(chain, by_name, options, constraints.unit)) for chain in chains]
     curves = [_curve(chain, table) for chain in blocks]
+    # A chain over several modules may not reach the least cost of each: timings need not fall with every unit.
+    least = 1 - sum(max((0.0, *saved)) for saved, _ in curves)
+    check_reachable(modules, table, ratio=ratio + ROUNDING, constraints=constraints, best=least)
     points = sum(len(chain) + 1 for chain in blocks)
     solve = _exactly if points <= MOST_OPTIONS else _by_slopes
     gone: dict[str, set[int]] = {}
@@ -133,10 +137,8 @@ def _exactly(curves: Sequence[_Curve], wanted: float) -> list[int]:
         [math.ceil((top - share) * GRID - 1e-6) for share in (0.0, *saved)]
         for top, (saved, _) in zip(most, curves, strict=True)
     ]
-    limit = math.floor((sum(most) - wanted) * GRID + 1e-6)
+    limit = max(0, math.floor((sum(most) - wanted) * GRID + 1e-6))
     best, trace = least_loss(costs, [[0.0, *effects] for _, effects in curves], limit)
-    if not np.isfinite(best).any():  # within rounding of the least cost there is
-        return [saved.index(top) + 1 if top > 0 else 0 for top, (saved, _) in zip(most, curves, strict=True)]
     return trace(int(best.argmin()))
 
 

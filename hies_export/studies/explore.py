@@ -269,8 +269,9 @@ def _of_run(folder: Path) -> Exploration:
     measured = []
     if report.criterion in FAMILY:
         lost = (0.0, lost_share(statistics["his"], plan))
-        quality = (report.quality["dense"], report.quality["slim"])
-        measured.append(Measured("the dense model and this run's slim one", lost, quality, (1.0, report.stability)))
+        quality = _numbers((report.quality["dense"], report.quality["slim"]))
+        stability = _numbers((1.0, report.stability))
+        measured.append(Measured("the dense model and this run's slim one", lost, quality, stability))
     curve, budget = written["alpha_curve"], report.details["budget"]
     judged = "cut and compensated" if report.details.get("compensation") else "masked"
     plans = [found.plan_at(p["alpha"], budget["target"], found.allocation) for p in curve if budget["kind"] == "heads"]

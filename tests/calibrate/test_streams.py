@@ -280,6 +280,7 @@ def test_groups_of_modules_give_the_same_effects_in_more_passes(case: str) -> No
                 for name in ("inputs", "gradients", "sample"):
                     assert torch.equal(getattr(found, name), getattr(whole.layers[module.name], name))
         assert stream.passes == (1 if groups == 1 else 2 * groups)
+    assert EffectStream(model, batches[:1], modules, limit_bytes=1).samples == len(next(iter(batches[0].values())))
 
 
 def test_the_model_is_left_as_it_was_by_a_weighted_pass() -> None:

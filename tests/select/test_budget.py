@@ -79,6 +79,8 @@ def test_the_program_knows_every_total() -> None:
     assert best.tolist() == pytest.approx([0.0, float("inf"), 0.2, 0.4, float("inf"), 0.1, float("inf")])
     assert trace(5) == [2, 0]
     assert trace(2) == [0, 1]
+    # Of equals, the earlier option.
+    assert least_loss([[2, 2, 2]], [[0.5, 0.1, 0.1]], 2)[1](2) == [1]
 
 
 def test_uniform_budgets_take_the_same_from_every_layer() -> None:

@@ -121,10 +121,17 @@ HEADS = (Units(name="a0", units=12), Units(name="a1", units=12, groups=4))
         (0.5, Constraints(allocation="uniform", multiple_of=2), [6, 2]),
         (14 / 16, Constraints(), 14),  # all but one of each
         (13 / 16, Constraints(min_heads=2), 13),
+        (2 / 16, Constraints(multiple_of=2), 2),  # the fewest that may go
     ],
 )
 def test_a_budget_of_heads_in_bundles(share: float, constraints: Constraints, expected: int | list[int]) -> None:
     assert check_budget(HEADS, heads=share, constraints=constraints) == expected
+
+
+def test_pairs_of_heads_are_called_groups() -> None:
+    pairs = (Units(name="a", units=8, groups=4),)
+    with pytest.raises(PlanError, match="asks to remove 4 of 4 key/value groups, but .* unit: query cuts"):
+        check_budget(pairs, heads=0.9, constraints=Constraints())
 
 
 @pytest.mark.parametrize(

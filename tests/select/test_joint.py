@@ -145,6 +145,54 @@ def test_the_loss_is_that_of_a_knapsack_over_counts(
         assert best - 1e-9 <= lost(found, effects) <= best * 1.12
 
 
+def timings(seed: int) -> CostTable:
+    """Return a table like one of measured times: steps of all sizes, and sometimes a smaller layer that is slower."""
+    draw = random.Random(seed)
+    rows = {m.name: [0, *(draw.randint(-3, 12) for _ in range(m.units - 1))] for m in SMALL}
+    return CostTable("latency", {name: tuple(k / 200 for k in itertools.accumulate(row)) for name, row in rows.items()})
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("ranked", [(), ("attention",)])
+@pytest.mark.parametrize("seed", range(12))
+def test_timings_that_are_no_straight_lines(
+    seed: int, ranked: tuple[str, ...], exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exact:
+        monkeypatch.setattr(joint, "MOST_OPTIONS", 0)
+    table, effects = timings(seed), effects_of(SMALL, seed)
+    scores = scores_of(effects, ranked=ranked)
+    # Of every chain the first removals go, and every module keeps a unit.
+    points: dict[float, float] = {}
+    for counts in itertools.product(*(range(len(chain) + 1) for chain in chains_of(scores, SMALL))):
+        gone = dict.fromkeys(effects, 0)
+        loss = 0.0
+        for chain, count in zip(chains_of(scores, SMALL), counts, strict=True):
+            left = {m.name: m.units - 1 for m in SMALL}
+            may_go = [r for r in chain if (left := left | {r.module: left[r.module] - 1})[r.module] >= 0]
+            if count > len(may_go):
+                break
+            for removal in may_go[:count]:
+                gone[removal.module] += 1
+                loss += effects[removal.module][list(removal.units)].sum().item()
+        else:
+            saved = round(sum(table.saved[name][k] for name, k in gone.items()), 9)
+            points[saved] = min(loss, points.get(saved, loss))
+    for step in range(41):
+        wanted = step / 200
+        best = min((loss for saved, loss in points.items() if saved >= wanted), default=None)
+        if best is None:
+            with pytest.raises(PlanError, match="the budget asks for latency at most"):
+                select_within(scores, SMALL, SMALL, table, ratio=1 - wanted)
+            continue
+        found = select_within(scores, SMALL, SMALL, table, ratio=1 - wanted)
+        assert sum(table.saved[m.name][len(found[m.name].removed)] for m in SMALL) >= wanted - 1e-9
+        if exact:
+            assert lost(found, effects) == pytest.approx(best)
+        else:
+            assert lost(found, effects) >= best - 1e-9
+
+
 def test_both_solvers_agree_where_curves_are_fine() -> None:
     modules = tuple(m for i in range(3) for m in (heads(f"a{i}", 12), block(f"m{i}", 600)))
     effects, table = effects_of(modules, 1), table_of(modules, {"attention": 30.0, "mlp": 1.0})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cuts import random_cut, random_plan
-from support.families import architecture
+from support.families import architecture, decoder
 from support.models import bert, image_batch, text_batch, vit
 from transformers import PreTrainedModel
 
@@ -23,6 +23,8 @@ from hies_export.slim.check import first_output, max_abs
 from hies_export.slim.cut import prune_units
 from hies_export.units import Kept
 from hies_export.values import PruningPlan, Scores
+
+gpt_oss = decoder("GptOss", head_dim=8, num_local_experts=2, num_experts_per_tok=1)
 
 
 @pytest.mark.parametrize("make", [bert, vit], ids=["bert", "vit"])
@@ -44,6 +46,27 @@ def test_slim_models_can_be_copied_and_pickled() -> None:
     for other in (copy.deepcopy(slim), pickle.loads(pickle.dumps(slim))):
         assert type(other) is type(slim)
         assert max_abs(first_output(other, batch), first_output(slim, batch)) == 0
+
+
+@pytest.mark.parametrize("make", [bert, gpt_oss], ids=["bert", "gpt_oss"])
+def test_a_slim_config_says_what_its_modules_have(make: Callable[[], PreTrainedModel]) -> None:
+    dense, batch = make(), text_batch(labels=False)
+    slim, plan, sites = random_cut(dense, batch)
+    said = slim.config.hies_export
+    changed = 0
+    for site in sites:
+        old, new = (model.get_submodule(site.name) for model in (dense, slim))
+        name, kept = site.name.removeprefix(f"{dense.base_model_prefix}."), list(plan.kept[site.name].units)
+        numbers = {key: number for key, number in vars(new).items() if isinstance(number, int)}
+        numbers = {key: number for key, number in numbers.items() if number != vars(old)[key]}
+        assert said["attributes"].get(name, {}) == numbers
+        changed += len(numbers)
+        if make is gpt_oss:  # a number per head, outside of all layers
+            assert torch.equal(new.sinks, old.sinks[kept])
+            assert new.sinks.requires_grad
+            assert said.get("parameters", {}).get(f"{name}.sinks", [site.units]) == [len(kept)]
+    assert changed > 0 or make is gpt_oss
+    assert check_cut(dense, slim, plan, batch) < 1e-4
 
 
 def test_dtype_device_and_frozen_weights_are_kept() -> None:

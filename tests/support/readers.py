@@ -392,7 +392,7 @@ def _small(folder: Path) -> list[Read]:
 
     def points() -> None:
         for point in _read(cached, {"format": 4}) or ():
-            assert isinstance(point.ratio, float)
+            assert isinstance(point.ratio, int | float)
 
     return [
         Read("questions of VizWiz", "json", questions, lambda: read_questions(questions), 15),
