@@ -152,7 +152,7 @@ def select_heads(
     counts: Sequence[int] | None = None,
     seed: int = 0,
     calibration: Mapping[str, Any] | None = None,
-    model: Mapping[str, float] | None = None,
+    model: Mapping[str, tuple[float, ...]] | None = None,
     **constraints: Any,
 ) -> PruningPlan:
     """Return the plan that `select_units` selects, with its provenance.

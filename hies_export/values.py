@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, FailFast, Field, model_validator
+from pydantic import ConfigDict, FailFast, Field, FiniteFloat, model_validator
 from torch import Tensor
 
 from . import __version__
@@ -137,8 +137,8 @@ class Provenance:
         seed: Seed of the calibration samples, and of the criterion `random`.
         calibration: `samples`, `labels` ("data" or "predictions") and `fingerprint` (SHA-256) of the batches.
         versions: Library -> version.
-        model: Consumer -> L2 norm of its weight, for the few consumers by which a plan recognises its model; empty if
-            unknown. Changing the dtype changes a norm by less than 1e-4.
+        model: Linear layer -> fingerprint of its weight, for the few layers by which a plan recognises its model; empty
+            if unknown. See `hies_export.slim.fingerprint`.
     """
 
     criterion: str
@@ -146,7 +146,7 @@ class Provenance:
     seed: int = 0
     calibration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    model: Mapping[str, float] = field(default_factory=dict)
+    model: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class PruningPlan:
     seed: int = 0
     calibration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    model: Mapping[str, float] = field(default_factory=dict)
+    model: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, kept: Selection, provenance: Provenance) -> PruningPlan:
@@ -240,7 +240,10 @@ class PruningPlan:
     def _of_json(cls, plan: dict[str, Any], *, where: str) -> PruningPlan:
         schema, read = _FORMATS[plan.pop("format")]
         check(plan, schema, _PLAN_RULE, where=where)
-        return cls(**plan | {"kept": {name: read(name, kept) for name, kept in plan["kept"].items()}})
+        kept = {name: read(name, kept) for name, kept in plan["kept"].items()}
+        # Older plans have a norm alone.
+        model = {name: tuple(of) if isinstance(of, list) else (of,) for name, of in plan.get("model", {}).items()}
+        return cls(**plan | {"kept": kept, "model": model})
 
 
 def selection_of(plan: PruningPlan | Selection) -> Selection:
@@ -254,6 +257,7 @@ _Size = Annotated[int, Field(ge=1, le=2**20)]
 
 # Messages name modules.
 _Name = Annotated[str, Field(max_length=500)]
+_Fingerprint = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
 
 
 class _KeptUnits(Schema):
@@ -306,7 +310,7 @@ class _PlanFields(Schema):
     seed: int = 0
     calibration: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
-    model: dict[str, float] = Field(default_factory=dict)
+    model: dict[_Name, FiniteFloat | _Fingerprint] = Field(default_factory=dict)
 
 
 class _PlanOfFormat2(_PlanFields):

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import a_path, a_path_or_id, add_json, add_output
+from .arguments import a_path, a_path_or_id, add_force, add_json, add_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -17,6 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder or Hub id, with safetensors"
     )
+    add_force(parser)
     add_output(parser, required=True)
     add_json(parser)
 
@@ -31,7 +32,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     inputs = {"plan": options.plan, "model": options.model}
     refuse_existing(options.output, overwrite=options.overwrite, inputs=inputs)
     plan = PruningPlan.from_file(options.plan)
-    applied = apply_plan(plan, options.model, options.output, overwrite=options.overwrite, progress=progress)
+    applied = apply_plan(
+        plan, options.model, options.output, overwrite=options.overwrite, force=options.force, progress=progress
+    )
     rate = applied.dense_bytes / 1e6 / applied.seconds
     console.print(
         f"written to {options.output}: {plan_text(plan)}, "

@@ -78,6 +78,11 @@ def add_output(parser: ArgumentParser, *flags: str, help: str = "folder to write
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if hies-export wrote it")
 
 
+def add_force(parser: ArgumentParser) -> None:
+    """Add the option that applies a plan to other weights."""
+    parser.add_argument("--force", action="store_true", help="apply a plan to other weights than it was made for")
+
+
 def add_json(parser: ArgumentParser) -> None:
     """Add `--json`, for a command whose `run` returns a result."""
     parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, last on stdout")

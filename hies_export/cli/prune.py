@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import a_path, add_recipe, read_recipe, refuse_output
+from .arguments import a_path, add_force, add_recipe, read_recipe, refuse_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe and `--plan`."""
+    """Add the recipe, `--plan` and `--force`."""
     add_recipe(parser)
     parser.add_argument("--plan", metavar="FILE", type=a_path, help="cut by this plan instead of scoring")
+    add_force(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
@@ -21,7 +23,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from ..pipeline.choose import choose
     from ..pipeline.prepare import prepare
     from ..pipeline.run import prune
-    from ..slim.check import check_selection, check_weights, weight_norms
+    from ..slim.check import check_selection
+    from ..slim.fingerprint import check_weights, fingerprint
     from ..values import PruningPlan
     from .terminal import plan_text, print_plan
 
@@ -32,7 +35,10 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     prepared = prepare(recipe)
     if given is not None:
         check_selection(given.kept, prepared.sites)
-        check_weights(given, weight_norms(prepared.model, prepared.sites))
+        found = fingerprint(prepared.model, prepared.sites)
+        if options.force:
+            given = replace(given, model=found)
+        check_weights(given.model, found)
         plan, refit = given, None
     else:
         choice = choose(prepared, recipe, progress=progress)

@@ -18,8 +18,8 @@ from ..prunable.find import find_modules
 from ..recipe import PruningRecipe
 from ..score.criteria import AUTO, COMPENSATED
 from ..select.iterative import filled_in
-from ..slim.check import weight_norms
 from ..slim.cut import prune_units
+from ..slim.fingerprint import fingerprint
 from ..slim.refit import Compensation
 from ..units import Selection
 from ..values import Provenance, PruningPlan, Scores, Statistics, dump_json, library_versions
@@ -223,7 +223,7 @@ class _Chooser:
                 "fingerprint": calibration.fingerprint,
             },
             versions=library_versions(),
-            model=weight_norms(self._prepared.model, self._prepared.sites),
+            model=fingerprint(self._prepared.model, self._prepared.sites),
         )
         return PruningPlan.of(picked.selection, provenance)
 

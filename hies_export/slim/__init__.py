@@ -7,5 +7,6 @@ cut.py       `prune_units`: the removal itself
 uniform.py   a config whose plain fields describe a uniformly cut model
 config.py    a config with a `hies_export` block, and a slim class, for all others
 check.py     whether a plan fits a model, and `compare_cut`: the cut model against the masked one
+fingerprint.py  whether a plan was made for these weights
 refit.py     `compensate`: refit the consumers by least squares, without training
 """

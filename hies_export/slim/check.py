@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel
 
 from ..errors import CutMismatchError, PlanError
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
-from ..model.linear import weight_of
 from ..model.modes import evaluating
 from ..units import PrunableModule, Selection
 from ..values import PruningPlan
@@ -75,31 +73,6 @@ def _check_units(units: Sequence[int], module: PrunableModule) -> None:
 
 def _counts(kind: str, units: int, groups: int) -> str:
     return f"{units} query and {groups} key/value heads" if kind == ATTENTION else f"{units} {UNIT_NAMES[kind]}s"
-
-
-def weight_norms(model: nn.Module, modules: Sequence[PrunableModule]) -> dict[str, float]:
-    """Return consumer -> L2 norm of its weight, for the first and last module: a plan recognises its model by these."""
-    names = dict.fromkeys(module.consumer for module in (modules[0], modules[-1]))
-    return {name: weight_of(model.get_submodule(name)).detach().double().norm().item() for name in names}
-
-
-def check_weights(plan: PruningPlan, norms: Mapping[str, float]) -> None:
-    """Refuse a plan that was made for a model with other weights, whose units compute other features.
-
-    Args:
-        plan: The plan.
-        norms: From `weight_norms` of the model to be cut.
-
-    Raises:
-        PlanError: A norm differs by more than a change of dtype can explain.
-    """
-    for name, norm in plan.model.items():
-        here = norms.get(name, math.nan)
-        if not math.isclose(norm, here, rel_tol=1e-3):
-            raise PlanError(
-                f"a plan must be for the weights it is applied to, but {name} had an L2 norm of {norm:.6g} where "
-                f"the plan was made and has {here:.6g} here; make a plan for this model"
-            )
 
 
 def compare_cut(

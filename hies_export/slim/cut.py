@@ -12,8 +12,9 @@ from ..model.linear import features_of, select_features, set_parameter
 from ..prunable.follow import feature_cuts, row_cuts, set_attributes
 from ..units import PrunableModule, Selection
 from ..values import PruningPlan, selection_of
-from .check import check_selection, check_weights, weight_norms
+from .check import check_selection
 from .config import Shapes, become_slim
+from .fingerprint import check_weights, fingerprint
 from .uniform import write_uniform_config
 
 
@@ -33,7 +34,7 @@ def prune_units(
 
     Args:
         model: The dense model.
-        plan: The units that stay. The weight norms of a plan are checked; a bare selection has none.
+        plan: The units that stay. The weights that a plan was made for are checked; a bare selection names none.
         modules: From `find_modules` on this model.
         inplace: Cut `model` itself instead of a copy.
 
@@ -51,7 +52,7 @@ def prune_units(
     selection = selection_of(plan)
     check_selection(selection, modules)
     if isinstance(plan, PruningPlan) and not any(parameter.is_meta for parameter in model.parameters()):
-        check_weights(plan, weight_norms(model, modules))
+        check_weights(plan.model, fingerprint(model, modules))
     slim = model if inplace else copy.deepcopy(model)
     shapes = Shapes()
     for module in modules:

@@ -5,7 +5,6 @@ The result is what `load`, `prune_units` and `save_pretrained` would write, byte
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +22,9 @@ from ..model.tokens import sample_batch
 from ..progress import SILENT, Progress
 from ..prunable.find import find_modules
 from ..prunable.follow import feature_cuts, row_cuts
-from ..slim.check import check_selection, check_weights
+from ..slim.check import check_selection
 from ..slim.cut import prune_units
+from ..slim.fingerprint import check_weights, fingerprint_of
 from ..units import PrunableModule
 from ..values import PruningPlan
 from .companions import copy_companions
@@ -62,6 +62,7 @@ def apply_plan(
     batch: Mapping[str, Tensor] | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     overwrite: bool = False,
+    force: bool = False,
     progress: Progress = SILENT,
 ) -> Applied:
     """Cut a checkpoint of safetensors by a plan, tensor by tensor.
@@ -77,6 +78,7 @@ def apply_plan(
         batch: Two short samples, on which the modules are found; by default random ones.
         max_shard_size: Bytes, or such as "5GB", as in `save_pretrained`.
         overwrite: Replace an existing folder.
+        force: Cut also if the plan was made for other weights; the plan that is written says these.
         progress: Follows the tensors as they are written.
 
     Returns:
@@ -102,7 +104,10 @@ def apply_plan(
     dense, origins = build_skeleton(source, tensors)
     modules = _find_modules(dense, plan, batch)
     check_selection(plan.kept, modules)
-    check_weights(plan, _norms(plan, origins, tensors))
+    found = _fingerprints(plan, origins, tensors)
+    if force:
+        plan = replace(plan, model=found)
+    check_weights({name: made for name, made in plan.model.items() if name not in _converted(plan, origins)}, found)
     cuts = _cuts(dense, plan, modules)
     slim = prune_units(dense, plan, modules, inplace=True)
     rewrite = Rewrite(slim, tensors, origins, cuts)
@@ -148,18 +153,25 @@ def _inside(outer: str, module: PrunableModule) -> PrunableModule:
     )
 
 
-def _norms(plan: PruningPlan, origins: Mapping[str, Step], tensors: Mapping[str, StoredTensor]) -> dict[str, float]:
-    """Return the L2 norms of the layers that a plan names, block by block; see `weight_norms`."""
-    norms = {}
+def _fingerprints(
+    plan: PruningPlan, origins: Mapping[str, Step], tensors: Mapping[str, StoredTensor]
+) -> dict[str, tuple[float, ...]]:
+    """Return the fingerprints of the layers that a plan names, read block by block; see `fingerprint`."""
+    found = {}
     for name in plan.model:
         origin = origins.get(f"{name}.weight")
         if origin is None or origin.convert is not None:
             continue
         stored = tensors[origin.sources[0]]
         blocks = read_blocks(stored, {}, stored.dtype, bytearray())
-        squares = (torch.frombuffer(block, dtype=stored.dtype).double().pow(2).sum().item() for block in blocks)
-        norms[name] = math.sqrt(sum(squares))
-    return norms
+        found[name] = fingerprint_of(torch.frombuffer(block, dtype=stored.dtype) for block in blocks)
+    return found
+
+
+def _converted(plan: PruningPlan, origins: Mapping[str, Step]) -> set[str]:
+    """Return the layers that a plan names and that loading makes of other tensors."""
+    steps = {name: origins.get(f"{name}.weight") for name in plan.model}
+    return {name for name, step in steps.items() if step is not None and step.convert is not None}
 
 
 def _cuts(model: PreTrainedModel, plan: PruningPlan, modules: Sequence[PrunableModule]) -> dict[str, dict[int, Tensor]]:

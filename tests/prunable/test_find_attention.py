@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from hies_export.errors import PlanError, UnsupportedModelError
 from hies_export.legacy import KeptHeads, check_cut, select_heads
 from hies_export.prunable.attention import find_attention
-from hies_export.slim.check import check_selection, weight_norms
+from hies_export.slim.check import check_selection
 from hies_export.slim.cut import prune_units
+from hies_export.slim.fingerprint import fingerprint
 from hies_export.units import Kept, PrunableModule, Slice
 from hies_export.values import Scores
 
@@ -207,8 +208,8 @@ def test_a_plan_for_other_weights_is_refused() -> None:
     model, other = LAYOUTS["separate"][0](), LAYOUTS["separate"][0]()
     sites = find_attention(model, text_batch(labels=False))
     scores = Scores("random", {}, {s.name: torch.rand(s.heads) for s in sites})
-    plan = select_heads(scores, sites, heads=0.34, model=weight_norms(model, sites))
+    plan = select_heads(scores, sites, heads=0.34, model=fingerprint(model, sites))
     prune_units(model.to(torch.bfloat16), plan, sites)
     torch.manual_seed(1)
-    with pytest.raises(PlanError, match=r"layers.0.self_attn.o_proj had an L2 norm of .* make a plan for this model"):
+    with pytest.raises(PlanError, match=r"those of .*layers.0.self_attn.q_proj differ .* make a plan"):
         prune_units(shake(other), plan, sites)

@@ -13,10 +13,10 @@ from support.neurons import bert_case, half, neurons
 
 from hies_export.errors import CutMismatchError, PlanError
 from hies_export.prunable.attention import find_attention
-from hies_export.slim.check import check_selection, check_weights, compare_cut, first_output, max_abs, weight_norms
+from hies_export.slim.check import check_selection, compare_cut, first_output, max_abs
 from hies_export.slim.cut import prune_units
+from hies_export.slim.fingerprint import fingerprint
 from hies_export.units import Kept, Units
-from hies_export.values import PruningPlan
 
 
 def test_half_precision_is_compared_in_float32() -> None:
@@ -73,27 +73,10 @@ def test_the_largest_difference_of_tensors() -> None:
     assert max_abs(one[:0], one[:0]) == 0.0
 
 
-def test_a_plan_is_known_by_the_norms_of_its_first_and_last_consumer() -> None:
-    dense, batch = bert(), text_batch()
-    sites = find_attention(dense, batch)
-    norms = weight_norms(dense, sites)
-    assert list(norms) == [sites[0].consumer, sites[-1].consumer]
-    for name, norm in norms.items():
-        weight = dense.get_submodule(name).weight.detach().double()
-        assert norm == pytest.approx(weight.pow(2).sum().sqrt().item(), rel=1e-12)
-    plan = dataclasses.replace(random_plan(sites, uniform=True), model=norms)
-    last = sites[-1].consumer
-    check_weights(plan, norms | {last: norms[last] * 1.0009})
-    for wrong in (norms | {last: norms[last] * 1.002}, norms | {last: norms[last] * 0.998}, {last: norms[last]}):
-        with pytest.raises(PlanError, match="must be for the weights it is applied to, but .* had an L2 norm of"):
-            check_weights(plan, wrong)
-    check_weights(PruningPlan(plan.kept, "random", None, 0), {})  # a plan without norms says nothing
-
-
 def test_a_plan_of_other_weights_is_not_cut_by_and_a_selection_is() -> None:
     dense, batch = bert(), text_batch()
     sites = find_attention(dense, batch)
-    plan = dataclasses.replace(random_plan(sites, uniform=True), model=weight_norms(dense, sites))
+    plan = dataclasses.replace(random_plan(sites, uniform=True), model=fingerprint(dense, sites))
     other = bert()
     with torch.no_grad():
         other.get_submodule(sites[-1].consumer).weight.mul_(1.01)

@@ -33,9 +33,10 @@ from hies_export.kinds import KINDS, MLP
 from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import find_attention
 from hies_export.prunable.find import find_modules
-from hies_export.slim.check import first_output, weight_norms
+from hies_export.slim.check import first_output
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
+from hies_export.slim.fingerprint import fingerprint
 from hies_export.stream import shards
 from hies_export.stream.apply import MAX_SHARD_SIZE, apply_plan
 from hies_export.units import Kept
@@ -431,16 +432,19 @@ def test_a_plan_for_another_model(dense: Path, tmp_path: Path) -> None:
 
 def test_a_plan_for_other_weights(dense: Path, tmp_path: Path) -> None:
     model = load(dense)
-    plan = replace(plan_for(dense), model=weight_norms(model, find_attention(model, batch_for(model))))
+    plan = replace(plan_for(dense), model=fingerprint(model, find_attention(model, batch_for(model))))
     apply_plan(plan, dense, tmp_path / "slim")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
     apply_plan(plan, tmp_path / "half", tmp_path / "half slim")
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.mul_(1.01)
     model.save_pretrained(tmp_path / "other")
-    with pytest.raises(PlanError, match="layers.0.self_attn.o_proj had an L2 norm of"):
+    with pytest.raises(PlanError, match="those of model.layers.0.self_attn.o_proj differ from"):
         apply_plan(plan, tmp_path / "other", tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
+    apply_plan(plan, tmp_path / "other", tmp_path / "forced", force=True)
+    written = PruningPlan.from_file(tmp_path / "forced" / "hies_plan.json")
+    assert written == replace(plan, model=fingerprint(model, find_attention(model, batch_for(model))))
 
 
 def test_a_model_that_is_nowhere(dense: Path, tmp_path: Path) -> None:

@@ -98,5 +98,4 @@ def test_the_page_is_guarded() -> None:
         assert status(Host="evil.example") == status(Origin="http://evil.example") == 403
     finally:
         page.close()
-        del page
         gc.collect()

@@ -1,0 +1,134 @@
+"""Whether a plan knows the weights it was made for from those of another fine-tuning of the same base."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.cuts import random_plan
+from support.families import gpt2
+from support.models import bert, llama, save_project, text_batch
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from hies_export.cli.main import main
+from hies_export.errors import PlanError
+from hies_export.prunable.find import find_modules
+from hies_export.slim import fingerprint as fingerprints
+from hies_export.slim.cut import prune_units
+from hies_export.slim.fingerprint import check_weights, fingerprint, fingerprint_of
+from hies_export.values import PruningPlan
+
+KINDS = ("attention", "mlp")
+
+
+def naive(values: list[float], period: int) -> list[float]:
+    """The fingerprint, number by number, in Python's integers."""
+
+    def signed(number: int) -> int:
+        return (number + 2**63) % 2**64 - 2**63
+
+    sums = []
+    for factor in fingerprints._FACTORS:
+        total = 0.0
+        for place, value in enumerate(values):
+            hashed = signed(place % period * factor)
+            hashed = signed((hashed ^ (hashed >> 29)) * fingerprints._MIX)
+            total += -value if hashed < 0 else value
+        sums.append(total)
+    return [sum(value * value for value in values) ** 0.5, *sums]
+
+
+@pytest.mark.parametrize("period", [100, 2**20])
+def test_a_fingerprint_is_what_a_loop_finds(period: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "PERIOD", period)
+    fingerprints._signs.cache_clear()
+    weight = torch.randn(37, 29)
+    expected = pytest.approx(naive(weight.flatten().tolist(), period))
+    assert list(fingerprint_of([weight])) == expected
+    assert list(fingerprint_of(iter(weight.split(5)))) == expected
+    assert list(fingerprint_of(iter(weight.flatten().split(100)))) == expected
+    fingerprints._signs.cache_clear()
+
+
+def test_signs_are_as_good_as_random() -> None:
+    signs = fingerprints._signs(torch.device("cpu"))
+    assert signs.abs().eq(1).all()
+    # About half of them are negative, the two patterns are not alike, and neither follows its neighbours.
+    assert (signs.mean(1).abs() < 0.005).all()
+    assert (signs[0] * signs[1]).mean().abs() < 0.005
+    for distance in (1, 2, 768, 4096):
+        assert ((signs[:, distance:] * signs[:, :-distance]).mean(1).abs() < 0.005).all()
+
+
+def tuned(base: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Return the base with weights that moved by 3.5 % of their norm, so that two such differ by 5 %."""
+    model, generator = copy.deepcopy(base), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            step = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(step * 0.035 * parameter.norm() / step.norm().clamp(min=1e-9))
+    return model
+
+
+@pytest.mark.parametrize("make", [bert, llama, gpt2], ids=["bert", "llama", "gpt2"])
+@pytest.mark.parametrize("kinds", [("attention",), ("mlp",), KINDS], ids="+".join)
+def test_another_fine_tuning_of_one_base_is_refused(
+    make: Callable[[], PreTrainedModel], kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    base, batch = make(), text_batch(labels=False)
+    for seed in range(5):
+        one, other = tuned(base, 2 * seed), tuned(base, 2 * seed + 1)
+        modules = find_modules(one, batch, kinds=kinds)
+        mine, theirs = fingerprint(one, modules), fingerprint(other, modules)
+        # Their norms tell less than the guard of older plans needs, for some layers at least.
+        assert min(abs(mine[name][0] / theirs[name][0] - 1) for name in mine) < fingerprints.NORM_TOLERANCE
+        for made, here in ((mine, theirs), (theirs, mine)):
+            with pytest.raises(PlanError, match=r"differ from the ones it was made for, by about 0\.\d+ of their norm"):
+                check_weights(made, here)
+        # Saved in any precision and loaded again, weights are still the same.
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            copy.deepcopy(one).to(dtype).save_pretrained(tmp_path / "saved")
+            check_weights(mine, fingerprint(type(one).from_pretrained(tmp_path / "saved"), modules))
+
+
+def test_older_plans_have_a_norm_alone() -> None:
+    model, batch = bert(), text_batch(labels=False)
+    sites = find_modules(model, batch)
+    norms = {name: numbers[0] for name, numbers in fingerprint(model, sites).items()}
+    text = json.dumps(json.loads(random_plan(sites, uniform=True).to_json()) | {"model": norms})
+    plan = PruningPlan.from_json(text)
+    prune_units(model, plan, sites)
+    with torch.no_grad():
+        model.get_submodule(sites[-1].consumer).weight.mul_(1.002)
+    with pytest.raises(PlanError, match=r"differ from the ones it was made for, by about 0\.002 of"):
+        prune_units(model, plan, sites)
+
+
+def test_both_commands_take_a_plan_of_other_weights_only_by_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_project(tmp_path, train=12, validation=12, prune={"alpha": 0.5, "budget": {"heads": 0.4}})
+    dense = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    modules = find_modules(dense, text_batch(labels=False))
+    plan = replace(random_plan(modules, uniform=False), model=fingerprint(tuned(dense, 1), modules))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    commands = {
+        "apply": ("apply", str(tmp_path / "plan.json"), str(tmp_path / "model")),
+        "prune": ("prune", str(tmp_path / "recipe.yaml"), "--plan", str(tmp_path / "plan.json")),
+    }
+    for name, command in commands.items():
+        arguments = [*command, "-o", str(tmp_path / name)]
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert "make a plan for this model, or pass --force to cut it all the same" in said
+        assert not (tmp_path / name).exists()
+        assert main([*arguments, "--force"]) == 0
+        # The plan that is kept with the checkpoint is one of these weights.
+        kept = PruningPlan.from_file(tmp_path / name / "hies_plan.json")
+        assert kept == replace(plan, model=kept.model)
+        check_weights(kept.model, fingerprint(dense, modules))
