@@ -78,16 +78,26 @@ def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, S
     Raises:
         PlanError: A layer differs by more than a change of dtype can explain.
     """
-    for name, made in made_for.items():
-        here = found.get(name)
-        if here is None:
-            raise PlanError(f"a plan must be for the weights it is applied to, but this model has no {name}; {_ADVICE}")
-        apart = max(abs(one - other) for one, other in zip(made, here, strict=False)) / max(made[0], 1e-30)
-        if not apart <= (TOLERANCE if len(made) > 1 else NORM_TOLERANCE):
-            raise PlanError(
-                f"a plan must be for the weights it is applied to, but those of {name} differ from the ones it was "
-                f"made for, by about {apart:.2g} of their norm or more; {_ADVICE}"
-            )
+    lacking = next((name for name in made_for if name not in found), None)
+    if lacking is not None:
+        raise PlanError(f"a plan must be for the weights it is applied to, but this model has no {lacking}; {_ADVICE}")
+    apart = {name: _apart(made, found[name]) for name, made in made_for.items()}
+    others = [
+        name
+        for name, made in made_for.items()
+        if not apart[name] <= (TOLERANCE if len(made) > 1 else NORM_TOLERANCE)  # NaN too
+    ]
+    if others:
+        name = max(others, key=lambda name: apart[name])
+        raise PlanError(
+            f"a plan must be for the weights it is applied to, but those of {name} differ from the ones it was made "
+            f"for, by about {apart[name]:.2g} of their norm or more; {_ADVICE}"
+        )
+
+
+def _apart(made: Sequence[float], here: Sequence[float]) -> float:
+    """Return how far two fingerprints are apart, as a share of the norm; an older one is a norm alone."""
+    return max(abs(one - other) for one, other in zip(made, here, strict=False)) / max(made[0], 1e-30)
 
 
 _ADVICE = "make a plan for this model, or pass --force to cut it all the same"

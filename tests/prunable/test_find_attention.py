@@ -211,5 +211,5 @@ def test_a_plan_for_other_weights_is_refused() -> None:
     plan = select_heads(scores, sites, heads=0.34, model=fingerprint(model, sites))
     prune_units(model.to(torch.bfloat16), plan, sites)
     torch.manual_seed(1)
-    with pytest.raises(PlanError, match=r"those of .*layers.0.self_attn.q_proj differ .* make a plan"):
+    with pytest.raises(PlanError, match=r"those of .*self_attn.* differ .* make a plan"):
         prune_units(shake(other), plan, sites)
