@@ -28,13 +28,19 @@ import errno
 import os
 import re
 import reprlib
+import unicodedata
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 MOST_LISTED = 20
 # Characters of a value, and of another message, that a message quotes.
 LONGEST_VALUE, LONGEST_QUOTE = 100, 1000
+# Linux and macOS take names of 255 bytes; results are written under a name of 10 more before they get their own.
+LONGEST_NAME, LONGEST_PATH = 240, 3000
+
+AnyPath = TypeVar("AnyPath", str, Path)
 
 
 class HiesError(Exception):
@@ -206,6 +212,23 @@ def quoted(value: Any) -> str:
     shortening.maxstring = shortening.maxother = shortening.maxlong = LONGEST_VALUE
     text = shortening.repr(value)
     return text if len(text) <= 2 * LONGEST_VALUE else f"{text[:LONGEST_VALUE]}...{text[-LONGEST_VALUE:]}"
+
+
+def check_path(path: AnyPath) -> AnyPath:
+    """Return a path, or a Hub id, that can be looked up, written to and printed; whether it exists is not looked at.
+
+    Raises:
+        ValueError: It has control characters, characters that UTF-8 cannot hold, or too many of them.
+    """
+    text = str(path)
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+        raise ValueError(f"a path must be text without control characters, got {quoted(text)}")
+    longest = max(len(name.encode()) for name in text.split("/"))
+    if longest > LONGEST_NAME or len(text.encode()) > LONGEST_PATH:
+        raise ValueError(
+            f"a path must have at most {LONGEST_PATH} bytes, and {LONGEST_NAME} between two slashes, got {quoted(text)}"
+        )
+    return path
 
 
 def root_cause(error: BaseException, *, limit: int = 300) -> str:

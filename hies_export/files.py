@@ -1,17 +1,16 @@
 """Read JSON files against a schema, and refuse what is damaged in a sentence: the file, the place, what must be there.
 
 Every JSON file that this package reads goes through `read_json`. A schema is a pydantic model, by default a `Schema`:
-strict about types, and indifferent to fields that it does not know. `check_path` refuses paths that no system takes.
+strict about types, and indifferent to fields that it does not know.
 """
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -19,11 +18,6 @@ from pydantic_core import ErrorDetails, from_json
 from .errors import LONGEST_VALUE, RequestError, quoted
 
 MEGABYTE = 10**6
-# Linux and macOS take names of 255 bytes; results are written under a name of 10 more before they get their own.
-LONGEST_NAME = 240
-LONGEST_PATH = 3000
-
-AnyPath = TypeVar("AnyPath", str, Path)
 
 
 class Schema(BaseModel):
@@ -152,20 +146,3 @@ def _place(location: Sequence[int | str], value: Any, *last: int | str) -> str:
 
 def _is_plain(name: str) -> bool:
     return name.isidentifier() and len(name) <= LONGEST_VALUE
-
-
-def check_path(path: AnyPath) -> AnyPath:
-    """Return a path, or a Hub id, that can be looked up, written to and printed; whether it exists is not looked at.
-
-    Raises:
-        ValueError: It has control characters, characters that UTF-8 cannot hold, or too many of them.
-    """
-    text = str(path)
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
-        raise ValueError(f"a path must be text without control characters, got {quoted(text)}")
-    longest = max(len(name.encode()) for name in text.split("/"))
-    if longest > LONGEST_NAME or len(text.encode()) > LONGEST_PATH:
-        raise ValueError(
-            f"a path must have at most {LONGEST_PATH} bytes, and {LONGEST_NAME} between two slashes, got {quoted(text)}"
-        )
-    return path

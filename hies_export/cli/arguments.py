@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RecipeError, quoted
-from ..files import check_path
+from ..errors import RecipeError, check_path, quoted
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError, field_validator, model_validator
 
-from ..errors import RecipeError
-from ..files import check_path
+from ..errors import RecipeError, check_path
 from ..progress import SILENT, Progress
 from ..tasks import TASKS, TaskName
 from .reading import read_fields, sentences

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from ..errors import did_you_mean, quoted
-from ..files import check_path
+from ..errors import check_path, did_you_mean, quoted
 from ..kinds import ATTENTION, KINDS
 
 # Above every number of rows, heads or seconds that a run gets through, and below what libraries cannot hold.
