@@ -6,6 +6,7 @@ strict about types, and indifferent to fields that it does not know.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,10 @@ from pydantic_core import ErrorDetails, from_json
 from .errors import LONGEST_VALUE, RequestError, quoted
 
 MEGABYTE = 10**6
+# In JSON: escaped, other than tab and line breaks; or as bytes, which JSON allows of U+007F to U+009F.
+_CONTROL = re.compile(
+    rb"(?<!\\)(?:\\\\)*\\(?:[bf]|u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f]))|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE
+)
 
 
 class Schema(BaseModel):
@@ -35,12 +40,14 @@ class Rule:
         remedy: End of the sentence: what to do.
         error: Class of the refusal.
         megabytes: Largest size of the file.
+        shown: Whether its text is printed in terminals, to which control characters are commands.
     """
 
     must: str
     remedy: str
     error: type[RequestError] = RequestError
     megabytes: int = 64
+    shown: bool = False
 
     def refused(self, problem: str) -> RequestError:
         """Return the error that says what is wrong."""
@@ -86,6 +93,9 @@ def parse_json(data: str | bytes, schema: Any, rule: Rule, *, where: str) -> Any
         value = from_json(data)
     except ValueError as error:
         raise rule.refused(f"{where} is no JSON: {error}") from error
+    control = _CONTROL.search(data if isinstance(data, bytes) else data.encode()) if rule.shown else None
+    if control is not None:
+        raise rule.refused(f"{where} has a control character at byte {control.start()}")
     check(value, schema, rule, where=where)
     return value
 

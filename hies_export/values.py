@@ -340,6 +340,7 @@ _PLAN_RULE = Rule(
     f"a plan must be JSON written by hies_export (format 1 or {PLAN_FORMAT})",
     "make one with 'hies-export score' or 'hies-export run'",
     PlanError,
+    shown=True,
 )
 
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,3 +78,18 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(RequestError, match=f"a thing must be JSON, but .*{problem}; make another"):
             read_json(tmp_path / name, Outer, RULE)
+
+
+@pytest.mark.parametrize("ascii", [True, False])
+@pytest.mark.parametrize("before", ["", "a", "\\", "\\\\", "\\u001b", '"'])
+def test_control_characters_are_refused_where_text_is_shown(before: str, ascii: bool) -> None:
+    """ESC and its like are commands to a terminal, also as U+0080 to U+009F."""
+    shown = replace(RULE, shown=True)
+    for code in (*range(0x100), 0x1F600):
+        text = json.dumps({f"{before}{chr(code)}": chr(code)}, ensure_ascii=ascii)
+        assert parse_json(text, Any, RULE, where="it") == json.loads(text)
+        if unicodedata.category(chr(code)) == "Cc" and chr(code) not in "\t\n\r":
+            with pytest.raises(DataError, match="a thing must be JSON, but it has a control character at byte"):
+                parse_json(text, Any, shown, where="it")
+        else:
+            assert parse_json(text, Any, shown, where="it") == json.loads(text)

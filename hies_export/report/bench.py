@@ -29,7 +29,7 @@ class BenchRow(LatencyRow):
 
 # A row with a model is a BenchRow: pydantic keeps the member of a union that takes most of the given fields.
 _Rows = list[BenchRow | LatencyRow]
-_BENCH = Rule("a bench must be the JSON of 'hies-export bench --json'", "measure again")
+_BENCH = Rule("a bench must be the JSON of 'hies-export bench --json'", "measure again", shown=True)
 
 
 @dataclass(frozen=True)

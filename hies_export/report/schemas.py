@@ -20,10 +20,10 @@ Numbers = dict[str, Annotated[list[FiniteFloat], FailFast()]]
 """Module -> one number per unit."""
 
 RERUN = "run it again"
-REPORT = Rule("a report must be a report.json or a run's folder", "give the folder a run wrote")
-SCORES = Rule("scores.json must be as a run of this version wrote it", RERUN, megabytes=1024)
-SWEEP = Rule("sweep.json must be as a sweep of this version wrote it", RERUN)
-SWEEP_DETAILS = Rule("details.json must be as a sweep of this version wrote it", RERUN, megabytes=1024)
+REPORT = Rule("a report must be a report.json or a run's folder", "give the folder a run wrote", shown=True)
+SCORES = Rule("scores.json must be as a run of this version wrote it", RERUN, megabytes=1024, shown=True)
+SWEEP = Rule("sweep.json must be as a sweep of this version wrote it", RERUN, shown=True)
+SWEEP_DETAILS = Rule("details.json must be as a sweep of this version wrote it", RERUN, megabytes=1024, shown=True)
 
 
 class _Units(Schema):

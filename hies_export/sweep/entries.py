@@ -12,6 +12,7 @@ from ..files import Rule, Schema, check, parse_json
 RULE = Rule(
     "a journal must be lines of JSON written by hies-export sweep",
     "choose another folder or pass --overwrite to begin anew",
+    shown=True,
 )
 
 
