@@ -73,6 +73,7 @@ class Reader(ABC):
         files: Mapping[str, str | Path] | None = None,
         samples: int | None = None,
         shuffle_seed: int | None = None,
+        in_order: bool = False,
     ) -> datasets.Dataset:
         """Load rows as `load_rows` does, `check` them, and `draw` samples from them.
 
@@ -81,12 +82,12 @@ class Reader(ABC):
         """
         source: dict[str, Any] = {"name": name, "files": files, "split": split, "numbered": True}
         if self.a_row_is_a_sample:
-            rows = load_rows(**source, samples=samples, shuffle_seed=shuffle_seed)
+            rows = load_rows(**source, samples=samples, shuffle_seed=shuffle_seed, in_order=in_order)
             self.check(rows)
             return rows
         with mapped_rows(**source) as rows:
             self.check(rows)
-            return self.draw(rows, samples=samples, shuffle_seed=shuffle_seed)
+            return self.draw(rows, samples=samples, shuffle_seed=shuffle_seed, in_order=in_order)
 
     def check(self, rows: datasets.Dataset) -> None:
         """Check that the model can be fed with these rows, before anything is computed.
@@ -126,7 +127,12 @@ class Reader(ABC):
         """Refuse rows without a label or answer that the model knows."""
 
     def draw(
-        self, rows: datasets.Dataset, *, samples: int | None = None, shuffle_seed: int | None = None
+        self,
+        rows: datasets.Dataset,
+        *,
+        samples: int | None = None,
+        shuffle_seed: int | None = None,
+        in_order: bool = False,
     ) -> datasets.Dataset:
         """Turn rows into one row per sample, then take as many as wanted, so that samples are what is counted.
 
@@ -134,11 +140,12 @@ class Reader(ABC):
             rows: Those that `check` accepted, all and in their own order.
             samples: How many; None for all. When there are fewer, all are returned.
             shuffle_seed: Take them in a seeded random order.
+            in_order: Return those that a seed takes in their own order.
 
         Raises:
             DataError: The rows give no samples, or max_length is more than the model can take.
         """
-        return take(self._as_samples(rows), samples=samples, shuffle_seed=shuffle_seed)
+        return take(self._as_samples(rows), samples=samples, shuffle_seed=shuffle_seed, in_order=in_order)
 
     def _as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Return one row per sample."""

@@ -57,6 +57,7 @@ def load_rows(
     split: str,
     samples: int | None = None,
     shuffle_seed: int | None = None,
+    in_order: bool = False,
     numbered: bool = False,
 ) -> datasets.Dataset:
     """Load the rows of one split, from the Hub or from local files.
@@ -75,6 +76,7 @@ def load_rows(
         samples: How many rows; None for all. When there are fewer, all are returned: report `len(rows)`.
         shuffle_seed: Take the rows in a seeded random order, not in file order. The rows of an image folder are
             sorted by class, so there `samples` without a seed takes the first rows of the shuffle with seed 0.
+        in_order: Return the rows that a seed takes in file order.
         numbered: Add a column with the number of every row in its file or split, for `row_name`.
 
     Returns:
@@ -90,7 +92,7 @@ def load_rows(
         by_class = files is not None and Path(files[split.partition("[")[0]]).expanduser().is_dir()
         if by_class and samples and shuffle_seed is None:
             shuffle_seed = 0
-        return take(rows, samples=samples, shuffle_seed=shuffle_seed)
+        return take(rows, samples=samples, shuffle_seed=shuffle_seed, in_order=in_order)
 
 
 @contextmanager
@@ -127,22 +129,35 @@ def mapped_rows(
         yield rows
 
 
-def take(rows: datasets.Dataset, *, samples: int | None, shuffle_seed: int | None) -> datasets.Dataset:
+def take(
+    rows: datasets.Dataset, *, samples: int | None, shuffle_seed: int | None, in_order: bool = False
+) -> datasets.Dataset:
     """Return the first rows, or the first of a seeded random order, copied into memory without the others.
+
+    `taken_from` tells of the result how many rows there were.
 
     Args:
         rows: Any rows.
         samples: How many; None for all. When there are fewer, all are returned.
         shuffle_seed: Seed of the order; None for their own.
+        in_order: Return the rows that a seed takes in their own order.
     """
     order: Sequence[int] | np.ndarray = range(len(rows))
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(len(rows))
     order, arrow = order[:samples], rows.with_format("arrow")
+    order = np.sort(order) if in_order else order
     parts = [arrow[order[start : start + _TAKEN]] for start in range(0, len(order), _TAKEN)]
     # What `arrow` returns are views of the file or of the whole table.
     copies = [part.take(pa.array(np.arange(len(part)))) for part in parts]
-    return datasets.Dataset(datasets.table.InMemoryTable(pa.concat_tables(copies)), info=rows.info, split=rows.split)
+    info, split = rows.info.copy(), str(rows.split)
+    info.splits = datasets.SplitDict({split: datasets.SplitInfo(split, num_examples=len(rows))})
+    return datasets.Dataset(datasets.table.InMemoryTable(pa.concat_tables(copies)), info=info, split=rows.split)
+
+
+def taken_from(rows: datasets.Dataset) -> int:
+    """Return how many rows there were to take these from, by `take`."""
+    return int(rows.info.splits.total_num_examples)
 
 
 def column_values(rows: datasets.Dataset, column: str) -> Iterator[Any]:

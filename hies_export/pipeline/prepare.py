@@ -16,6 +16,7 @@ from ..data.lengths import by_length
 from ..data.processors import load_processor
 from ..data.reader import Batch, Columns, Reader
 from ..data.registry import reader_for
+from ..data.rows import taken_from
 from ..data.targets import is_regression
 from ..errors import RecipeError, RequestError
 from ..evaluate.lm_eval import check_benchmarks
@@ -41,6 +42,8 @@ HELD_OUT_SAMPLES = 256
 AUTO_SAMPLES = 512
 # Held-out rows on which `max_drop` is checked: on fewer rows, noise would hide a loss of 0.01.
 MAX_DROP_SAMPLES = 1024
+# Whatever seed a run has, its quality is that of the same rows.
+EVALUATION_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Prepared:
             budget is max_drop. Shortest samples first, because they are predicted many times.
         compensation: Batches to refit on, without labels; empty if the recipe does not compensate.
         evaluation: Batches to evaluate on, shortest samples first.
+        evaluation_of: How many samples the evaluation split has.
         metrics: Names of the metrics; the first is the report's quality.
         regression: Whether the model predicts a number.
         runtimes: Names of the runtimes to measure on.
@@ -71,6 +75,7 @@ class Prepared:
     held_out: list[Batch]
     compensation: list[Batch]
     evaluation: list[Batch]
+    evaluation_of: int
     metrics: tuple[str, ...]
     regression: bool
     runtimes: tuple[str, ...]
@@ -150,7 +155,9 @@ def prepare(
     samples = _draw(recipe, reader, draws or Draws.of(recipe))
     if loaded is None:
         source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
-        judged = reader.load(recipe.evaluation.split, samples=recipe.evaluation.samples, **source)
+        wanted = recipe.evaluation
+        seed = EVALUATION_SEED if wanted.samples is not None and wanted.rows == "drawn" else None
+        judged = reader.load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True, **source)
         model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
     else:
         model = loaded.model
@@ -176,6 +183,7 @@ def prepare(
         held_out=_shortest_first(reader, samples.held_out, size),
         compensation=reader.unlabelled().batches(samples.compensation, batch_size=size),
         evaluation=loaded.evaluation if loaded else _shortest_first(reader, judged, recipe.evaluation.batch_size),
+        evaluation_of=loaded.evaluation_of if loaded else taken_from(judged),
         metrics=metrics,
         regression=regression,
         runtimes=runtimes,

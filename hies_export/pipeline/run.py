@@ -213,6 +213,8 @@ def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[st
             "calibration_batch": calibration.batch_size,
             "calibration_batch_asked": min(recipe.calibration.batch_size, calibration.samples),
             "evaluation_samples": sum(map(size_of, prepared.evaluation)),
+            "evaluation_of": prepared.evaluation_of,
+            "evaluation_rows": recipe.evaluation.rows,
             "evaluation_split": split,
             "name": recipe.data.name,
             "file": file,

@@ -134,7 +134,9 @@ class EvaluationSection(Section):
 
     Attributes:
         split: Split of the data set, or a slice of one.
-        samples: Use the first so many rows; all of them by default.
+        samples: How many rows to judge on; all of them by default.
+        rows: Which ones, of more: "drawn" by a seed that is the same for every run, or the "first". Data sets are often
+            sorted, by topic or by length.
         batch_size: Most rows that go through the model at once.
         metrics: Names of metrics, as `evaluate/metrics.py` lists them, or what `evaluate.load` finds: `owner/name` on
             the Hub, or a local script. The first one is the report's. By default those usual for the task.
@@ -145,6 +147,7 @@ class EvaluationSection(Section):
 
     split: str = "validation"
     samples: int | None = Field(None, ge=1)
+    rows: Literal["drawn", "first"] = "drawn"
     batch_size: int = Field(32, ge=1)
     metrics: tuple[str, ...] = ()
     stability_tolerance: float = Field(0.25, gt=0)

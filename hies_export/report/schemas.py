@@ -139,6 +139,8 @@ class _Data(Schema):
     labels: str | None = None
     calibration_samples: int | None = None
     evaluation_samples: int | None = None
+    evaluation_of: int | None = None
+    evaluation_rows: Literal["drawn", "first"] = "first"
     evaluation_split: str | None = None
     calibration_batch: int = 0
     calibration_batch_asked: int = 0

@@ -98,10 +98,22 @@ def method_text(report: Report) -> str:
         halved = f" ({used} at once: {asked} did not fit into memory)" if used < asked else ""
         lines.append(
             f"{kinds_text(report).capitalize()} were scored on {data['calibration_samples']} samples{halved} with "
-            f"{labels}; quality is over {data['evaluation_samples']} samples of {data['evaluation_split']}."
+            f"{labels}; quality is over {_evaluation_rows(data)} of {data['evaluation_split']}."
         )
     lines.append(environment_text(report.environment))
     return " ".join(lines)
+
+
+def _evaluation_rows(data: Mapping[str, Any]) -> str:
+    """Return how many samples quality was measured on, and which: "600 of 1,500 samples, drawn at random,"."""
+    used, there = data["evaluation_samples"], data.get("evaluation_of")
+    if there is None:  # an older report
+        return f"{used:,} samples"
+    if used >= there:
+        return f"all {there:,} samples"
+    if data.get("evaluation_rows") == "drawn":
+        return f"{used:,} samples, drawn from the {there:,}"
+    return f"the first {used:,} of the {there:,} samples"
 
 
 def environment_text(environment: Mapping[str, Any]) -> str:

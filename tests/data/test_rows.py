@@ -14,7 +14,7 @@ import PIL.Image
 import pytest
 from support.models import SHARED
 
-from hies_export.data.rows import load_rows
+from hies_export.data.rows import load_rows, mapped_rows, take, taken_from
 from hies_export.errors import DataError
 
 # Words that naive readers lose: a quote, a comma, a word that looks missing, a line separator, non-ASCII.
@@ -155,6 +155,18 @@ def test_a_seed_shuffles_reproducibly(tmp_path):
     assert all_rows[:8] == few
     assert sorted(all_rows) == list(range(50)) != all_rows
     assert few != load(path, samples=8, shuffle_seed=4)["n"][:]
+
+
+def test_rows_that_a_seed_takes_can_stay_in_order(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"n": n} for n in range(50)])
+    for samples in (8, 50, 60, None):
+        drawn, ordered = (load(path, samples=samples, shuffle_seed=3, in_order=order) for order in (False, True))
+        assert ordered["n"][:] == sorted(drawn["n"][:])
+        assert taken_from(drawn) == taken_from(ordered) == 50
+    assert taken_from(load(path, samples=8)) == 50
+    rows = mapped_rows(files={"train": path}, split="train[10:30]")
+    with rows as part:
+        assert taken_from(take(part, samples=3, shuffle_seed=None)) == 20
 
 
 def write_image_folder(folder, *, classes=("cat", "dog"), each=10):

@@ -154,6 +154,27 @@ def test_a_slim_checkpoint_can_be_run_exported_inspected_and_benched(
         assert (row["flops_ratio"] < 1) == (row["realised"] is not None) == (len(models) == 2)
 
 
+@pytest.mark.parametrize("rows", ["drawn", "first"])
+def test_quality_is_of_rows_from_everywhere(rows: str, tmp_path: Path) -> None:
+    """Of a sorted file the first rows are no sample."""
+    save_project(tmp_path, train=12, validation=1, prune={"alpha": 0.5, "budget": {"heads": 0.4}})
+    sentences = ["good"] * 20 + ["bad"] * 20
+    lines = [json.dumps({"sentence": text, "other": "fine", "label": row % 2}) for row, text in enumerate(sentences)]
+    (tmp_path / "validation.jsonl").write_text("\n".join(lines))
+    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
+    seen = []
+    for seed in (0, 1):
+        calibration = recipe.calibration.model_copy(update={"seed": seed, "samples": 8})
+        evaluation = recipe.evaluation.model_copy(update={"samples": 12, "rows": rows})
+        prepared = prepare(recipe.model_copy(update={"calibration": calibration, "evaluation": evaluation}))
+        assert prepared.evaluation_of == 40
+        seen.append(sorted(tuple(row.tolist()) for batch in prepared.evaluation for row in batch["input_ids"]))
+    assert seen[0] == seen[1]
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    texts = tokenizer.batch_decode([list(row) for row in seen[0]])
+    assert sum("good" in text for text in texts) == (12 if rows == "first" else pytest.approx(6, abs=4))
+
+
 def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(project / "train.jsonl", 60)
     torch_only = ("--set", "measure.runtimes=[torch]")

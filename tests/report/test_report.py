@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.reports import make_report
 
 from hies_export.errors import RequestError
 from hies_export.report.report import Report
+from hies_export.report.text import method_text
 
 
 def test_a_report_is_what_its_file_says(tmp_path: Path) -> None:
@@ -52,3 +55,19 @@ def test_a_file_that_is_no_report_is_refused(change: dict[str, object], tmp_path
     (tmp_path / "report.json").write_text(json.dumps(json.loads(make_report().to_json()) | change))
     with pytest.raises(RequestError, match=f"a report must be a report.json .*{next(iter(change))}"):
         Report.from_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"evaluation_of": 1500, "evaluation_rows": "drawn"}, "over 600 samples, drawn from the 1,500 of validation."),
+        ({"evaluation_of": 1500, "evaluation_rows": "first"}, "over the first 600 of the 1,500 samples of validation."),
+        ({"evaluation_of": 600, "evaluation_rows": "drawn"}, "over all 600 samples of validation."),
+        ({}, "over 600 samples of validation."),  # of an older version
+    ],
+)
+def test_a_report_says_which_rows_quality_is_of(data: dict[str, Any], said: str) -> None:
+    report = make_report()
+    known = {"labels": "data", "calibration_samples": 8, "evaluation_samples": 600, "evaluation_split": "validation"}
+    found = method_text(replace(report, details=report.details | {"data": known | data}))
+    assert f"quality is {said}" in found
