@@ -72,7 +72,6 @@ def select_within(
         PlanError: No selection meets the budget; the message says the lowest cost within reach.
     """
     check_constraints(scored, constraints)
-    check_reachable(scored, table, ratio=ratio, constraints=constraints)
     chains = chains_of(scores, scored, unit=constraints.unit)
     if constraints.allocation == "uniform":
         gone = _uniform(chains, scored, table, ratio, constraints)
@@ -216,6 +215,7 @@ def _uniform(
     chains: Sequence[Chain], modules: Sequence[Units], table: CostTable, ratio: float, constraints: Constraints
 ) -> dict[str, set[int]]:
     """Return the units that go when every module loses the smallest share that meets the budget."""
+    check_reachable(modules, table, ratio=ratio, constraints=constraints)
     order: dict[str, list[int]] = {module.name: [] for module in modules}
     for chain in chains:
         for removal in chain:

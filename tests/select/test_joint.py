@@ -324,6 +324,27 @@ def test_uniform_takes_the_smallest_share_that_is_enough() -> None:
     assert shares == sorted(set(shares))
 
 
+def test_a_uniform_budget_that_cannot_be_met_is_refused() -> None:
+    modules = tuple(m for i in range(2) for m in (heads(f"a{i}", 8), block(f"m{i}", 40)))
+    constraints = Constraints(allocation="uniform", min_heads=4)
+    with pytest.raises(PlanError, match=r"FLOPs at most 0.3 of dense, but .* \(min_heads 4\) gives 0\.\d+, the best"):
+        select_within(
+            scores_of(effects_of(modules, 4)),
+            modules,
+            modules,
+            table_of(modules, PRICE),
+            ratio=0.3,
+            constraints=constraints,
+        )
+
+
+def test_by_slopes_no_more_is_taken_than_is_wanted() -> None:
+    """Of four equal steps, two save exactly a half."""
+    line = ([0.25, 0.5, 0.75, 1.0], [1.0, 2.0, 3.0, 4.0])
+    assert joint._by_slopes([line], 0.5) == [2]
+    assert joint._by_slopes([line, line], 1.25) in ([4, 1], [1, 4])
+
+
 def test_uniform_follows_chains_too() -> None:
     modules = (heads("a", 4), block("m", 4))
     chains: tuple[Chain, ...] = (

@@ -16,7 +16,14 @@ from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import check_selection, compare_cut, first_output, max_abs
 from hies_export.slim.cut import prune_units
 from hies_export.slim.fingerprint import fingerprint
-from hies_export.units import Kept, Units
+from hies_export.units import Kept, PrunableModule, Units
+
+
+def test_pairs_must_keep_as_many_heads_each() -> None:
+    pairs = PrunableModule(name="a", units=6, groups=3, unit_width=2, consumer="a.o")
+    check_selection({"a": Kept((0, 2, 4), 6, 3)}, [pairs])
+    with pytest.raises(PlanError, match=r"plan keeps query heads \[0, 1, 2\], \[2, 1\] per key/value head"):
+        check_selection({"a": Kept((0, 1, 2), 6, 3)}, [pairs])
 
 
 def test_half_precision_is_compared_in_float32() -> None:
