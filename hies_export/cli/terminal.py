@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from ..values import PruningPlan
 
 T = TypeVar("T")
+
+# Characters of a warning that is counted.
+_SHORT = 100
 
 
 class TerminalProgress:
@@ -41,7 +45,9 @@ class TerminalProgress:
 
 @contextlib.contextmanager
 def show_messages(console: Console, *, verbose: bool, silence_libraries: bool) -> Iterator[None]:
-    """Print this package's warnings and log records as single lines while the block runs.
+    """Print this package's warnings and log records as single lines while the block runs, each text once.
+
+    At the end, texts that came again are counted.
 
     Args:
         console: Where to.
@@ -51,9 +57,10 @@ def show_messages(console: Console, *, verbose: bool, silence_libraries: bool) -
 
     def show(message: Any, category: Any, *_: Any, **__: Any) -> None:
         if verbose or category.__module__.startswith("hies_export"):
-            console.print(f"warning: {message}", markup=False, style="yellow", soft_wrap=True)
+            messages.say(f"warning: {message}")
 
-    handler = _ConsoleHandler(console)
+    messages = _Messages(console)
+    handler = _ConsoleHandler(messages)
     logger = logging.getLogger("hies_export")
     logger.addHandler(handler)
     with warnings.catch_warnings():
@@ -69,16 +76,39 @@ def show_messages(console: Console, *, verbose: bool, silence_libraries: bool) -
             yield
         finally:
             logger.removeHandler(handler)
+            messages.count_repeats()
+
+
+class _Messages:
+    """What was printed, and how often it was to be."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._times: Counter[str] = Counter()
+
+    def say(self, text: str) -> None:
+        """Print a text, unless it was printed before."""
+        self._times[text] += 1
+        if self._times[text] == 1:
+            self._print(text)
+
+    def count_repeats(self) -> None:
+        """Print how often texts came again."""
+        for text, times in self._times.items():
+            if times > 1:
+                self._print(f"{text if len(text) <= _SHORT else text[:_SHORT] + '...'} ({times:,} times in all)")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, style="yellow", soft_wrap=True)
 
 
 class _ConsoleHandler(logging.Handler):
-    def __init__(self, console: Console):
+    def __init__(self, messages: _Messages):
         super().__init__(logging.WARNING)
-        self.console = console
+        self._messages = messages
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = f"{record.levelname.lower()}: {record.getMessage()}"
-        self.console.print(text, markup=False, style="yellow", soft_wrap=True)
+        self._messages.say(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
 def print_plan(plan: PruningPlan, console: Console) -> None:

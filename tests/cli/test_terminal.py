@@ -34,6 +34,21 @@ def test_our_messages_are_single_lines(run_command: Callable[..., int], capsys: 
     assert capsys.readouterr() == ("", "warning: ours [dim]\nwarning: a record of [dim] 3\n")
 
 
+def test_a_message_is_printed_once_and_counted(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warn_often(*_: object) -> None:
+        for _ in range(1153):
+            logging.getLogger("hies_export.somewhere").warning("a metric is undefined: %s", "x" * 100)
+        logging.getLogger("hies_export.somewhere").warning("something else")
+
+    assert run_command(warn_often) == 0
+    beginning = "warning: a metric is undefined: "
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert (first, second) == (beginning + "x" * 100, "warning: something else")
+    assert last == beginning + "x" * (100 - len(beginning)) + "... (1,153 times in all)"
+
+
 def test_verbose_shows_those_of_the_libraries(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
