@@ -152,15 +152,21 @@ def require_package(module: str, *, who: str, package: str, extra: str, otherwis
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the end of a message, "; did you mean 'known'?", or "" where no known word is close.
+    """Return the end of a message, "; did you mean 'known'?", or "" where no known word is close; case is ignored.
+
+    Two words are named where both are close: 'heis' may be 'his' or 'hies'.
 
     Args:
         word: What was given.
         known: What could have been meant.
         cutoff: Least similarity in [0, 1], as in `difflib.get_close_matches`.
     """
-    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    written = {name.lower(): name for name in known}
+    nearest = difflib.get_close_matches(word.lower(), list(written), n=1, cutoff=cutoff)
+    nearest += difflib.get_close_matches(
+        word.lower(), [name for name in written if name not in nearest], n=1, cutoff=0.75
+    )
+    return f"; did you mean {' or '.join(repr(written[name]) for name in nearest)}?" if nearest else ""
 
 
 def listed(names: Iterable[Any]) -> str:

@@ -50,5 +50,7 @@ def test_a_missing_package_comes_with_the_command_that_installs_it() -> None:
 def test_words_in_messages() -> None:
     assert did_you_mean("tourch", ["torch", "onnxruntime-cpu"]) == "; did you mean 'torch'?"
     assert did_you_mean("xyz", ["torch"]) == ""
+    assert did_you_mean("heis", ["his", "hies", "l2"]) == "; did you mean 'his' or 'hies'?"
+    assert did_you_mean("text", ["Text", "Label"]) == "; did you mean 'Text'?"
     assert listed(range(3)) == "0, 1, 2"
     assert listed(range(22)).endswith("18, 19 and 2 more")

@@ -11,6 +11,7 @@ from rich.console import Console
 from ..errors import RequestError, quoted
 from ..progress import Progress
 from .arguments import a_number, a_path, add_json
+from .choices import RUNTIMES
 
 EPILOG = (
     "Noisy rows were measured too, so the exit code is 0: read `noisy` in the rows of --json. Save that JSON in a "
@@ -26,7 +27,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "second", metavar="B", type=a_path, nargs="?", help="default: A again, which measures the noise"
     )
     repeated: dict[str, Any] = {"action": "append", "default": []}
-    parser.add_argument("--runtime", dest="runtimes", metavar="RUNTIME", help="may be repeated", **repeated)
+    parser.add_argument(
+        "--runtime", dest="runtimes", metavar="RUNTIME", help=f"of {', '.join(RUNTIMES)}; repeatable", **repeated
+    )
     parser.add_argument(
         "--shape", dest="shapes", metavar="SHAPE", help="BATCHxSEQUENCE, or BATCH for images; repeatable", **repeated
     )

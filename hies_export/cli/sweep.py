@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.console import Console
 from ..errors import RequestError, quoted
 from ..progress import Progress
 from .arguments import add_json, add_recipe, read_recipe
+from .choices import CRITERIA
 
 if TYPE_CHECKING:
     from ..sweep.grid import SweepGrid
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe and the grid."""
     add_recipe(parser)
-    parser.add_argument("--criteria", metavar="A,B,...", help="default: hies,his,ad,l2,random")
+    parser.add_argument(
+        "--criteria", metavar="A,B,...", help=f"of {', '.join(CRITERIA)} (default: hies,his,ad,l2,random)"
+    )
     parser.add_argument("--alphas", metavar="A,B,...", help="numbers, auto (per sparsity), auto-area; default: auto")
     parser.add_argument("--sparsities", metavar="S,T,...", help="shares of heads to remove (default: 0.1,0.3,0.5,0.7)")
     parser.add_argument(
@@ -36,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="RUNTIME",
         nargs="?",
         const="onnxruntime-cpu",
-        help="time every slim model against the dense one, at 8 x 128 (default runtime: onnxruntime-cpu)",
+        help="time every slim model against the dense one, at 8 x 128, on onnxruntime-cpu or another runtime of bench",
     )
     parser.add_argument("--no-figures", action="store_true", help="draw nothing; figures need the extra 'plots'")
     add_json(parser)
@@ -48,15 +52,12 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..sweep.sweep import sweep
     from ..sweep.tables import sweep_tables, terminal_table
 
-    if not options.no_figures:
-        from ..report.style import require_matplotlib
-
-        require_matplotlib()
+    figures = not options.no_figures and find_spec("matplotlib") is not None
     recipe = read_recipe(options)
     grid = _read_grid(options, calibration_size=recipe.calibration.samples)
     latency = LatencyRequest(options.latency) if options.latency else None
     result = sweep(recipe, grid, recipe.output, latency=latency, overwrite=options.overwrite, progress=progress)
-    if not options.no_figures:
+    if figures:
         from ..sweep.curves import draw_figures
 
         progress.stage("draw")
@@ -69,6 +70,13 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(f"\n{result.evaluations} models judged; {spent}", markup=False, soft_wrap=True)
     console.print(f"written to {recipe.output}: sweep.json, sweep.csv, tables.md, tables.tex", markup=False)
+    if not (figures or options.no_figures):
+        console.print(
+            'no figures: matplotlib is not installed; pip install "hies-export[plots]" and run the same again, which '
+            "judges nothing twice",
+            markup=False,
+            soft_wrap=True,
+        )
     return {"rows": result.rows, "seconds": result.seconds, "evaluations": result.evaluations}
 
 

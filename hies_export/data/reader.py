@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import datasets
 import torch
 
-from ..errors import DataError, listed, quoted
+from ..errors import DataError, did_you_mean, listed, quoted
 from .images import holds_images
 from .labels import STRINGS, kind_of
 from .row_names import own_columns, row_name
@@ -102,8 +102,10 @@ class Reader(ABC):
         columns, inputs = self.columns, self._input_columns(rows)
         for column in (*inputs, *([columns.label] if columns.label else [])):
             if column not in rows.column_names:
+                known = own_columns(rows)
                 raise DataError(
-                    f"the data must have the column {quoted(column)}, but it has {listed(own_columns(rows))}"
+                    f"the data must have the column {quoted(column)}, but it has {listed(known)}"
+                    f"{did_you_mean(column, known)}"
                 )
         for column in inputs:
             feature = rows.features[column]

@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from hies_export import cli
+from hies_export.baselines.names import sweep_names
+from hies_export.cli import choices
 from hies_export.cli.main import main
+from hies_export.runtimes.registry import RUNTIMES
 
-SHARED = {"__init__", "main", "arguments", "terminal"}
+SHARED = {"__init__", "main", "arguments", "choices", "terminal"}
 COMMANDS = sorted({path.stem for path in Path(cli.__file__).parent.glob("*.py")} - SHARED)
 
 
@@ -22,6 +25,14 @@ def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit, match="^0$"):
         main([*arguments, "--help"])
     return capsys.readouterr().out
+
+
+def test_listed_choices_are_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(choices.RUNTIMES) == set(RUNTIMES)
+    assert sweep_names() == choices.CRITERIA
+    for command, names in (("bench", RUNTIMES), ("sweep", sweep_names())):
+        text = " ".join(help_of(capsys, command).split()).replace("- ", "-")  # long lines are broken at hyphens
+        assert [name for name in names if name not in text] == []
 
 
 def test_every_file_is_a_command_with_a_summary(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from hies_export.baselines.names import JUDGED_ONLY
 from hies_export.baselines.slicing import collect_bases, fine_tuned, sliced
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.moments import collect_moments
+from hies_export.cli import sweep as command
 from hies_export.cli.main import main
 from hies_export.data.lengths import by_length
 from hies_export.errors import OutputExistsError, RecipeError, RequestError
@@ -228,7 +229,7 @@ def test_every_problem_of_a_grid_is_said_at_once() -> None:
         )
     said = str(caught.value)
     for part in (
-        *("at least one of seeds, got none", "'hiss'; did you mean 'his'?", "got 1.0", "got 'best'"),
+        *("at least one of seeds, got none", "'hiss'; did you mean 'his' or 'hies'?", "got 1.0", "got 'best'"),
         *("in (0, 1), got 0", "at least 1, got 0", "did you mean 'least_squares'?"),
     ):
         assert part in said
@@ -347,7 +348,7 @@ def test_names_in_tables_are_text_and_ranks_are_styles() -> None:
 
 
 def test_the_command_prints_tables_and_one_line_of_json(
-    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--criteria", "hies,l2", "--alphas", "0.5", "--sparsities", "0.4", "--seeds", "1", "--no-figures"]
     assert main(["sweep", str(recipe_file), *options, "--json"]) == 0
@@ -360,6 +361,13 @@ def test_the_command_prints_tables_and_one_line_of_json(
     assert [line["criterion"] for line in lines] == ["hies", "l2"]
     assert float(lines[0]["quality"]) == result["rows"][0]["quality"]
     assert any("hies (α 0.5)" in line for line in printed)
+    # Without matplotlib there are the same results, and no figures; nothing is judged again.
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert main(["sweep", str(recipe_file), *options[:-1], "--json"]) == 0
+    *said, again = capsys.readouterr().out.splitlines()
+    assert "no figures: matplotlib is not installed; pip install" in said[-1]
+    assert json.loads(again)["rows"] == result["rows"]
+    assert not (out / "figures").exists()
     assert main(["sweep", str(recipe_file), "--seeds", "one", "--no-figures"]) == 2
     assert "--seeds takes whole numbers, separated by commas, got 'one'" in capsys.readouterr().err
     # By hand: l2's heads masked in the stock model.
