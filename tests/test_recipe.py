@@ -61,6 +61,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
+        ("held_out", {"split": "validation"}, "held_out.split must not be evaluation.split, got 'validation' for both"),
         ("prun", {}, "prun is not a field of the recipe; did you mean 'prune'"),
         ("prune.alhpa", 0.5, "prune.alhpa is not a field of the recipe; did you mean 'alpha'"),
         ("data.zzz", 1, "data.zzz is not a field of the recipe; the fields here are name, files, text"),

@@ -286,8 +286,13 @@ def _reader(recipe: PruningRecipe, config: Any) -> Reader:
 def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
     """Load the samples of the calibration split, and divide them by use."""
     split = recipe.calibration.split
-    most = max(draws.scoring + draws.held_out, draws.compensation + draws.held_out * draws.apart)
     source: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
+    own = None
+    if draws.held_out and recipe.held_out is not None:
+        count = recipe.held_out.samples or draws.held_out
+        own = reader.load(recipe.held_out.split, samples=count, shuffle_seed=draws.seed, **source)
+        draws = replace(draws, held_out=0)
+    most = max(draws.scoring + draws.held_out, draws.compensation + draws.held_out * draws.apart)
     drawn = reader.load(split, samples=most, shuffle_seed=draws.seed, **source)
     if draws.held_out and len(drawn) <= draws.scoring:
         max_drop = recipe.prune.budget.max_drop is not None
@@ -298,7 +303,7 @@ def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
             what, remedy = "max_drop", "choose another budget"
         raise RequestError(
             f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {len(drawn)}; "
-            f"lower calibration.samples or {remedy}"
+            f"lower calibration.samples, name other rows as held_out, or {remedy}"
         )
 
     if len(drawn) < draws.scoring:
@@ -312,7 +317,7 @@ def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
     behind = max(draws.scoring, min(draws.compensation, len(drawn) - draws.held_out) if draws.apart else 0)
     return _Samples(
         scoring=part(0, draws.scoring),
-        held_out=part(behind, draws.held_out),
+        held_out=part(behind, draws.held_out) if own is None else own,
         compensation=part(0, draws.compensation),
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError, field_validator, model_validator
 
-from ..errors import RecipeError, check_path
+from ..errors import RecipeError, check_path, quoted
 from ..progress import SILENT, Progress
 from ..tasks import TASKS, TaskName
 from .reading import read_fields, sentences
@@ -16,6 +16,7 @@ from .sections import (
     DataSection,
     EvaluationSection,
     ExportSection,
+    HeldOutSection,
     MeasureSection,
     PruneSection,
     Section,
@@ -39,6 +40,7 @@ class PruningRecipe(Section):
             text-generation or image-text-to-text.
         data: See `DataSection`.
         calibration: See `CalibrationSection`.
+        held_out: See `HeldOutSection`.
         evaluation: See `EvaluationSection`.
         prune: See `PruneSection`.
         export: See `ExportSection`.
@@ -62,6 +64,7 @@ class PruningRecipe(Section):
     task: TaskName
     data: DataSection
     calibration: CalibrationSection = CalibrationSection()
+    held_out: HeldOutSection | None = None
     evaluation: EvaluationSection = EvaluationSection()
     prune: PruneSection
     export: ExportSection = ExportSection()
@@ -85,6 +88,16 @@ class PruningRecipe(Section):
             raise ValueError(
                 "a latency budget is met in the dtype of the model or of the export, so measure.dtypes must not be "
                 f"given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_is_apart(self) -> PruningRecipe:
+        if self.held_out is not None and self.held_out.split == self.evaluation.split:
+            raise ValueError(
+                f"held_out.split must not be evaluation.split, got {quoted(self.held_out.split)} for both: quality "
+                "would be that of the rows that it was chosen on; use slices, such as validation[:50%] and "
+                "validation[50%:]"
             )
         return self
 

@@ -129,6 +129,21 @@ class CalibrationSection(Section):
     seed: int = Field(0, ge=0)
 
 
+class HeldOutSection(Section):
+    """Which rows `alpha: auto`, `criterion: auto` and `max_drop` are judged on.
+
+    Without this section, these are further rows of the calibration split. Where the model was trained on that split, it
+    does better there than on new rows, and choices are made for rows that it knows.
+
+    Attributes:
+        split: Split of the data set, or a slice of one such as "validation[:50%]"; not the one that is evaluated on.
+        samples: How many rows to draw; by default 256 for alpha, 512 for a criterion and 1,024 for `max_drop`.
+    """
+
+    split: str
+    samples: int | None = Field(None, ge=1)
+
+
 class EvaluationSection(Section):
     """Which rows quality is judged on.
 

@@ -13,7 +13,17 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, se
 from .maps import unit_maps
 from .report import Report
 from .rows import latency_table, layer_table, pair_text, ratio_text, row_name, tried_table
-from .text import budget_text, counts_text, criterion_text, kinds_text, latency_text, method_text, model_name, title
+from .text import (
+    budget_text,
+    counts_text,
+    criterion_text,
+    held_out_rows,
+    kinds_text,
+    latency_text,
+    method_text,
+    model_name,
+    title,
+)
 
 
 def render(template: str, **values: Any) -> str:
@@ -36,6 +46,7 @@ def render_report(template: str, report: Report, **values: Any) -> str:
         kinds=kinds_text(report),
         kinds_or=kinds_text(report, joined="or"),
         tried=tried_table(report),
+        held_out=held_out_rows(report),
         maps=unit_maps(report),
         latency=latency_table(report.latency) if report.latency else None,
         latency_note=latency_text(report.latency) if report.latency else "",

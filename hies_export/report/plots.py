@@ -11,6 +11,7 @@ from .maps import CUT, KEPT, UnitBars, UnitMap, unit_maps
 from .report import Report
 from .rows import row_name
 from .style import COLOURS, MARKERS, head_map, new_figure, require_matplotlib, write_figures
+from .text import held_out_rows
 
 # Numbers of a head that have a panel, and their titles.
 MAPS = {"his": "importance (HIS)", "entropy": "attention entropy", "score": "score"}
@@ -18,7 +19,7 @@ CAPTIONS = {
     "head-maps": "Numbers of every head, and the plan; crosses mark the heads that were cut",
     "neurons": "Feed-forward neurons that every layer keeps",
     "latency": "Time of the slim model relative to the dense one, beside the dense one against itself",
-    "alpha": "Quality and stability on held-out samples by alpha",
+    "alpha": "Quality and stability by alpha, on rows apart from those scored on",
 }
 
 
@@ -149,6 +150,6 @@ def alpha_curve(report: Report) -> Any:
         axis.plot([point["alpha"] for point in points], [point[kind] for point in points], **style)
         axis.axvline(report.alpha, color="#555555", linestyle=":")
         axis.set_ylabel(name)
-    axes[0].set_title(f"held-out samples; alpha {report.alpha:g} was chosen", fontsize=9)
+    axes[0].set_title(f"on {held_out_rows(report)}; alpha {report.alpha:g} was chosen", fontsize=9)
     axes[-1].set_xlabel("alpha (0: entropy alone, 1: importance alone)")
     return figure

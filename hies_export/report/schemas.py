@@ -142,6 +142,9 @@ class _Data(Schema):
     evaluation_of: int | None = None
     evaluation_rows: Literal["drawn", "first"] = "first"
     evaluation_split: str | None = None
+    held_out_samples: int = 0
+    held_out_split: str = ""
+    held_out_further: bool = True
     calibration_batch: int = 0
     calibration_batch_asked: int = 0
     name: str | None = None

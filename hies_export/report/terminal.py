@@ -11,7 +11,7 @@ from rich.text import Text
 from .maps import CUT, KEPT, Map, unit_maps
 from .report import Report
 from .rows import comparison_table, latency_table, tried_table
-from .text import budget_text, latency_text
+from .text import budget_text, held_out_rows, latency_text
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -23,7 +23,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(plain_table(*comparison_table(report)))
     tried = tried_table(report)
     if tried:
-        console.print("\nwhat was tried, on held-out rows")
+        console.print(f"\nwhat was tried, on {held_out_rows(report)}", markup=False)
         console.print(plain_table(*tried))
     if budget_text(report):
         console.print(f"\n{budget_text(report)}", markup=False)

@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..evaluate.metrics import higher_is_better
 from ..measure.rows import LatencyRow
 from .report import Report, UnitCounts
+
+# A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.
+FAR = 0.1
 
 
 def model_name(report: Report) -> str:
@@ -68,8 +72,9 @@ def budget_text(report: Report) -> str:
     kind = budget.get("kind")
     if kind == "max_drop":
         metric, judged = budget["metric"], "refitted" if "refitted" in budget else "masked"
+        rows = held_out_rows(report, otherwise=f"{budget['samples']} held-out samples")
         return (
-            f"Budget: {metric} may get worse by {budget['by']:g} on {budget['samples']} held-out samples. Dense "
+            f"Budget: {metric} may get worse by {budget['by']:g} on {rows}. Dense "
             f"{budget['dense']:.4f}, {judged} {budget[judged]:.4f}, slim {budget['slim']:.4f}; {len(budget['judged'])} "
             "plans were tried."
         )
@@ -100,8 +105,31 @@ def method_text(report: Report) -> str:
             f"{kinds_text(report).capitalize()} were scored on {data['calibration_samples']} samples{halved} with "
             f"{labels}; quality is over {_evaluation_rows(data)} of {data['evaluation_split']}."
         )
-    lines.append(environment_text(report.environment))
-    return " ".join(lines)
+    lines += [_held_out_note(report), environment_text(report.environment)]
+    return " ".join(filter(None, lines))
+
+
+def held_out_rows(report: Report, *, otherwise: str = "held-out rows") -> str:
+    """Return which rows choices were judged on, "256 further rows of train"; older reports do not say it."""
+    data = report.details.get("data", {})
+    if not data.get("held_out_samples"):
+        return otherwise
+    further = "further rows" if data.get("held_out_further", True) else "rows"
+    return f"{data['held_out_samples']:,} {further} of {data['held_out_split']}"
+
+
+def _held_out_note(report: Report) -> str:
+    """Return a warning where the chosen plan does far better on the rows it was chosen on; else nothing."""
+    found = [point["quality"] for point in report.details.get("alpha_curve", ()) if point["alpha"] == report.alpha]
+    found += [row.get("quality") for row in report.details.get("tried") or () if row.get("chosen")]
+    slim = report.quality.slim
+    better = [known for known in found if known is not None and abs(known - slim) > FAR * max(abs(known), abs(slim))]
+    if not better or (better[-1] > slim) != higher_is_better(report.quality.metric):
+        return ""
+    return (
+        f"The plan was chosen at {report.quality.metric} {better[-1]:.4f} on {held_out_rows(report)}, and has "
+        f"{slim:.4f} here: the model may have been trained on those rows; name others in the recipe, as held_out."
+    )
 
 
 def _evaluation_rows(data: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from ..files import read_json
 from ..kinds import ATTENTION, MLP
 from ..report.report import Report
 from ..report.schemas import SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepDetails, SweepFile
+from ..report.text import held_out_rows
 from ..score.criteria import score_units
 from ..select.constraints import Constraints
 from ..select.select import select_units
@@ -280,7 +281,7 @@ def _of_run(folder: Path) -> Exploration:
     if any(found.kept == plan.kept for found in plans):
         measured.append(
             Measured(
-                f"this run's search for alpha: {judged}, on held-out rows",
+                f"this run's search for alpha: {judged}, on {held_out_rows(report)}",
                 tuple(lost_share(statistics["his"], p) for p in plans),
                 _numbers([point["quality"] for point in curve]),
                 tuple(point["stability"] for point in curve),

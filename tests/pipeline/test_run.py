@@ -22,10 +22,12 @@ from support.runs import hies, without_tracing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hies_export
+from hies_export.errors import RequestError
 from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.prepare import prepare
 from hies_export.recipe import PruningRecipe
+from hies_export.recipe.sections import HeldOutSection
 from hies_export.report.maps import CUT, KEPT
 from hies_export.report.report import Report
 from hies_export.runtimes.base import Runtime
@@ -152,6 +154,21 @@ def test_a_slim_checkpoint_can_be_run_exported_inspected_and_benched(
         (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["latency"]
         assert row["runtime"] == "torch"
         assert (row["flops_ratio"] < 1) == (row["realised"] is not None) == (len(models) == 2)
+
+
+def test_choices_can_be_judged_on_a_split_of_their_own(tmp_path: Path) -> None:
+    save_project(tmp_path, train=12, validation=12, prune={"alpha": "auto", "budget": {"heads": 0.4}})
+    write_rows(tmp_path / "other.jsonl", 40)
+    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
+    files = recipe.data.files | {"other": tmp_path / "other.jsonl"}
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"files": files})})
+    for samples, count in ((None, 40), (7, 7)):
+        own = recipe.model_copy(update={"held_out": HeldOutSection(split="other", samples=samples)})
+        found = prepare(own)
+        assert sum(len(batch["input_ids"]) for batch in found.held_out) == count
+        assert sum(len(batch["input_ids"]) for batch in found.calibration) == 12  # no row is kept aside any more
+    with pytest.raises(RequestError, match="alpha: auto needs samples beyond .* as held_out, or set alpha"):
+        prepare(recipe)
 
 
 @pytest.mark.parametrize("rows", ["drawn", "first"])

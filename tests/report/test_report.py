@@ -11,7 +11,7 @@ import pytest
 from support.reports import make_report
 
 from hies_export.errors import RequestError
-from hies_export.report.report import Report
+from hies_export.report.report import Quality, Report
 from hies_export.report.text import method_text
 
 
@@ -55,6 +55,28 @@ def test_a_file_that_is_no_report_is_refused(change: dict[str, object], tmp_path
     (tmp_path / "report.json").write_text(json.dumps(json.loads(make_report().to_json()) | change))
     with pytest.raises(RequestError, match=f"a report must be a report.json .*{next(iter(change))}"):
         Report.from_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quality", "slim", "metric", "warned"),
+    [
+        (0.743, 0.27, "matthews_correlation", True),
+        (0.95, 0.9, "accuracy", False),
+        (0.5, 0.9, "accuracy", False),  # worse where it was chosen
+        (12.0, 20.0, "perplexity", True),
+        (20.0, 12.0, "perplexity", False),
+        (None, 0.2, "accuracy", False),
+    ],
+)
+def test_rows_that_the_model_knows_are_suspected(quality: float | None, slim: float, metric: str, warned: bool) -> None:
+    report = make_report()
+    data = {"labels": "data", "calibration_samples": 8, "evaluation_samples": 9, "evaluation_split": "validation"}
+    data |= {"held_out_samples": 256, "held_out_split": "train[:90%]"}
+    curve = [{"alpha": alpha, "quality": quality, "stability": 0.5} for alpha in (0.0, 0.5)]
+    changed = replace(report, alpha=0.5, details=report.details | {"data": data, "alpha_curve": curve, "tried": None})
+    found = method_text(replace(changed, quality=Quality(metric=metric, dense=0.3, slim=slim)))
+    said = "further rows of train[:90%], and has"
+    assert (said in found) is warned
 
 
 @pytest.mark.parametrize(
