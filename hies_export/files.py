@@ -130,8 +130,9 @@ def _objection(problem: ErrorDetails, value: Any) -> str:
     place = _place(problem["loc"], value)
     if problem["type"] == "value_error":
         return f"{place}: {problem['ctx']['error']}"
-    wanted = problem["msg"].replace("Input should", "must", 1).replace("a valid dictionary", "an object")
-    return f"{place} {wanted.partition(' or instance of')[0]}, got {quoted(problem['input'])}"
+    wanted = problem["msg"].replace("Input should", "must", 1)
+    wanted = wanted.replace("a valid dictionary", "an object").replace("a dictionary", "an object")
+    return f"{place} {re.split(' or (?:an )?instance of', wanted)[0]}, got {quoted(problem['input'])}"
 
 
 def _place(location: Sequence[int | str], value: Any, *last: int | str) -> str:
