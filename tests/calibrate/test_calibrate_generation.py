@@ -12,7 +12,7 @@ from support.models import causal_lm, llava
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.collect import collect_statistics
+from hies_export.calibrate.collect import _halved, collect_statistics
 from hies_export.errors import DataError, NonFiniteError, StepError, UnsupportedModelError
 from hies_export.legacy import AttentionSite, HeadStatistics
 from hies_export.prunable.attention import find_attention
@@ -244,3 +244,13 @@ def test_several_tiles_per_sample_are_refused() -> None:
     one |= {"attention_mask": torch.ones_like(one["input_ids"]), "labels": one["input_ids"].clone()}
     with pytest.raises(UnsupportedModelError, match="vision_tower.* sees 2 rows for 1 samples"):
         collect_statistics(model, [one], sites)
+
+
+def test_a_batch_whose_tensors_have_other_rows_is_not_halved() -> None:
+    """Four texts with nine images between them."""
+    batch = {"input_ids": torch.zeros(4, 3), "pixel_values": torch.zeros(9, 2)}
+    with pytest.raises(StepError, match="batch 2 of 4 samples does not fit into memory and cannot be halved, because"):
+        _halved(batch, 2, RuntimeError("out of memory"))
+    assert _halved({"input_ids": torch.zeros(5, 3)}, 2, RuntimeError("out of memory")) == 2
+    with pytest.raises(StepError, match="one sample must fit into memory, but one of calibration batch 2 does not"):
+        _halved({"input_ids": torch.zeros(1, 3)}, 2, RuntimeError("out of memory"))
