@@ -216,10 +216,10 @@ def alpha_sensitivity(rows: Sequence[Row]) -> Any:
         for r in rows
         if r["criterion"] == "hies" and all(r.get(k) == rows[0].get(k) for k in ("compensation", "modules"))
     ]
-    alphas = sorted({r["alpha"] for r in plain if r["alpha_by"] == "given"})
+    alphas = sorted({r["alpha"] for r in plain if r.get("alpha_by") == "given"})
     if len(alphas) < 3:
         return None
-    by_alpha = {a: [r for r in plain if r["alpha"] == a and r["alpha_by"] == "given"] for a in alphas}
+    by_alpha = {a: [r for r in plain if r["alpha"] == a and r.get("alpha_by") == "given"] for a in alphas}
     areas = {a: weighted_area(*_means(chosen, "quality")) for a, chosen in by_alpha.items()}
     ranked = sorted(alphas, key=lambda a: areas[a], reverse=higher_is_better(rows[0]["metric"]))
     figure = new_figure(6.0, 4.4)
@@ -357,7 +357,7 @@ def _of_first_size(rows: Sequence[Row]) -> list[Row]:
 
 def _not_too_many(rows: Sequence[Row]) -> list[Row]:
     """Return all rows; without those of given alphas if there are more methods than colours."""
-    chosen = [r for r in rows if r["alpha_by"] != "given"]
+    chosen = [r for r in rows if r.get("alpha_by") != "given"]
     return chosen if chosen and len({_name(r, rows) for r in rows}) > len(COLOURS) else list(rows)
 
 

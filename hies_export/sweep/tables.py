@@ -119,10 +119,10 @@ def method_label(row: Row, rows: Sequence[Row]) -> str:
     parts = []
     if len({r.get("modules", "attention") for r in rows}) > 1:
         parts.append(modules_label(row))
-    if row["alpha_by"] == "given":
+    if row.get("alpha_by") == "given":
         parts.append(f"α {row['alpha']:g}")
-    elif row["alpha_by"] is not None:
-        parts.append("α auto" if row["alpha_by"] == "auto" else "one α for all")
+    elif row.get("alpha_by") is not None:
+        parts.append("α auto" if row.get("alpha_by") == "auto" else "one α for all")
     sizes = {r["calibration_samples"] for r in rows if r["criterion"] == row["criterion"]}
     # Criteria with a number of samples of their own take as many as reach their tokens, which differ by seed.
     if len(sizes) > 1 and row["criterion"] not in OWN_SAMPLES:
