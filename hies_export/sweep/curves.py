@@ -163,7 +163,8 @@ def head_maps(details: Mapping[str, Any]) -> Any:
         for axis, plan in zip(line, plans[kind], strict=False):
             alpha = plan["alpha"] if kind == "hies" else None
             found = _importance(details, alpha)
-            removed = {m: [h for h in range(len(found[m])) if h not in plan["kept"][m]] for m in modules}
+            kept = {m: plan["kept"].get(m, range(len(found[m]))) for m in modules}
+            removed = {m: [h for h in range(len(found[m])) if h not in kept[m]] for m in modules}
             label = "HIS" if alpha is None else f"HIES, α {alpha:g}"
             image = head_map(axis, found, removed, title=f"{label}: {_budget_text(plan)}")
         line[0].set_ylabel("layer")
