@@ -30,7 +30,11 @@ def real_recipe(shared: Path, task: str, folder: Path) -> Path:
             "label": "label",
             "max_length": 128,
         },
-        "evaluation": {"samples": 600, "metrics": ["accuracy", "f1"] if task == "sst2" else ["pearson", "spearman"]},
+        "evaluation": {
+            "samples": 600,
+            "rows": "first",
+            "metrics": ["accuracy", "f1"] if task == "sst2" else ["pearson", "spearman"],
+        },
         "prune": {"criterion": "hies", "alpha": 0.9, "budget": {"heads": 0.3}},
         "measure": {"runtimes": ["torch"], "shapes": [[1, 16]], "repeats": 2},
         "output": "out",

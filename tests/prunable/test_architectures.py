@@ -215,7 +215,7 @@ def test_architectures_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["architectures"]) == 0
     assert str(counts(read_table())["cut"]) in capsys.readouterr().out
     assert main(["architectures", "brt"]) == 2
-    assert "did you mean 'bert'?" in capsys.readouterr().err.replace("\n", " ")
+    assert "did you mean 'bert' or 'bart'?" in capsys.readouterr().err.replace("\n", " ")
     with pytest.raises(RequestError, match="must be one of transformers .*, got 'brt'"):
         read_table(["brt"])
 
