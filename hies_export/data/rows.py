@@ -126,7 +126,11 @@ def mapped_rows(
             rows = _sliced(rows, split, bracket + slice_)
         if len(rows) == 0:
             raise DataError(f"the split {quoted(split + bracket + slice_)} must have at least one row, but it is empty")
-        yield rows
+        try:
+            yield rows
+        finally:
+            # Arrow keeps what it has freed: 300 MB of a parquet file of a million rows.
+            pa.default_memory_pool().release_unused()
 
 
 def take(
