@@ -23,8 +23,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from ..pipeline.choose import choose
     from ..pipeline.prepare import prepare
     from ..pipeline.run import prune
-    from ..slim.check import check_selection
-    from ..slim.fingerprint import check_weights, fingerprint
+    from ..slim.fingerprint import fingerprint
     from ..values import PruningPlan
     from .terminal import plan_text, print_plan
 
@@ -34,11 +33,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     progress.stage("load")
     prepared = prepare(recipe)
     if given is not None:
-        check_selection(given.kept, prepared.sites)
-        found = fingerprint(prepared.model, prepared.sites)
         if options.force:
-            given = replace(given, model=found)
-        check_weights(given.model, found)
+            given = replace(given, model=fingerprint(prepared.model, prepared.sites))
         plan, refit = given, None
     else:
         choice = choose(prepared, recipe, progress=progress)

@@ -65,7 +65,9 @@ def check_parity(
 
 
 def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the prompts to compare on by name: as given, padded on the left, and a single row of another length.
+    """Return three batches of prompts to compare on, by what they are called in messages.
+
+    They are the batch as given, the same padded on the left, and its first row alone, which has another length.
 
     Args:
         given: `input_ids`, `attention_mask` and for images `pixel_values`, one in each row.

@@ -71,7 +71,7 @@ class CostOutcome(BudgetOutcome):
 
 @dataclass(frozen=True)
 class MaxDropOutcome(BudgetOutcome):
-    """A budget of quality loss: the largest cut for which a metric on held-out rows holds.
+    """The result of a `max_drop` budget: the largest cut whose metric, on held-out rows, is within the allowed loss.
 
     Attributes:
         metric: Name of the metric.

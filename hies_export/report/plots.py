@@ -106,7 +106,7 @@ def neuron_bars(report: Report) -> Any:
 
 
 def latency(rows: Sequence[LatencyRow]) -> Any:
-    """Draw the paired ratio of every row with its interval, over that of the control; return None without rows."""
+    """Draw slim / dense time with its 95 % interval for every row, above dense / dense; None without rows."""
     if not rows:
         return None
     figure = new_figure(7.0, 1.3 + 0.42 * len(rows))

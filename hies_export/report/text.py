@@ -133,7 +133,7 @@ def _held_out_note(report: Report) -> str:
 
 
 def _evaluation_rows(data: Mapping[str, Any]) -> str:
-    """Return how many samples quality was measured on, and which: "600 of 1,500 samples, drawn at random,"."""
+    """Return how many samples quality was measured on, and which: "600 samples, drawn from the 1,500"."""
     used, there = data["evaluation_samples"], data.get("evaluation_of")
     if there is None:  # an older report
         return f"{used:,} samples"

@@ -162,7 +162,10 @@ class OnnxRuntime(Runtime):
         return self.values(self.run(OnnxRuntime.prepare(self, prompt)))
 
     def run(self, feed: BoundFeed) -> Any:
-        """Run the graph on the bound inputs, and return its binding after the outputs are computed, also on a GPU."""
+        """Run the graph on the bound inputs and return the binding, which holds the outputs.
+
+        A GPU has finished them by then.
+        """
         try:
             self._session.run_with_iobinding(feed.binding, feed.options)
         except RuntimeError as error:

@@ -28,7 +28,6 @@ from ..slim.fingerprint import check_weights, fingerprint_of
 from ..units import PrunableModule
 from ..values import PruningPlan
 from .companions import copy_companions
-from .renaming import Step
 from .rewrite import Rewrite
 from .shards import StoredTensor, read_blocks
 from .skeleton import build_skeleton, fetch, read_tensors
@@ -104,10 +103,13 @@ def apply_plan(
     dense, origins = build_skeleton(source, tensors)
     modules = _find_modules(dense, plan, batch)
     check_selection(plan.kept, modules)
-    found = _fingerprints(plan, origins, tensors)
+    # What loading makes of other tensors has no bytes of its own to compare.
+    steps = {name: origins.get(f"{name}.weight") for name in plan.model}
+    stored = {name: step for name, step in steps.items() if step is None or step.convert is None}
+    found = {name: _fingerprint(tensors[step.sources[0]]) for name, step in stored.items() if step is not None}
     if force:
         plan = replace(plan, model=found)
-    check_weights({name: made for name, made in plan.model.items() if name not in _converted(plan, origins)}, found)
+    check_weights({name: made for name, made in plan.model.items() if name in stored}, found)
     cuts = _cuts(dense, plan, modules)
     slim = prune_units(dense, plan, modules, inplace=True)
     rewrite = Rewrite(slim, tensors, origins, cuts)
@@ -153,25 +155,10 @@ def _inside(outer: str, module: PrunableModule) -> PrunableModule:
     )
 
 
-def _fingerprints(
-    plan: PruningPlan, origins: Mapping[str, Step], tensors: Mapping[str, StoredTensor]
-) -> dict[str, tuple[float, ...]]:
-    """Return the fingerprints of the layers that a plan names, read block by block; see `fingerprint`."""
-    found = {}
-    for name in plan.model:
-        origin = origins.get(f"{name}.weight")
-        if origin is None or origin.convert is not None:
-            continue
-        stored = tensors[origin.sources[0]]
-        blocks = read_blocks(stored, {}, stored.dtype, bytearray())
-        found[name] = fingerprint_of(torch.frombuffer(block, dtype=stored.dtype) for block in blocks)
-    return found
-
-
-def _converted(plan: PruningPlan, origins: Mapping[str, Step]) -> set[str]:
-    """Return the layers that a plan names and that loading makes of other tensors."""
-    steps = {name: origins.get(f"{name}.weight") for name in plan.model}
-    return {name for name, step in steps.items() if step is not None and step.convert is not None}
+def _fingerprint(stored: StoredTensor) -> tuple[float, ...]:
+    """Return the fingerprint of a tensor, read block by block; see `fingerprint_of`."""
+    blocks = read_blocks(stored, {}, stored.dtype, bytearray())
+    return fingerprint_of(torch.frombuffer(block, dtype=stored.dtype) for block in blocks)
 
 
 def _cuts(model: PreTrainedModel, plan: PruningPlan, modules: Sequence[PrunableModule]) -> dict[str, dict[int, Tensor]]:

@@ -19,7 +19,7 @@ from ..model.internals import Conversions
 
 @dataclass(frozen=True)
 class Step:
-    """Some tensors become others.
+    """A renaming or conversion that loading does: which tensors it reads, and which it makes of them.
 
     Attributes:
         sources: Names of the tensors before.
