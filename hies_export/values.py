@@ -139,6 +139,8 @@ class Provenance:
         versions: Library -> version.
         model: Linear layer -> fingerprint of its weight, for the few layers by which a plan recognises its model; empty
             if unknown. See `hies_export.slim.fingerprint`.
+        compensation: How the model of the selection is compensated, if it is: `method`, as in recipes, and `refit`, the
+            SHA-256 of its refitted layers, once there are any. See `hies_export.checkpoint.refits`.
     """
 
     criterion: str
@@ -147,6 +149,7 @@ class Provenance:
     calibration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    compensation: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class PruningPlan:
 
     Attributes:
         kept: The units that stay, by module.
-        criterion, alpha, seed, calibration, versions, model: See `Provenance`.
+        criterion, alpha, seed, calibration, versions, model, compensation: See `Provenance`.
 
     Examples:
         >>> PruningPlan.from_json(plan.to_json()) == plan
@@ -171,6 +174,7 @@ class PruningPlan:
     calibration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    compensation: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, kept: Selection, provenance: Provenance) -> PruningPlan:
@@ -180,6 +184,11 @@ class PruningPlan:
     def of_kind(self, kind: str) -> Selection:
         """Return the part of the selection that is of one kind of units, "attention" or "mlp"."""
         return {name: kept for name, kept in self.kept.items() if kept.kind == kind}
+
+    @property
+    def refit(self) -> str | None:
+        """SHA-256 of the refitted layers of the model that was saved with this plan; None if it has none."""
+        return self.compensation.get("refit")
 
     @property
     def heads(self) -> int:
@@ -210,9 +219,11 @@ class PruningPlan:
     def to_json(self) -> str:
         """Return the plan as JSON text, always the same bytes for the same plan.
 
-        A module without a `kind` has heads.
+        A module without a `kind` has heads, and a plan without `compensation` is of a model that was cut alone.
         """
         written = {"format": PLAN_FORMAT, **asdict(self)}
+        if not self.compensation:
+            del written["compensation"]
         for kept in written["kept"].values():
             if kept["kind"] == ATTENTION:
                 del kept["kind"]
@@ -302,6 +313,13 @@ class _PlanHead(Schema):
     format: Literal[1, 2]
 
 
+class _Compensation(Schema):
+    model_config = ConfigDict(extra="forbid")
+
+    method: Annotated[str, Field(max_length=100)]
+    refit: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = ""
+
+
 class _PlanFields(Schema):
     model_config = ConfigDict(extra="forbid")
 
@@ -311,6 +329,7 @@ class _PlanFields(Schema):
     calibration: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     model: dict[_Name, FiniteFloat | _Fingerprint] = Field(default_factory=dict)
+    compensation: _Compensation = _Compensation(method="")
 
 
 class _PlanOfFormat2(_PlanFields):

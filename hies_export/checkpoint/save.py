@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
 from ..errors import ReloadMismatchError
 from ..model.auto import auto_classes, has_auto_base
-from ..model.internals import saved_state
+from ..model.copies import convert, convert_each
+from ..model.internals import dtypes_in, saved_state
 from ..model.tokens import for_base_model
 from ..slim.check import first_output, max_abs
 from ..slim.config import is_slim
 from ..values import PruningPlan
 from .classes import find_model_class
 from .folders import new_folder
+from .refits import REFIT, write_refit
 
 TOLERANCE = 1e-5
 
@@ -30,9 +34,13 @@ def save_slim(
     plan: PruningPlan,
     batch: Mapping[str, Tensor],
     processor: Any = None,
+    dtype: torch.dtype | None = None,
+    refitted: Mapping[str, Tensor] | None = None,
     overwrite: bool = False,
 ) -> float:
     """Save a slim model, load it again through every class that users may load it by, and compare.
+
+    What is compared is the model in the dtype that it is saved in, on both sides.
 
     Args:
         model: The slim model.
@@ -40,6 +48,10 @@ def save_slim(
         plan: Saved as `hies_plan.json`.
         batch: Inputs on which the saved and the loaded models are compared.
         processor: Tokenizer or image processor to save with the model.
+        dtype: What to save in; by default the model's own. The model is not changed. Parameters that transformers keeps
+            in float32 stay so.
+        refitted: Parameters that compensation changed, to write as `refit.safetensors` beside the plan; their digest
+            should be the plan's.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -53,19 +65,39 @@ def save_slim(
         >>> save_slim(slim, folder / "slim", plan=plan, batch=batches[0])
         0.0
     """
+    if dtype is not None and dtype != model.dtype:
+        model = convert_each(model, dtypes_in(model, dtype))
     with new_folder(folder, overwrite=overwrite) as temporary:
         model.save_pretrained(temporary)
+        write_labels(model, temporary)
         if processor is not None:
             processor.save_pretrained(temporary)
         (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
+        if refitted is not None:
+            write_refit(refitted, temporary / REFIT)
         return check_reload(model, temporary, batch)
+
+
+def write_labels(model: PreTrainedModel, folder: Path) -> None:
+    """Write the labels of a classifier into its saved config, where transformers left them out.
+
+    It leaves out two labels with its own names, LABEL_0 and LABEL_1, also of a config whose class has another number of
+    labels by default, such as three in `BartConfig`. The head would then be loaded with that number of outputs.
+    """
+    config: Any = model.config
+    if type(config).from_pretrained(folder).num_labels == config.num_labels:
+        return
+    file = folder / "config.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    written |= {"id2label": {str(key): label for key, label in config.id2label.items()}, "label2id": config.label2id}
+    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
     """Load a folder by this package, by the Auto classes of its task and as `AutoModel`, and compare the outputs.
 
     Args:
-        model: The model that was saved.
+        model: The model that was saved, in the dtype that it was saved in.
         folder: Where it was saved.
         batch: Inputs on which the outputs are compared.
 
@@ -76,6 +108,9 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
         ReloadMismatchError: A weight is missing, or an output differs by 1e-5 or more.
     """
     worst = 0.0
+    dtype, computing = model.dtype, _computing_dtype(model, batch)
+    if computing != dtype:
+        model = convert(model, dtype=computing)
     saved = saved_state(model)
     prefix = "" if model.base_model is model else model.base_model_prefix + "."
     task_output = first_output(model, batch)
@@ -92,7 +127,7 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
             ways.append((name, getattr(transformers, name), remote, "", task_output))
     for way, loader, options, under, expected in ways:
         try:
-            loaded, info = loader.from_pretrained(folder, dtype=model.dtype, output_loading_info=True, **options)
+            loaded, info = loader.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
         except Exception as error:  # whatever a model's own code raises on shapes it does not expect
             raise ReloadMismatchError(
                 f"a saved model must load again, but through {way} it failed with {type(error).__name__}: "
@@ -105,7 +140,9 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
                 "nothing was kept"
             )
         inputs = of_base if way == "AutoModel" else batch
-        difference = max_abs(first_output(loaded.to(model.device), inputs), expected)
+        loaded = loaded.to(model.device) if computing == dtype else loaded.to(model.device, computing)
+        difference = max_abs(first_output(loaded, inputs), expected)
+        del loaded  # before the next one is loaded
         worst = max(worst, difference)
         if not difference < TOLERANCE:
             raise ReloadMismatchError(
@@ -113,3 +150,20 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
                 f"{difference:.3g}; nothing was kept"
             )
     return worst
+
+
+def _computing_dtype(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the dtype to compare outputs in: the model's own, but float32 where it does not compute in its own.
+
+    CPUs lack some operations in half precision, and activations of a model that was trained in bfloat16 may be too
+    large for float16. Neither says anything about the files.
+    """
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        return model.dtype
+    try:
+        finite = bool(first_output(model, batch).isfinite().all())
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        finite = False
+    return model.dtype if finite else torch.float32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -53,26 +53,29 @@ def _check_sizes(model_class: Any, path: str | Path, config: Any) -> None:
     shapes = _stored_shapes(path)
     if not shapes or getattr(config, "quantization_config", None) is not None:
         return
-    expected = skeleton_of_files(model_class, config, path).state_dict()
+    expected = skeleton_of_files(model_class, config, path, shapes=shapes).state_dict()
     known = expected.keys() & shapes.keys()
     wrong = [(n, shapes[n], expected[n].shape) for n in known if prod(shapes[n]) != expected[n].numel()]
     if wrong:
         raise _misfit(path, wrong)
 
 
-def skeleton_of_files(model_class: Any, config: Any, path: str | Path) -> PreTrainedModel:
+def skeleton_of_files(
+    model_class: Any, config: Any, path: str | Path, *, shapes: Mapping[str, Sequence[int]] | None = None
+) -> PreTrainedModel:
     """Return the model of a config without weights, unless it is far larger than the files of the checkpoint.
 
     Args:
         model_class: Class of the model.
         config: Config of the model.
         path: Folder or Hub id. Without safetensors in a folder, nothing is known of the files.
+        shapes: Shapes of the tensors in the files, by name; read from the files by default.
 
     Raises:
         RequestError: The config describes more than ten layers for every tensor in the files, or more than ten times
             their parameters; or a file is damaged.
     """
-    shapes = _stored_shapes(path)
+    shapes = _stored_shapes(path) if shapes is None else shapes
     # First, as thousands of layers take long to build, even without weights.
     _check_amount("layers", getattr(config.get_text_config(), "num_hidden_layers", 0), "tensors", len(shapes), path)
     model = empty_model(model_class, config, path)

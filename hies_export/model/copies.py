@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -50,6 +50,50 @@ def convert(model: Model, *, dtype: torch.dtype | None = None, device: str | Non
         return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
 
     return copy_with(model, stand_in)
+
+
+def convert_each(model: Model, dtypes: Mapping[str, torch.dtype]) -> Model:
+    """Copy a model's modules and config, with its floating parameters and buffers in dtypes of their own.
+
+    Args:
+        model: Any model; tensors that have their dtype already, and those that `dtypes` does not name, are shared.
+        dtypes: Name of a parameter or buffer -> floating dtype.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    wanted = {id(tensor): dtypes[name] for name, tensor in named if name in dtypes}
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = wanted.get(id(tensor), tensor.dtype)
+        if dtype == tensor.dtype or not tensor.is_floating_point():
+            return tensor
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        moved = tensor.detach().to(dtype)
+        return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+
+    return copy_with(model, stand_in)
+
+
+def round_each(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> list[str]:
+    """Round a model's floating parameters and buffers, in place, to what dtypes of their own can hold.
+
+    Args:
+        model: Any model; its tensors keep their dtypes.
+        dtypes: Name of a parameter or buffer -> floating dtype.
+
+    Returns:
+        The names of tensors with numbers that are too large for their dtype, and became infinite.
+    """
+    overflown = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        dtype = dtypes.get(name, tensor.dtype)
+        if dtype == tensor.dtype or not tensor.is_floating_point():
+            continue
+        with torch.no_grad():
+            rounded = tensor.to(dtype).to(tensor.dtype)
+            if not torch.equal(rounded.isfinite(), tensor.isfinite()):
+                overflown.append(name)
+            tensor.copy_(rounded)
+    return overflown
 
 
 def copy_with(model: Model, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Model:

@@ -6,6 +6,7 @@ Everything that this package borrows from the private parts of loading and savin
 A model without weights      `PreTrainedModel._from_config`
 Loading without data         `core_model_loading.convert_and_load_state_dict_in_model`,
                              `modeling_utils.LoadStateDictConfig`, `PreTrainedModel._get_dtype_plan`
+Dtypes of parameters         `PreTrainedModel._get_dtype_plan`, `core_model_loading.build_glob_alternation`
 Names and merged tensors     `conversion_mapping.get_model_conversion_mapping`, `PreTrainedModel._weight_conversions`,
                              `core_model_loading`: `WeightRenaming`, `WeightConverter`, `rename_source_key`,
                              `apply_converters`, `apply_renamings`, `dot_natural_key`
@@ -40,6 +41,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     apply_converters,
     apply_renamings,
+    build_glob_alternation,
     convert_and_load_state_dict_in_model,
     dot_natural_key,
     rename_source_key,
@@ -112,6 +114,30 @@ def load_shapes(model: PreTrainedModel, stored: Mapping[str, Tensor], dtype: tor
         weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
     )
     return convert_and_load_state_dict_in_model(model, dict(stored), options)[0]
+
+
+def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes that parameters and buffers have when a model's checkpoint is loaded in a dtype.
+
+    Some parameters stay in float32 in some models.
+
+    Args:
+        model: Dense or slim; it is not changed.
+        dtype: The `dtype` of `from_pretrained`.
+
+    Returns:
+        Name of a parameter or buffer -> dtype.
+    """
+    skeleton = empty_model(type(model), model.config, dtype)
+    found = {name: tensor.dtype for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers())}
+    plan = skeleton._get_dtype_plan(dtype)
+    if plan:
+        any_of, pattern_of, _ = build_glob_alternation(list(plan))
+        for name in skeleton.state_dict():
+            match = any_of.search(name)
+            if match is not None and name in found and match.lastgroup is not None:
+                found[name] = plan[pattern_of[match.lastgroup]]
+    return found
 
 
 def finish_loading(model: PreTrainedModel, info: Any, agree: Callable[[str, str], bool]) -> None:

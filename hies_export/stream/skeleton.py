@@ -15,6 +15,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS
 
 from ..checkpoint.classes import class_config, find_model_class, read_config
 from ..checkpoint.schema import empty_model, read_weight_map
+from ..checkpoint.stored import checkpoint_dtype
 from ..checkpoint.weights import check_files
 from ..errors import RequestError, quoted
 from ..model import internals
@@ -81,7 +82,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[PreTrainedModel, dict[str, Step]]:
-    """Return the model of a checkpoint on the meta device, as `from_pretrained` would load it.
+    """Return the model of a checkpoint on the meta device, as `from_pretrained` would load it in its own dtype.
 
     Args:
         folder: The checkpoint.
@@ -99,8 +100,7 @@ def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[P
     config = class_config(folder, model_class)
     if getattr(config, "quantization_config", None) is not None:
         raise RequestError(f"the weights must be plain numbers, but {folder} is quantised; dequantise it first")
-    dtype = config.dtype if config.dtype is not None else _first_dtype(tensors)
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    dtype = checkpoint_dtype((t.dtype for t in tensors.values()), config) or torch.float32
     stored = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     model = empty_model(model_class, config, folder, dtype)
     info = internals.load_shapes(model, stored, dtype)
@@ -117,10 +117,6 @@ def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[P
         )
     internals.load_generation_config(model, folder)
     return model.eval(), _with_tied(model, steps)
-
-
-def _first_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
-    return next((t.dtype for t in tensors.values() if t.dtype.is_floating_point), torch.float32)
 
 
 def _same_bytes(one: Step, other: Step, tensors: Mapping[str, StoredTensor]) -> bool:

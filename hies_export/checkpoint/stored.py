@@ -1,0 +1,80 @@
+"""Say which files hold the weights of a checkpoint, and which dtype they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+
+from .schema import read_weight_map
+
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+
+def weight_files(path: str | Path, **hub: Any) -> list[Path]:
+    """Return the files that `from_pretrained` reads weights from; none if the checkpoint has none that it knows.
+
+    Args:
+        path: Folder or Hub id.
+        **hub: Where and how to look on the Hub, as in `from_pretrained`.
+
+    Raises:
+        RequestError: The index of the shards is damaged.
+    """
+    for name, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if (whole := _file(path, name, **hub)) is not None:
+            return [whole]
+        if (listing := _file(path, index, **hub)) is not None:
+            shards = [_file(path, shard, **hub) for shard in sorted(set(read_weight_map(listing).values()))]
+            return [shard for shard in shards if shard is not None]
+    return []
+
+
+def _file(path: str | Path, name: str, **hub: Any) -> Path | None:
+    missing: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    found = cached_file(str(path), name, **missing, **hub)
+    return None if found is None else Path(found)
+
+
+def stored_dtype(files: Iterable[Path], config: Any) -> torch.dtype | None:
+    """Return the dtype that a checkpoint is stored in, and its slim version is saved in; None if nothing tells.
+
+    Args:
+        files: From `weight_files`.
+        config: The checkpoint's config.
+    """
+    found: dict[torch.dtype, None] = {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as tensors:
+                dtypes = (tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118: no mapping
+                found |= {_FLOATS[dtype]: None for dtype in dtypes if dtype in _FLOATS}
+    return checkpoint_dtype(found, config)
+
+
+def checkpoint_dtype(stored: Iterable[torch.dtype], config: Any) -> torch.dtype | None:
+    """Return the dtype of a checkpoint: the one its config names, as in transformers, or a narrower one of its tensors.
+
+    The narrower one counts where all floating tensors have it; in the config's, a slim checkpoint could be larger than
+    its source. Without a dtype in the config, the first tensor's counts.
+
+    Args:
+        stored: The dtypes of its tensors, in their order.
+        config: Its config.
+    """
+    floats = list(dict.fromkeys(dtype for dtype in stored if dtype in _FLOATS.values()))
+    named = getattr(config, "dtype", None)
+    named = getattr(torch, named, None) if isinstance(named, str) else named
+    if not isinstance(named, torch.dtype):
+        return floats[0] if floats else None
+    return floats[0] if len(floats) == 1 and floats[0].itemsize < named.itemsize else named
