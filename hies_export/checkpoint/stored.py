@@ -57,7 +57,8 @@ def stored_dtype(files: Iterable[Path], config: Any) -> torch.dtype | None:
     for file in files:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as tensors:
-                dtypes = (tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118: no mapping
+                names = list(tensors.keys())
+                dtypes = (tensors.get_slice(name).get_dtype() for name in names)
                 found |= {_FLOATS[dtype]: None for dtype in dtypes if dtype in _FLOATS}
     return checkpoint_dtype(found, config)
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import a_path, a_path_or_id, add_force, add_json, add_output
+from .arguments import a_path, a_path_or_id, add_force, add_json, add_output, add_refit, find_refit
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -17,6 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder or Hub id, with safetensors"
     )
+    add_refit(parser)
     add_force(parser)
     add_output(parser, required=True)
     add_json(parser)
@@ -32,14 +33,22 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     inputs = {"plan": options.plan, "model": options.model}
     refuse_existing(options.output, overwrite=options.overwrite, inputs=inputs)
     plan = PruningPlan.from_file(options.plan)
+    refit = find_refit(options, plan, options.plan)
     applied = apply_plan(
-        plan, options.model, options.output, overwrite=options.overwrite, force=options.force, progress=progress
+        plan,
+        options.model,
+        options.output,
+        overwrite=options.overwrite,
+        force=options.force,
+        refit=refit,
+        progress=progress,
     )
+    layers = "" if refit is None else f"with the refitted layers of {refit}, "
     rate = applied.dense_bytes / 1e6 / applied.seconds
     console.print(
         f"written to {options.output}: {plan_text(plan)}, "
         f"{applied.dense_bytes / 1e6:.1f} MB before, "
-        f"{applied.slim_bytes / 1e6:.1f} MB after, in {applied.seconds:.1f} s ({rate:.0f} MB/s of the dense "
+        f"{applied.slim_bytes / 1e6:.1f} MB after, {layers}in {applied.seconds:.1f} s ({rate:.0f} MB/s of the dense "
         "checkpoint)",
         markup=False,
         soft_wrap=True,
@@ -47,6 +56,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     return {
         "folder": str(options.output),
         **plan_totals(plan),
+        "refit": None if refit is None else str(refit),
         "bytes": {"dense": applied.dense_bytes, "slim": applied.slim_bytes},
         "seconds": applied.seconds,
         "megabytes_per_second": rate,

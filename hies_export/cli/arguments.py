@@ -11,6 +11,7 @@ from ..errors import RecipeError, check_path, quoted
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe
+    from ..values import PruningPlan
 
 
 def a_path(text: str) -> Path:
@@ -80,6 +81,33 @@ def add_output(parser: ArgumentParser, *flags: str, help: str = "folder to write
 def add_force(parser: ArgumentParser) -> None:
     """Add the option that applies a plan to other weights."""
     parser.add_argument("--force", action="store_true", help="apply a plan to other weights than it was made for")
+
+
+def add_refit(parser: ArgumentParser) -> None:
+    """Add the options about the refitted layers of a plan."""
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--refit", metavar="FILE", type=a_path, help="refitted layers (default: refit.safetensors beside the plan)"
+    )
+    choice.add_argument("--no-refit", action="store_true", help="cut by the plan of a compensated model without them")
+
+
+def find_refit(options: Namespace, plan: PruningPlan, file: Path) -> Path | None:
+    """Return the refitted layers to use with a plan, by the options of `add_refit`; None for none.
+
+    Those beside the plan are of the weights that it was made for, so `--force` leaves them alone.
+
+    Args:
+        options: The options.
+        plan: The plan.
+        file: Where it was read from.
+    """
+    from ..checkpoint.refits import refit_beside
+
+    if options.refit is not None or options.no_refit or options.force:
+        refit: Path | None = options.refit
+        return refit
+    return refit_beside(plan, file)
 
 
 def add_json(parser: ArgumentParser) -> None:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import a_path, add_force, add_recipe, read_recipe, refuse_output
+from .arguments import a_path, add_force, add_recipe, add_refit, find_refit, read_recipe, refuse_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe, `--plan` and `--force`."""
+    """Add the recipe, `--plan`, and the options about that plan."""
     add_recipe(parser)
     parser.add_argument("--plan", metavar="FILE", type=a_path, help="cut by this plan instead of scoring")
+    add_refit(parser)
     add_force(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
-    """Write a slim checkpoint, cut by a given plan or by one made now."""
+    """Write a slim checkpoint, cut by a given plan or by one made now.
+
+    A recipe that compensates refits the layers, also of a given plan. Otherwise those that were written with the plan
+    are taken.
+    """
+    from ..checkpoint.refits import read_refit, warn_uncompensated
     from ..pipeline.choose import choose
     from ..pipeline.prepare import prepare
     from ..pipeline.run import prune
@@ -30,19 +37,28 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     recipe = read_recipe(options)
     refuse_output(options, recipe, **({} if options.plan is None else {"plan": options.plan}))
     given = None if options.plan is None else PruningPlan.from_file(options.plan)
+    refitted = None
+    if given is not None and recipe.prune.compensation is None:
+        file = find_refit(options, given, options.plan)
+        refitted = None if file is None else read_refit(given, file)
     progress.stage("load")
     prepared = prepare(recipe)
+    how: dict[str, Any] = {"refit": refitted}
     if given is not None:
         if options.force:
             given = replace(given, model=fingerprint(prepared.model, prepared.sites))
-        plan, refit = given, None
+        plan = given
     else:
         choice = choose(prepared, recipe, progress=progress)
-        plan, refit = choice.plan, choice.refit
-    pruned = prune(prepared, plan, recipe, recipe.output, overwrite=options.overwrite, refit=refit, progress=progress)
-    print_plan(plan, console)
+        plan, how = choice.plan, {"refit": choice.refit, "compensation": choice.compensation}
+    pruned = prune(prepared, plan, recipe, recipe.output, overwrite=options.overwrite, **how, progress=progress)
+    if plan.compensation and not pruned.plan.compensation:
+        warn_uncompensated(plan)
+    print_plan(pruned.plan, console)
     console.print(
-        f"\nwritten to {recipe.output}: {plan_text(plan)}; cut against masked {pruned.cut_max_abs:.2g}, "
-        f"reloaded against saved {pruned.reload_max_abs:.2g}",
+        f"\nwritten to {recipe.output}: {plan_text(plan)}, {pruned.bytes.dense / 1e6:.1f} MB before, "
+        f"{pruned.bytes.slim / 1e6:.1f} MB after; cut against masked {pruned.cut_max_abs:.2g}, reloaded against saved "
+        f"{pruned.reload_max_abs:.2g}",
         markup=False,
+        soft_wrap=True,
     )

@@ -26,8 +26,10 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     refuse_output(options, recipe)
     report = run_recipe(recipe, overwrite=options.overwrite, command=options.command_line, progress=progress)
     print_report(report, console)
+    refit = "" if recipe.prune.compensation is None else ", refit.safetensors"
     console.print(
-        f"\nwritten to {recipe.output}: slim/ (checkpoint), onnx/, report.html, report.md, report.json, plan.json",
+        f"\nwritten to {recipe.output}: slim/ (checkpoint), onnx/, report.html, report.md, report.json, plan.json"
+        f"{refit}",
         markup=False,
     )
     return report.summary()

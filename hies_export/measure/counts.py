@@ -42,7 +42,7 @@ class FlopCount(Both[int]):
 
 @dataclass(frozen=True, eq=False)
 class StoredBytes(Both[int]):
-    """Bytes of the dense and slim weights, and of the slim model's ONNX folder (graph and weights)."""
+    """Bytes of the files of weights of the dense and the slim checkpoint, and of the slim model's ONNX folder."""
 
     onnx: int
 

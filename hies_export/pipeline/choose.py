@@ -224,6 +224,7 @@ class _Chooser:
             },
             versions=library_versions(),
             model=fingerprint(self._prepared.model, self._prepared.sites),
+            compensation={} if (how := self._recipe.prune.compensation) is None else {"method": how.method},
         )
         return PruningPlan.of(picked.selection, provenance)
 

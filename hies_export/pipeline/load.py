@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,44 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..checkpoint.classes import find_model_class
+from ..checkpoint.stored import stored_dtype, weight_files
 from ..checkpoint.weights import load_weights
 from ..errors import RequestError, require_package
 from ..model.auto import auto_classes
+from ..model.copies import parameter_bytes
 from ..model.internals import never_asking
+from ..recipe import PruningRecipe
 from ..tasks import TASKS
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a dense model is stored, and how its slim version is to be.
+
+    Attributes:
+        dtype: What the slim version is saved in.
+        bytes: Size of the files of weights.
+    """
+
+    dtype: torch.dtype
+    bytes: int
+
+
+def source_of(model: PreTrainedModel, recipe: PruningRecipe, config: Any, **hub: Any) -> Source:
+    """Return how the model of a recipe is stored.
+
+    A slim checkpoint is saved in the dtype of its source, whatever it was computed in, unless the recipe names a dtype.
+
+    Args:
+        model: The model, loaded.
+        recipe: The recipe.
+        config: Config of the checkpoint, as it is in its files.
+        **hub: Where to look on the Hub, as in `from_pretrained`.
+    """
+    files = weight_files(recipe.model, **hub)
+    asked = recipe.save_dtype or recipe.dtype or "auto"
+    dtype = (stored_dtype(files, config) or model.dtype) if asked == "auto" else getattr(torch, asked)
+    return Source(dtype, sum(file.stat().st_size for file in files) or parameter_bytes(model))
 
 
 def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:

@@ -16,7 +16,7 @@ from ..measure.compare import time_on
 from ..measure.counts import Both, FlopCount, LayerFlops, Shape, StoredBytes
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
-from ..model.copies import convert, parameter_bytes
+from ..model.copies import convert
 from ..model.tokens import first_samples
 from ..onnx.export import OnnxExport, export_onnx
 from ..progress import Progress
@@ -40,7 +40,7 @@ class Measurements:
 
     Attributes:
         parameters: Number of parameters.
-        bytes: Size of the weights in bytes.
+        bytes: Size of the files of weights in bytes.
         flops: Floating-point operations of one forward pass at the first measured shape.
         flops_per_layer: The same by layer.
         cache_bytes_per_token: Bytes that each token adds to the key/value cache; None without a cache.
@@ -70,9 +70,24 @@ def export(
 
 
 def measure_both(
-    prepared: Prepared, slim: PreTrainedModel, onnx: OnnxExport, recipe: PruningRecipe, *, progress: Progress
+    prepared: Prepared,
+    slim: PreTrainedModel,
+    onnx: OnnxExport,
+    recipe: PruningRecipe,
+    *,
+    stored: Both[int],
+    progress: Progress,
 ) -> Measurements:
-    """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape."""
+    """Count parameters and FLOPs of both models, and time them on every runtime and shape.
+
+    Args:
+        prepared: The dense model and the shapes.
+        slim: The slim model.
+        onnx: The export of the slim model.
+        recipe: Which runtimes, and how often.
+        stored: Bytes of the files of weights of both.
+        progress: Shows stages and loops.
+    """
     dense, batches = prepared.model, prepared.measured
     flops = counts.count_both_flops(dense, slim, batches)
     shape = next(iter(batches))
@@ -80,7 +95,7 @@ def measure_both(
     cache = [counts.cache_bytes_per_token(model) for model in (dense, slim)]
     return Measurements(
         parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),
-        bytes=StoredBytes(parameter_bytes(dense), parameter_bytes(slim), onnx.bytes),
+        bytes=StoredBytes(stored.dense, stored.slim, onnx.bytes),
         flops=flops[shape],
         flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),
         cache_bytes_per_token=None if cache[0] is None or cache[1] is None else Both(cache[0], cache[1]),

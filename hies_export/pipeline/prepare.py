@@ -32,7 +32,7 @@ from ..tasks import TASKS
 from ..units import PrunableModule
 from .bench import check_dtypes, check_runs, check_shapes, model_shapes
 from .devices import check_device_map
-from .load import load_dense, task_class
+from .load import Source, load_dense, source_of, task_class
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Prepared:
         regression: Whether the model predicts a number.
         runtimes: Names of the runtimes to measure on.
         measured: Batches to count FLOPs and time with, by (batch, sequence).
+        source: How the dense model is stored.
     """
 
     model: PreTrainedModel
@@ -80,6 +81,7 @@ class Prepared:
     regression: bool
     runtimes: tuple[str, ...]
     measured: dict[tuple[int, int], Batch]
+    source: Source
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ def prepare(
         regression=regression,
         runtimes=runtimes,
         measured=measured,
+        source=loaded.source if loaded else source_of(model, recipe, config, **hub),
     )
 
 

@@ -161,6 +161,11 @@ def _choice_rows(one: _Files, other: _Files) -> Iterator[Compared]:
     kept = [{(name, unit) for name, k in files.plan.kept.items() for unit in k.units} for files in (one, other)]
     total = sum(k.total for k in one.plan.kept.values())
     yield Compared("units kept", f"{len(kept[0]):,}", f"{len(kept[1]):,}", len(kept[0] ^ kept[1]) / total, UNITS)
+    refits = [files.plan.refit for files in (one, other)]
+    if refits[0] is not None:
+        # Equal on the same machine; elsewhere the last bits may differ, and quality tells whether that matters.
+        before, now = (str(refit)[:12] for refit in refits)
+        yield Compared("refitted layers", before, now, float(refits[0] != refits[1]), 1.0 if refits[1] else 0.0)
 
 
 def _quality_rows(one: Report, other: Report) -> Iterator[Compared]:

@@ -32,8 +32,11 @@ class PruningRecipe(Section):
     Attributes:
         model: Folder or Hub id of a fine-tuned model.
         revision: Revision of a Hub model.
-        dtype: What the model is loaded, scored and saved in: float32 (default on CPU), float16, bfloat16, or "auto"
-            for the checkpoint's own (default on GPU).
+        dtype: What the model is loaded, scored and, but for `save_dtype`, saved in: float32 (default on CPU), float16,
+            bfloat16, or "auto" for the checkpoint's own (default on GPU).
+        save_dtype: What the slim checkpoint is saved in, as for `dtype`. By default that of `dtype` where it is given,
+            else the checkpoint's own, so that the slim one is never the larger. What is evaluated, exported and timed
+            is rounded to it.
         device_map: Where the layers go, as in `from_pretrained`: "auto" spreads a model over all GPUs. By default the
             GPU if there is one.
         task: text-classification (regression is text-classification with one label), image-classification,
@@ -60,6 +63,7 @@ class PruningRecipe(Section):
     model: str
     revision: str | None = None
     dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
+    save_dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
     device_map: str | None = None
     task: TaskName
     data: DataSection

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
+from ..checkpoint.refits import check_compensated, check_digest, check_refit, refit_digest, warn_uncompensated
+from ..checkpoint.save import write_labels
 from ..errors import ReloadMismatchError, RequestError
 from ..kinds import ATTENTION
 from ..model.linear import weight_axis
@@ -29,7 +31,7 @@ from ..units import PrunableModule
 from ..values import PruningPlan
 from .companions import copy_companions
 from .rewrite import Rewrite
-from .shards import StoredTensor, read_blocks
+from .shards import StoredTensor, read_blocks, read_header
 from .skeleton import build_skeleton, fetch, read_tensors
 
 # The default of `save_pretrained`: the same tensors go into the same files.
@@ -62,9 +64,12 @@ def apply_plan(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     overwrite: bool = False,
     force: bool = False,
+    refit: str | Path | None = None,
     progress: Progress = SILENT,
 ) -> Applied:
     """Cut a checkpoint of safetensors by a plan, tensor by tensor.
+
+    With the refitted layers of a compensated run, the weights are those of the run, byte for byte.
 
     Peak memory does not grow with the model. Only tensors that transformers merges or splits on loading (mixtures of
     experts), and that the result needs merged, are held whole, one group at a time. Beside the weights, only what
@@ -78,13 +83,15 @@ def apply_plan(
         max_shard_size: Bytes, or such as "5GB", as in `save_pretrained`.
         overwrite: Replace an existing folder.
         force: Cut also if the plan was made for other weights; the plan that is written says these.
+        refit: The refitted layers of a compensated model, the `refit.safetensors` that was written with the plan.
+            Without it, the plan of such a model is applied with a warning, which the card in the folder repeats.
         progress: Follows the tensors as they are written.
 
     Returns:
         The folder, the sizes and the time.
 
     Raises:
-        PlanError: The plan is not for this model, or for other weights.
+        PlanError: The plan is not for this model, or for other weights; or the refitted layers are not of this plan.
         RequestError: The checkpoint has no safetensors, or they are damaged, incomplete or not the model's.
         UnsupportedModelError: Modules of the plan's kinds cannot be cut in this model.
         OutputExistsError: The folder exists and `overwrite` is off, or it is, holds or lies inside the dense one.
@@ -97,6 +104,7 @@ def apply_plan(
         True
     """
     start = time.perf_counter()
+    layers = {} if refit is None else _read_refit(plan, Path(refit))
     refuse_existing(folder, overwrite=overwrite, inputs={"model": model})
     source = fetch(model)
     tensors = read_tensors(source)
@@ -112,19 +120,45 @@ def apply_plan(
     check_weights({name: made for name, made in plan.model.items() if name in stored}, found)
     cuts = _cuts(dense, plan, modules)
     slim = prune_units(dense, plan, modules, inplace=True)
-    rewrite = Rewrite(slim, tensors, origins, cuts)
+    if refit is not None:
+        shapes = {name: tensor.shape for name, tensor in slim.state_dict().items()}
+        check_refit({name: layer.shape for name, layer in layers.items()}, shapes, Path(refit))
+    asked, plan = plan, plan if refit is not None else replace(plan, compensation={})
+    rewrite = Rewrite(slim, tensors, origins, cuts, refitted=layers)
     with new_folder(folder, overwrite=overwrite) as temporary:
         slim.save_pretrained(temporary, state_dict={})  # configs, and the slim class where it is needed
+        write_labels(slim, temporary)
         copy_companions(source, temporary)
         (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
         rewrite.write(temporary, max_shard_size, progress)
         _check_written(temporary, rewrite.written)
+        if asked.compensation and refit is None:
+            warn_uncompensated(asked, temporary)
     return Applied(
         folder=Path(folder),
         dense_bytes=sum(t.bytes for t in tensors.values()),
         slim_bytes=sum(t.nbytes for t in rewrite.written.values()),
         seconds=time.perf_counter() - start,
     )
+
+
+def _read_refit(plan: PruningPlan, file: Path) -> dict[str, StoredTensor]:
+    """Return where the refitted layers of a plan are; their bytes are read once, for the digest.
+
+    Raises:
+        RequestError: There is no such file, or it is damaged.
+        PlanError: It is not of this plan.
+    """
+    check_compensated(plan, file)
+    if not file.is_file():
+        raise RequestError(f"refitted layers must be a file, but there is no {file}; cut without them (--no-refit)")
+    layers = read_header(file)
+    parts = (
+        (name, layer.dtype, layer.shape, read_blocks(layer, {}, layer.dtype, bytearray()))
+        for name, layer in sorted(layers.items())
+    )
+    check_digest(plan, refit_digest(parts), file)
+    return layers
 
 
 def _find_modules(

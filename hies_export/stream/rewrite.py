@@ -31,6 +31,7 @@ class Rewrite:
         tensors: Name -> tensor of the dense checkpoint.
         origins: Name of a parameter -> the step of loading that it comes from.
         cuts: What stays of the parameters.
+        refitted: Name of a parameter -> where its refitted, slim version is; it takes the place of the dense one.
 
     Attributes:
         written: Name -> tensor of the slim checkpoint, on the meta device.
@@ -41,12 +42,20 @@ class Rewrite:
     """
 
     def __init__(
-        self, slim: PreTrainedModel, tensors: Mapping[str, StoredTensor], origins: Mapping[str, Step], cuts: Cuts
+        self,
+        slim: PreTrainedModel,
+        tensors: Mapping[str, StoredTensor],
+        origins: Mapping[str, Step],
+        cuts: Cuts,
+        *,
+        refitted: Mapping[str, StoredTensor] | None = None,
     ):
         self._total_parameters = slim.num_parameters()
-        self._tensors = tensors
-        self._origins = origins
-        self._cuts = cuts
+        # A refitted parameter comes from one tensor, which is under a name that no checkpoint has.
+        own = {name: f"refitted:{name}" for name in refitted or {}}
+        self._tensors = {**tensors, **{own[name]: tensor for name, tensor in (refitted or {}).items()}}
+        self._origins = {**origins, **{name: Step((source,), (name,)) for name, source in own.items()}}
+        self._cuts = {name: kept for name, kept in cuts.items() if name not in own}
         self._parameters = internals.without_tied(internals.saved_state(slim), slim)
         # A slim class keeps the names of its modules on disk; see `modeling_hies.SlimModel.save_pretrained`.
         if is_slim(slim):
@@ -129,7 +138,9 @@ class Rewrite:
             values: dict[str, Tensor] = {}
             for name, origin in zip(step.sources, origins, strict=True):
                 if name not in values:
-                    values.update(self._load(name, origin))
+                    loaded = self._load(name, origin)
+                    values.update({key: v for key, v in loaded.items() if self._origins.get(key, origin) is origin})
+                    del loaded
             values = {name: _cut(values[name], self._cuts.get(name, {})) for name in step.sources}
             saved = step.convert(values) if step.convert else {step.targets[0]: values[step.sources[0]]}
             del values

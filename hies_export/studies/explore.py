@@ -133,6 +133,8 @@ class Exploration:
 
         Raises:
             PlanError: The allocation does not allow that share.
+
+        The plan of a compensated folder is compensated too; refitted layers there are of the folder's own plan only.
         """
         constraints = Constraints(allocation=allocation, unit=self.unit)
         scores = self.scores(alpha)
@@ -155,6 +157,11 @@ class Exploration:
             calibration={key: value for key, value in known.items() if value},
             versions=library_versions(),
             model=self.plan.model,
+            compensation={
+                what: value
+                for what, value in self.plan.compensation.items()
+                if what != "refit" or kept == self.plan.kept
+            },
         )
 
     def flops_ratio(self, plan: PruningPlan) -> float:
@@ -268,13 +275,15 @@ def _of_run(folder: Path) -> Exploration:
         metric=report.quality["metric"],
     )
     measured = []
+    compensated = bool(plan.compensation or report.details.get("compensation"))
     if report.criterion in FAMILY:
         lost = (0.0, lost_share(statistics["his"], plan))
         quality = _numbers((report.quality["dense"], report.quality["slim"]))
         stability = _numbers((1.0, report.stability))
-        measured.append(Measured("the dense model and this run's slim one", lost, quality, stability))
+        how = "the dense model and this run's slim one" + (", cut and compensated" if compensated else "")
+        measured.append(Measured(how, lost, quality, stability))
     curve, budget = written["alpha_curve"], report.details["budget"]
-    judged = "cut and compensated" if report.details.get("compensation") else "masked"
+    judged = "cut and compensated" if compensated else "masked"
     plans = [found.plan_at(p["alpha"], budget["target"], found.allocation) for p in curve if budget["kind"] == "heads"]
     # The folder does not record all constraints (min_heads, keep_layers, ...). If they changed the run's own plan, the
     # plans computed here are not those that were evaluated.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folders import replace_file
+from ..checkpoint.refits import REFIT
 from ..errors import PlanError, require_package
 from ..evaluate.metrics import higher_is_better
 from ..report.drawing import BarFigure, Curve, Dot, MapFigure, bar_figure, curve_places, shaded
@@ -151,6 +152,14 @@ def draw(exploration: Exploration, alpha: float, sparsity: float, allocation: st
         ("importance (HIS) removed", f"{lost:.1%}"),
     ]
     figure, bars = _figures(exploration, plan, alpha)
+    note = (
+        ""
+        if not plan.compensation
+        else (
+            f"Predictions are of models that are compensated after the cut ({plan.compensation['method']}). "
+            "hies-export apply does not compensate a plan that is saved here, unless it is the run's own."
+        )
+    )
     predictions = [_predicted(exploration, measured, lost) for measured in exploration.measured]
     return _render(
         "plan.html.j2",
@@ -159,6 +168,7 @@ def draw(exploration: Exploration, alpha: float, sparsity: float, allocation: st
         bars=bars,
         ranks_neurons=exploration.ranks_neurons,
         predictions=predictions,
+        note=note,
     )
 
 
@@ -197,7 +207,26 @@ def save(
     model = exploration.model or "MODEL"
     commands = f"hies-export apply {file} {model} -o SLIM\nhies-export prune RECIPE.yaml --plan {file} -o SLIM"
     return _render(
-        "message.html.j2", text=f"Saved: {removed_text(*plan_counts(plan))}. To cut by it:", commands=commands
+        "message.html.j2",
+        text=f"Saved: {removed_text(*plan_counts(plan))}. To cut by it:",
+        commands=commands,
+        warning=_compensation_note(plan),
+    )
+
+
+def _compensation_note(plan: PruningPlan) -> str:
+    """Return what must be known of a compensated model before a plan is applied; nothing if it is not compensated."""
+    if not plan.compensation:
+        return ""
+    if plan.refit is not None:
+        return (
+            f"This is the plan of the run, whose model is compensated ({plan.compensation['method']}). apply takes the "
+            f"refitted layers from {REFIT} beside it; without that file it cuts only."
+        )
+    return (
+        f"The models that were measured here are compensated ({plan.compensation['method']}), and so is what is "
+        "predicted. apply does NOT compensate this plan: it cuts only, and quality is lower. prune refits the layers, "
+        "as its recipe says."
     )
 
 

@@ -529,3 +529,23 @@ def test_the_layout_is_that_of_safetensors(tmp_path: Path) -> None:
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert all(torch.equal(shards.read_tensor(stored[n], t.dtype, buffer), t) for n, t in state.items())
     shutil.rmtree(tmp_path)
+
+
+def test_two_labels_with_default_names_are_written(tmp_path: Path) -> None:
+    """transformers leaves them out, and BART's config has three by default."""
+    architecture("Bart", num_labels=2, vocab_size=32)().save_pretrained(tmp_path / "dense")
+    labels = {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}
+    change_config(tmp_path / "dense", **labels)
+    modules = find_attention(load(tmp_path / "dense"), synthetic_batch(load(tmp_path / "dense"), batch=2, sequence=8))
+    apply_plan(random_plan(modules, uniform=False), tmp_path / "dense", tmp_path / "disk")
+    assert load(tmp_path / "disk").config.num_labels == 2
+
+
+def test_files_narrower_than_the_config_says_stay_so(tmp_path: Path) -> None:
+    """Else the slim checkpoint could be larger than its source."""
+    bert().half().save_pretrained(tmp_path / "dense")
+    change_config(tmp_path / "dense", dtype="float32")
+    modules = find_attention(load(tmp_path / "dense"), text_batch())
+    applied = apply_plan(random_plan(modules, uniform=False), tmp_path / "dense", tmp_path / "disk")
+    assert applied.slim_bytes < applied.dense_bytes
+    assert load(tmp_path / "disk").dtype == torch.float16

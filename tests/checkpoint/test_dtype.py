@@ -1,0 +1,164 @@
+"""Checkpoints that are saved in another dtype than the model has; files, dtypes and labels of checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.cuts import random_cut
+from support.families import architecture
+from support.models import bert, image_batch, llama, text_batch, vit
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
+
+from hies_export.checkpoint import weights
+from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.save import save_slim
+from hies_export.checkpoint.stored import stored_dtype, weight_files
+from hies_export.errors import ReloadMismatchError
+from hies_export.model.copies import convert_each, round_each
+from hies_export.model.internals import dtypes_in
+from hies_export.model.tokens import synthetic_batch
+from hies_export.slim.check import first_output
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("make", "uniform"), [(bert, False), (vit, True), (llama, True)])
+def test_a_model_in_float32_is_saved_in_half(
+    make: Callable[[], PreTrainedModel], uniform: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    batch = image_batch() if make is vit else text_batch()
+    slim, plan, _ = random_cut(make(), batch, uniform=uniform)
+    before = {name: tensor.clone() for name, tensor in slim.state_dict().items()}
+    save_slim(slim, tmp_path / "whole", plan=plan, batch=batch)
+    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=batch, dtype=dtype) == 0
+    assert slim.dtype == torch.float32
+    assert all(torch.equal(before[name], tensor) for name, tensor in slim.state_dict().items())
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "slim"))
+    assert {name: tensor.to(dtype) for name, tensor in one.items()}.keys() == other.keys()
+    assert all(torch.equal(one[name].to(dtype), tensor) for name, tensor in other.items())
+    assert load(tmp_path / "slim").dtype == dtype
+    assert json.loads((tmp_path / "slim" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_what_transformers_keeps_in_float32_stays_so(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dtype of every tensor is the one that `from_pretrained` gives it."""
+    monkeypatch.setattr(BertForSequenceClassification, "_keep_in_fp32_modules_strict", {"classifier"})
+    bert().save_pretrained(tmp_path / "dense")
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "dense", dtype=dtype)
+    expected = {name: t.dtype for name, t in (*loaded.named_parameters(), *loaded.named_buffers())}
+    assert set(expected.values()) >= {dtype, torch.float32}
+    assert dtypes_in(load(tmp_path / "dense"), dtype) == expected
+    slim, plan, _ = random_cut(load(tmp_path / "dense"), text_batch())
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=text_batch(), dtype=dtype)
+    written = {name: t.dtype for name, t in load_file(tmp_path / "slim" / "model.safetensors").items()}
+    assert written == {name: expected[name] for name in written}
+
+
+def test_a_wrong_weight_in_half_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slim, plan, _ = random_cut(bert(), text_batch())
+    whole = type(slim).save_pretrained
+
+    def save_other(self: PreTrainedModel, folder: Path) -> None:
+        with torch.no_grad():
+            self.classifier.bias += 0.01
+        whole(self, folder)
+        with torch.no_grad():
+            self.classifier.bias -= 0.01
+
+    monkeypatch.setattr(type(slim), "save_pretrained", save_other)
+    with pytest.raises(ReloadMismatchError, match="differs by 0.0"):
+        save_slim(slim, tmp_path / "slim", plan=plan, batch=text_batch(), dtype=torch.float16)
+
+
+def test_activations_too_large_for_float16_say_nothing_about_the_files(tmp_path: Path) -> None:
+    model = bert()
+    with torch.no_grad():
+        model.bert.encoder.layer[0].intermediate.dense.bias.fill_(60000.0)
+        model.bert.encoder.layer[0].output.dense.weight.fill_(100.0)
+    slim, plan, _ = random_cut(model, text_batch())
+    assert first_output(slim, text_batch()).isfinite().all()
+    assert not first_output(random_cut(model, text_batch())[0].half(), text_batch()).isfinite().all()
+    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=text_batch(), dtype=torch.float16) < 1e-5
+
+
+def test_rounding_is_what_saving_and_loading_does() -> None:
+    model = bert()
+    dtypes = dtypes_in(model, torch.float16)
+    expected = {name: t.half().float() for name, t in model.state_dict().items() if t.is_floating_point()}
+    shared = convert_each(model, {})
+    assert all(a is b for a, b in zip(shared.parameters(), model.parameters(), strict=True))
+    assert round_each(model, dtypes) == []
+    assert all(torch.equal(expected[name], model.state_dict()[name]) for name in expected)
+    with torch.no_grad():
+        model.classifier.bias[0] = 70000.0
+    assert round_each(model, dtypes) == ["classifier.bias"]
+
+
+@pytest.mark.parametrize(
+    ("held", "named", "expected"),
+    [
+        (torch.float16, "float16", torch.float16),
+        (torch.float16, "float32", torch.float16),
+        (torch.float16, None, torch.float16),
+        (torch.float32, "bfloat16", torch.bfloat16),
+        (torch.float32, None, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("size", ["50GB", "20KB"], ids=["one file", "shards"])
+def test_the_dtype_of_files_and_config(
+    held: torch.dtype, named: str | None, expected: torch.dtype, size: str, tmp_path: Path
+) -> None:
+    model = bert().to(held)
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    (tmp_path / "model-of-another-kind.safetensors").write_bytes(b"no weights")
+    files = weight_files(tmp_path)
+    assert sorted(file.name for file in files) == sorted(
+        file.name for file in tmp_path.glob("model*.safetensors") if "another" not in file.name
+    )
+    config: Any = model.config
+    config.dtype = named
+    assert stored_dtype(files, config) == expected
+
+
+def test_weights_of_torch_have_files_but_no_dtype(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text("{}")
+    assert [file.name for file in weight_files(tmp_path)] == ["pytorch_model.bin"]
+    assert stored_dtype(weight_files(tmp_path), object()) is None
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert weight_files(tmp_path) == []
+
+
+def test_two_labels_with_default_names_come_back(tmp_path: Path) -> None:
+    """transformers writes no labels for them, and BART's config has three by default."""
+    model = architecture("Bart", num_labels=2, vocab_size=32)()
+    batch = synthetic_batch(model, batch=2, sequence=8)
+    slim, plan, _ = random_cut(model, batch)
+    slim.save_pretrained(tmp_path / "by transformers")
+    assert "id2label" not in json.loads((tmp_path / "by transformers" / "config.json").read_text())
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
+    config = json.loads((tmp_path / "slim" / "config.json").read_text())
+    assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "slim", trust_remote_code=True)
+    assert again.config.num_labels == 2
+    assert again.config.label2id == {"LABEL_0": 0, "LABEL_1": 1}
+
+
+def test_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bert().save_pretrained(tmp_path, max_shard_size="20KB")
+    opened: list[Path] = []
+    real = weights.safe_open
+    monkeypatch.setattr(weights, "safe_open", lambda file, kind: (opened.append(file), real(file, kind))[1])
+    load(tmp_path)
+    assert sorted(opened) == sorted(tmp_path.glob("model*.safetensors"))
+    assert len(opened) > 2

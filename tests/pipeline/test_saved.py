@@ -1,0 +1,185 @@
+"""What a run saves: the dtype and the bytes of its checkpoint, and the refitted layers that make `apply` repeat it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.models import save_project
+from support.runs import hies, without_tracing
+from transformers import PreTrainedModel
+
+from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.refits import REFIT
+from hies_export.errors import DataError
+from hies_export.evaluate.judge import Judge
+from hies_export.evaluate.predict import predict
+from hies_export.onnx.export import export_onnx
+from hies_export.pipeline import run as running
+from hies_export.pipeline.prepare import prepare
+from hies_export.recipe import PruningRecipe
+from hies_export.report.report import Report
+from hies_export.values import PruningPlan
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with a model in float16, which was run with compensation into out/."""
+    folder = save_project(
+        tmp_path_factory.mktemp("project"),
+        train=40,
+        validation=20,
+        calibration={"samples": 8, "batch_size": 4},
+        prune={"alpha": 0.5, "budget": {"heads": 0.4}, "compensation": {"samples": 32}},
+        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 4},
+    )
+    load(folder / "model").half().save_pretrained(folder / "model")
+    with without_tracing():
+        assert hies("run", folder / "recipe.yaml") == 0
+    return folder
+
+
+def weights(folder: Path) -> Path:
+    return folder / "model.safetensors"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+def test_a_slim_checkpoint_has_the_dtype_of_its_source(project: Path) -> None:
+    report = Report.from_file(project / "out")
+    slim = project / "out" / "slim"
+    assert {tensor.dtype for tensor in load_file(weights(slim)).values()} == {torch.float16}
+    assert report.bytes.dense == weights(project / "model").stat().st_size
+    assert report.bytes.slim == weights(slim).stat().st_size < report.bytes.dense
+    assert report.reload_max_abs == 0
+    assert report.cut_max_abs < 1e-5, "in float32"
+
+
+def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The model that is judged, exported and timed has the numbers of the files, in float32."""
+    recipe = PruningRecipe.from_yaml(project / "recipe.yaml", {"output": tmp_path / "out"})
+    seen = []
+
+    def stop(prepared: object, slim: PreTrainedModel, *_: object, **__: object) -> None:
+        seen.append(slim)
+        raise DataError("far enough")
+
+    monkeypatch.setattr(running, "evaluate_run", stop)
+    with pytest.raises(DataError, match="far enough"), without_tracing():
+        running.run(recipe)
+    (evaluated,) = seen
+    assert evaluated.dtype == torch.float32
+    saved = load(project / "out" / "slim", dtype=torch.float32).state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in evaluated.state_dict().items())
+
+    prepared = prepare(recipe)
+    judge = Judge.on(prepared.model, prepared.evaluation, metrics=prepared.metrics, regression=False)
+    quality = judge.of(predict(load(project / "out" / "slim", dtype=torch.float32), prepared.evaluation))
+    report = Report.from_file(project / "out")
+    assert report.quality.slim == quality.metrics[report.quality.metric]
+    assert report.stability == quality.stability
+    batch = {name: tensor[:2] for name, tensor in prepared.calibration[0].items()}
+    assert (
+        export_onnx(load(project / "out" / "slim", dtype=torch.float32), tmp_path / "onnx", batch=batch).max_abs < 1e-4
+    )
+
+
+def test_apply_gives_the_bytes_of_a_compensated_run(project: Path, tmp_path: Path) -> None:
+    """All but what a run adds: the card, the marker of what was written, and a tokenizer saved by itself."""
+    out = project / "out"
+    refit = load_file(out / REFIT)
+    assert {tensor.dtype for tensor in refit.values()} == {torch.float16}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in refit} == {"dense"}, "consumers only"
+    assert hies("apply", out / "plan.json", project / "model", "-o", tmp_path / "slim") == 0
+    one, other = digests(out / "slim"), digests(tmp_path / "slim")
+    same = {name for name in one if one[name] == other.get(name)}
+    assert same >= {"model.safetensors", "config.json", "modeling_hies.py", "hies_plan.json"}
+    assert one.keys() - same <= {"README.md", ".hies_export", "tokenizer.json", "tokenizer_config.json"}
+
+    plain = tmp_path / "plain"
+    assert hies("apply", out / "plan.json", project / "model", "-o", plain, "--no-refit") == 0
+    before, after = load_file(weights(plain)), load_file(weights(tmp_path / "slim"))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == set(refit)
+
+
+def test_prune_writes_the_refitted_layers_with_its_plan(project: Path, tmp_path: Path) -> None:
+    assert hies("prune", project / "recipe.yaml", "-o", tmp_path / "slim") == 0
+    assert weights(tmp_path / "slim").read_bytes() == weights(project / "out" / "slim").read_bytes()
+    assert (tmp_path / "slim" / REFIT).read_bytes() == (project / "out" / REFIT).read_bytes()
+    assert load(tmp_path / "slim").dtype == torch.float16, "what lies beside the weights is not read"
+    plan = tmp_path / "slim" / "hies_plan.json"
+    assert hies("apply", plan, project / "model", "-o", tmp_path / "again") == 0
+    assert weights(tmp_path / "again").read_bytes() == weights(tmp_path / "slim").read_bytes()
+
+
+def test_prune_by_a_plan(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe that compensates refits anew; another takes the layers that were written with the plan, or says so."""
+    whole = weights(project / "out" / "slim").read_bytes()
+    recipe, plan = project / "recipe.yaml", project / "out" / "plan.json"
+    assert hies("prune", recipe, "--plan", plan, "-o", tmp_path / "anew") == 0
+    assert weights(tmp_path / "anew").read_bytes() == whole
+    plain = ["--set", "prune.compensation=null"]
+    assert hies("prune", recipe, "--plan", plan, "-o", tmp_path / "taken", *plain) == 0
+    assert weights(tmp_path / "taken").read_bytes() == whole
+    assert PruningPlan.from_file(tmp_path / "taken" / "hies_plan.json") == PruningPlan.from_file(plan)
+    assert "NOT refitted" not in capsys.readouterr().err
+    shutil.copy(plan, tmp_path / "plan.json")
+    assert hies("prune", recipe, "--plan", tmp_path / "plan.json", "-o", tmp_path / "cut", *plain) == 0
+    assert "NOT refitted" in " ".join(capsys.readouterr().err.split())
+    assert not PruningPlan.from_file(tmp_path / "cut" / "hies_plan.json").compensation
+    assert weights(tmp_path / "cut").read_bytes() != whole
+    (tmp_path / REFIT).write_bytes(weights(project / "model").read_bytes())
+    assert hies("prune", recipe, "--plan", tmp_path / "plan.json", "-o", tmp_path / "other", *plain) == 2
+    assert "must be those of the plan" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        (["save_dtype=float32"], torch.float32),
+        (["dtype=float32"], torch.float32),
+        (["dtype=float32", "save_dtype=auto"], torch.float16),
+        (["save_dtype=bfloat16"], torch.bfloat16),
+    ],
+    ids=["save_dtype", "dtype", "both", "another"],
+)
+def test_a_recipe_says_otherwise(
+    fields: list[str], dtype: torch.dtype, project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [part for field in fields for part in ("--set", field)]
+    assert hies("prune", project / "recipe.yaml", "-o", tmp_path / "slim", *settings) == 0
+    assert load(tmp_path / "slim").dtype == dtype
+    larger = weights(tmp_path / "slim").stat().st_size > weights(project / "model").stat().st_size
+    assert larger is (dtype == torch.float32)
+    assert ("more than the" in " ".join(capsys.readouterr().err.split())) is larger
+
+
+def test_a_refit_that_the_dtype_cannot_hold_is_refused(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def huge(prepared: object, slim: torch.nn.Module, *_: object, **__: object) -> list[object]:
+        with torch.no_grad():
+            slim.classifier.bias.fill_(1e6)
+        return []
+
+    monkeypatch.setattr(running, "_compensate", huge)
+    assert hies("prune", project / "recipe.yaml", "-o", tmp_path / "slim") == 1
+    assert "too large for float16; set save_dtype" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "slim").exists()
+
+
+def test_score_says_what_the_plan_was_chosen_for(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hies("score", project / "recipe.yaml", "-o", tmp_path / "scored") == 0
+    written = json.loads((tmp_path / "scored" / "plan.json").read_text())
+    assert written["compensation"] == {"method": "least_squares"}
+    assert hies("apply", tmp_path / "scored" / "plan.json", project / "model", "-o", tmp_path / "slim") == 0
+    assert "NOT refitted" in " ".join(capsys.readouterr().err.split())
