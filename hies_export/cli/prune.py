@@ -24,6 +24,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from ..pipeline.prepare import prepare
     from ..pipeline.run import prune
     from ..slim.fingerprint import fingerprint
+    from ..slim.siblings import family_note
     from ..values import PruningPlan
     from .terminal import plan_text, print_plan
 
@@ -46,3 +47,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         f"reloaded against saved {pruned.reload_max_abs:.2g}",
         markup=False,
     )
+    note = family_note(prepared.model.config.model_type, pruned.slim.config.model_type)
+    if note:
+        console.print(note, markup=False)
