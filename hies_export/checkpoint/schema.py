@@ -33,6 +33,7 @@ class SlimBlock(Schema):
     linear: dict[str, Annotated[list[Size], Field(min_length=2, max_length=2)]]
     attributes: dict[str, dict[str, int]]
     parameters: dict[str, list[Size]] = Field(default_factory=dict)
+    per_layer_config: dict[Annotated[str, Field(pattern=r"^\d{1,5}$")], dict[str, Size]] = Field(default_factory=dict)
 
 
 class ConfigFile(Schema):

@@ -53,6 +53,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         markup=False,
         soft_wrap=True,
     )
+    if applied.note:
+        console.print(applied.note, markup=False, soft_wrap=True)
     return {
         "folder": str(options.output),
         **plan_totals(plan),

@@ -10,6 +10,7 @@ RUNTIMES = (
     "onnxruntime-cpu-int8",
     "onnxruntime-cuda",
     "onnxruntime-tensorrt",
+    "openvino",
 )
 CRITERIA = (
     "hies",

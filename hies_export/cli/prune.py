@@ -31,6 +31,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from ..pipeline.prepare import prepare
     from ..pipeline.run import prune
     from ..slim.fingerprint import fingerprint
+    from ..slim.siblings import family_note
     from ..values import PruningPlan
     from .terminal import plan_text, print_plan
 
@@ -62,3 +63,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         markup=False,
         soft_wrap=True,
     )
+    note = family_note(prepared.model.config.model_type, pruned.slim.config.model_type)
+    if note:
+        console.print(note, markup=False)

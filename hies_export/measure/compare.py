@@ -27,6 +27,7 @@ def time_on(
     batches: Mapping[Shape, Mapping[str, Tensor]],
     flops: Mapping[Shape, FlopCount],
     timing: Timing,
+    dtype: str | None = None,
     progress: Progress = SILENT,
 ) -> list[LatencyRow]:
     """Time two models on one runtime, interleaved, with a second copy of the first as control.
@@ -35,17 +36,18 @@ def time_on(
 
     Args:
         runtime: A name in `hies_export.runtimes.base.RUNTIMES`.
-        dense: The model that ratios are relative to: a model for torch, an ONNX folder for ONNX Runtime.
+        dense: The model that ratios are relative to: a model for torch, an ONNX folder for the others.
         slim: The model to compare with it, of the same type.
         batches: The batches to run, by (batch, sequence).
         flops: FLOPs of both models at these shapes, from `count_both_flops`.
         timing: Number of runs over all loads; each load is run at least once.
+        dtype: As in `load_runtime`.
         progress: Shows the loop over loads and shapes.
 
     Returns:
         One row per shape, with times in ms. Models that generate have two rows per shape, "prefill" and "decode".
     """
-    found = compare_loads(runtime, dense, slim, batches, timing=timing, progress=progress)
+    found = compare_loads(runtime, dense, slim, batches, timing=timing, dtype=dtype, progress=progress)
     # The time of a decode step depends on memory rather than FLOPs: it reads all weights to compute one token.
     return [
         LatencyRow.of(
@@ -62,6 +64,7 @@ def compare_loads(
     batches: Mapping[Shape, Mapping[str, Tensor]],
     *,
     timing: Timing,
+    dtype: str | None = None,
     decode: bool = True,
     progress: Progress = SILENT,
 ) -> dict[tuple[Shape, Phase], LatencyComparison]:
@@ -80,7 +83,7 @@ def compare_loads(
             runners.clear()
             # The model that is loaded first tends to run fastest, so the order rotates.
             for index in ((0, 1, 2), (1, 2, 0), (2, 0, 1))[number % 3]:
-                runners[index] = load_runtime(runtime, sources[index])
+                runners[index] = load_runtime(runtime, sources[index], dtype=dtype)
         decodes = all(runner.decodes for runner in runners.values())
         phases: tuple[Phase, ...] = ("prefill",) if decodes else ("forward",)
         for phase in (*phases, "decode") if decode and decodes and shape[1] > 1 else phases:

@@ -18,7 +18,7 @@ from .. import __version__
 def environment() -> dict[str, Any]:
     """Return the processor, GPU and library versions of this machine, without host name, user or paths."""
     gpu = gpu_facts()
-    packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "optimum")
+    packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "openvino", "optimum")
     return {
         "python": platform.python_version(),
         **{name.replace("-", "_"): _version(name) for name in packages},

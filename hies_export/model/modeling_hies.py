@@ -1,8 +1,8 @@
 """Model classes of transformers with pruned layers: a stock class, resized to the shapes that config.json names.
 
 hies_export writes this file into every checkpoint whose config cannot describe its shapes otherwise. It works for every
-architecture, and needs torch and transformers only. `config.hies_export` has three entries, by dotted names under the
-base model:
+architecture, and needs torch and transformers only. It reads three entries of `config.hies_export`, by dotted names
+under the base model:
 
 linear       resized Linear or Conv1D -> [out_features, in_features]
 parameters   resized parameter of another layer -> its shape

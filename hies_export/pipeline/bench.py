@@ -46,8 +46,8 @@ def bench(
     """Compare the latency of two checkpoints or ONNX folders. Give the same folder twice to measure the noise.
 
     Args:
-        first: The folder that the ratios are relative to. A checkpoint is exported on the fly for ONNX Runtime; torch
-            runs it on the GPU if there is one.
+        first: The folder that the ratios are relative to. A checkpoint is exported on the fly for runtimes that read
+            ONNX; torch runs it on the GPU if there is one.
         second: The folder to compare with the first.
         runtimes: Names of runtimes; by default `torch` if both folders are checkpoints, else `onnxruntime-cpu`.
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
@@ -83,7 +83,15 @@ def bench(
                     sources = [
                         _source(folder, runtime, dtype, place) for folder, place in zip(folders, places, strict=True)
                     ]
-                    rows += time_on(runtime, *sources, batches=batches, flops=flops, timing=timing, progress=progress)
+                    rows += time_on(
+                        runtime,
+                        *sources,
+                        batches=batches,
+                        flops=flops,
+                        timing=timing,
+                        dtype=dtype,
+                        progress=progress,
+                    )
     return rows
 
 
@@ -130,7 +138,8 @@ def _source(folder: Path, runtime: str, dtype: str, temporary: Path) -> PreTrain
     if _is_exported(folder):
         return folder
     if not RUNTIMES[runtime].reads_models:
-        return export_for(runtime, load(folder, dtype=torch.float32), temporary, dtype)
+        graph = RUNTIMES[runtime].exported_in(dtype)
+        return export_for(runtime, load(folder, dtype=torch.float32), temporary, graph)
     model: Any = load(folder, dtype=getattr(torch, dtype))
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -122,19 +122,42 @@ def _time(
         runtimes = [name for name in prepared.runtimes if dtype is None or dtype in RUNTIMES[name].dtypes]
         # In the folder of the slim graph, so that both are read from the same disk.
         with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
-            graphs = (Path(temporary) / "onnx", onnx.folder)
-            if not all(RUNTIMES[name].reads_models for name in runtimes):
+            # Runtimes that compute a float32 graph in another dtype are given that graph.
+            needed = {
+                name: dtype if dtype is None else RUNTIMES[name].exported_in(dtype)
+                for name in runtimes
+                if not RUNTIMES[name].reads_models
+            }
+            graphs = {}
+            for graph in dict.fromkeys(needed.values()):
                 progress.stage("export the dense model, to compare with")
-                export(prepared, prepared.model, recipe, graphs[0], dtype=dtype)
-                if dtype not in (None, recipe.export.dtype):
-                    graphs = (graphs[0], Path(temporary) / "slim")
-                    export(prepared, slim, recipe, graphs[1], dtype=dtype)
+                graphs[graph] = _graphs(prepared, slim, onnx, recipe, Path(temporary), graph)
             progress.stage("measure" if dtype is None else f"measure in {dtype}")
             for name in runtimes:
-                sources: Any = graphs
                 if RUNTIMES[name].reads_models:
-                    wanted = None if dtype is None else getattr(torch, dtype)
-                    sources = [convert(model, dtype=wanted) for model in (prepared.model, slim)]
-                batches = prepared.measured
-                rows += time_on(name, *sources, batches=batches, flops=flops, timing=timing, progress=progress)
+                    own = None if dtype is None else getattr(torch, dtype)
+                    sources: Any = [convert(model, dtype=own) for model in (prepared.model, slim)]
+                else:
+                    sources = graphs[needed[name]]
+                rows += time_on(
+                    name,
+                    *sources,
+                    batches=prepared.measured,
+                    flops=flops,
+                    timing=timing,
+                    dtype=dtype,
+                    progress=progress,
+                )
     return rows
+
+
+def _graphs(
+    prepared: Prepared, slim: PreTrainedModel, onnx: OnnxExport, recipe: PruningRecipe, folder: Path, dtype: str | None
+) -> tuple[Path, Path]:
+    """Export the dense model, and the slim one unless its export is of this dtype; return the folders of both."""
+    dense = folder / f"dense-{dtype}"
+    export(prepared, prepared.model, recipe, dense, dtype=dtype)
+    if dtype in (None, recipe.export.dtype):
+        return dense, onnx.folder
+    export(prepared, slim, recipe, folder / f"slim-{dtype}", dtype=dtype)
+    return dense, folder / f"slim-{dtype}"

@@ -224,6 +224,7 @@ def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[st
         "stability_of": _prediction_name(recipe),
         "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
         "custom_code": is_slim(done.pruned.slim),
+        "family": {"dense": prepared.model.config.model_type, "slim": done.pruned.slim.config.model_type},
         "flops_per_layer": asdict(done.measured.flops_per_layer),
         "auto_class": TASKS[recipe.task].auto_class,
         "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},

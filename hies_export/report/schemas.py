@@ -159,6 +159,11 @@ class _Data(Schema):
         return self
 
 
+class _Family(Schema):
+    dense: str
+    slim: str
+
+
 class Details(Schema):
     """`details` of report.json, of which the summary needs nothing and older reports lack much."""
 
@@ -174,6 +179,7 @@ class Details(Schema):
     stability_of: str = ""
     stability_tolerance: float | None = None
     custom_code: bool = False
+    family: _Family | None = None
     flops_per_layer: _Layers | None = None
     auto_class: str = ""
     data: _Data = Field(default_factory=_Data)

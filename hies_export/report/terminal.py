@@ -11,7 +11,7 @@ from rich.text import Text
 from .maps import CUT, KEPT, Map, unit_maps
 from .report import Report
 from .rows import comparison_table, latency_table, tried_table
-from .text import budget_text, held_out_rows, latency_text
+from .text import budget_text, family_text, held_out_rows, latency_text
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -27,6 +27,8 @@ def print_report(report: Report, console: Console) -> None:
         console.print(plain_table(*tried))
     if budget_text(report):
         console.print(f"\n{budget_text(report)}", markup=False)
+    if family_text(report):
+        console.print(f"\n{family_text(report)}", markup=False)
     if report.latency:
         console.print()
         console.print(plain_table(*latency_table(report.latency)))

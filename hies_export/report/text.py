@@ -9,6 +9,7 @@ from typing import Any
 
 from ..evaluate.metrics import higher_is_better
 from ..measure.rows import LatencyRow
+from ..slim.siblings import family_note
 from .report import Report, UnitCounts
 
 # A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.
@@ -89,6 +90,12 @@ def budget_text(report: Report) -> str:
         f"Budget: at most {budget['target']:g} of {of[kind]} of the dense model{where}. "
         f"Predicted {budget['predicted']:.3f}, {measured}{apart}."
     )
+
+
+def family_text(report: Report) -> str:
+    """Return that the slim model is of another stock family, and why; empty where it is not."""
+    family = report.details.get("family")
+    return family_note(family["dense"], family["slim"]) if family else ""
 
 
 def method_text(report: Report) -> str:

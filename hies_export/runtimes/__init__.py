@@ -1,4 +1,4 @@
-"""Run and time a model on torch or ONNX Runtime through one interface.
+"""Run and time a model on torch, ONNX Runtime or OpenVINO through one interface.
 
 In goes a `PreTrainedModel` or an ONNX folder; out comes a `Runtime`: `prepare(batch)` once, `run(prepared)` any number
 of times, `fetch(result)` for the outputs. A runtime never falls back to another device: if the device in its name is
@@ -10,13 +10,15 @@ In the order of reading:
 - `pytorch.py`: `torch` and `torch-compile`.
 - `ort.py`: `onnxruntime-cpu` and `onnxruntime-cpu-int8`; also the names of the files in an ONNX folder.
 - `ort_gpu.py`: `onnxruntime-cuda` and `onnxruntime-tensorrt`.
+- `openvino.py`: `openvino`.
 - `registry.py`: import these modules, which registers them; `load_runtime`.
 
 To add a runtime, write one module and name it in one line:
 
 1. A subclass of `Runtime` under `@register_runtime("name")`. Its constructor takes `(source, *, threads)`. It defines
    `provider`, `dtype`, `prepare`, `run` and `fetch`; for decoders also `decodes` and `prepare_step`; for a device with
-   its own clock also `time_ns`. A runtime that reads ONNX graphs should subclass `OnnxRuntime`.
+   its own clock also `time_ns`. A runtime of ONNX Runtime should subclass `OnnxRuntime`; another one that reads ONNX
+   graphs takes from `ort.py` what a folder has and what its inputs default to, as `openvino.py` does.
 2. The module's name in the import of `registry.py`.
 
 Recipes, `bench`, latency budgets and the report then accept it, and a test compares every registered runtime with

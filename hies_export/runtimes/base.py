@@ -25,8 +25,8 @@ def register_runtime(name: str) -> Callable[[type[Runtime]], type[Runtime]]:
 
     The class is built as `cls(source, threads=threads)`. Its constructor raises if the device in its name is missing:
 
-        @register_runtime("openvino-cpu")
-        class OpenVinoRuntime(Runtime): ...
+        @register_runtime("mlx")
+        class MlxRuntime(Runtime): ...
     """
 
     def register(cls: type[Runtime]) -> type[Runtime]:
@@ -45,6 +45,8 @@ class Runtime(ABC):
         reads_models: Whether the source is a `PreTrainedModel`; otherwise it is an ONNX file or folder.
         fused_for: For ONNX sources, the provider to export for, as in `export_onnx`.
         dtypes: Names of the torch dtypes it can run a model in.
+        hints: Those of them that it computes a float32 graph in; the constructor then also takes `dtype`. For the other
+            dtypes, the graph itself is exported in them.
         loads: How many times a comparison loads the models; more than 1 if copies of one model differ in time.
         width_step: Kernels compute a layer's width in blocks of this size, so that a width takes the time of the next
             multiple. Budgets of time count on no saving in between.
@@ -56,6 +58,7 @@ class Runtime(ABC):
     reads_models: ClassVar[bool] = False
     fused_for: ClassVar[Provider] = "cpu"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")
+    hints: ClassVar[tuple[str, ...]] = ()
     loads: ClassVar[int] = 1
     # ONNX Runtime on one core with AVX-512, a feed-forward block (1024, 384) x (384, N) and back: within noise, 497 to
     # 512 neurons take the same time, 513 take 3 % more, and 529 another 3 to 5 %.
@@ -71,6 +74,11 @@ class Runtime(ABC):
             MissingRuntimeError: One of them is missing; the message says what to install.
         """
         return
+
+    @classmethod
+    def exported_in(cls, dtype: str) -> str:
+        """Return the dtype of the graph to export, so that it computes in `dtype`."""
+        return "float32" if dtype in cls.hints else dtype
 
     @property
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -69,7 +69,7 @@ class OnnxRuntime(Runtime):
 
     def __init__(self, source: str | Path, *, threads: int):
         self.require()
-        self._file = _onnx_file(source, self.name)
+        self._file = onnx_file(source, self.name)
         self.threads = threads
         try:
             self._session = self._open(self._file)
@@ -80,7 +80,8 @@ class OnnxRuntime(Runtime):
             raise self._missing(f"its session fell back to {self.provider}")
         self.inputs = tuple(node.name for node in self._session.get_inputs())
         self.outputs = tuple(node.name for node in self._session.get_outputs())
-        self._cache_sizes = _cache_sizes(self._session)
+        shapes = {node.name: node.shape for node in self._session.get_inputs()}
+        self._cache_sizes = cache_sizes(self._session.get_modelmeta().custom_metadata_map, shapes)
 
     @classmethod
     def require(cls) -> None:
@@ -142,7 +143,7 @@ class OnnxRuntime(Runtime):
             if isinstance(batch.get(node.name), ort.OrtValue):
                 values.append(batch[node.name])
             else:
-                given = _input_array(node.name, batch, self._cache_sizes)
+                given = input_array(node.name, batch, self._cache_sizes)
                 array: np.ndarray = np.ascontiguousarray(given, dtype=_NUMPY_TYPES[node.type])
                 values.append(ort.OrtValue.ortvalue_from_numpy(array, self.device, 0))
             binding.bind_ortvalue_input(node.name, values[-1])
@@ -222,7 +223,7 @@ _NUMPY_TYPES = {
 _NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
 
 
-def _onnx_file(source: str | Path, name: str) -> Path:
+def onnx_file(source: str | Path, name: str) -> Path:
     """Return the path of the ONNX file in a folder, or of the given file itself.
 
     Raises:
@@ -257,24 +258,29 @@ _CACHE_SIZES = dict[str, Annotated[list[_Size], Field(min_length=2, max_length=2
 _METADATA = Rule("an ONNX file must be what hies_export wrote", "export the model again")
 
 
-def _cache_sizes(session: Any) -> dict[str, tuple[int, int]]:
+def cache_sizes(metadata: Mapping[str, str], shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[int, int]]:
     """Return the sizes of every cache input: name -> (key/value heads, head width).
 
-    They are read from the metadata that `export_onnx` writes, or else from the graph's shapes.
+    Args:
+        metadata: Of the graph; `export_onnx` writes the sizes there.
+        shapes: Of the graph's inputs, where the metadata has none; axes that vary are no integers.
+
+    Raises:
+        RequestError: The metadata has other sizes than hies_export writes.
     """
-    written = session.get_modelmeta().custom_metadata_map.get(CACHE_SIZES)
+    written = metadata.get(CACHE_SIZES)
     if written is not None:
         sizes = parse_json(written, _CACHE_SIZES, _METADATA, where=f"its metadata {CACHE_SIZES}")
         return {name: (heads, width) for name, (heads, width) in sizes.items()}
-    shapes = {node.name: node.shape for node in session.get_inputs() if node.name.startswith("past_key_values.")}
     return {
         name: (shape[1], shape[3])
         for name, shape in shapes.items()
-        if len(shape) == 4 and isinstance(shape[1], int) and isinstance(shape[3], int)
+        if name.startswith("past_key_values.") and len(shape) == 4
+        if isinstance(shape[1], int) and isinstance(shape[3], int)
     }
 
 
-def _input_array(name: str, batch: Mapping[str, Any], cache_sizes: Mapping[str, tuple[int, int]]) -> np.ndarray:
+def input_array(name: str, batch: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]) -> np.ndarray:
     """Return one input of the graph as an array on the host, from the batch or with its default.
 
     Raises:
@@ -291,8 +297,8 @@ def _input_array(name: str, batch: Mapping[str, Any], cache_sizes: Mapping[str, 
             value = torch.zeros(rows, length)
         elif name == "position_ids":
             value = positions_of(mask)[:, -length:]
-        elif name in cache_sizes:
-            heads, width = cache_sizes[name]
+        elif name in sizes:
+            heads, width = sizes[name]
             value = torch.zeros(rows, heads, 0, width)
     if value is None:
         raise DataError(f"the graph's input {name!r} must be in the batch, which has {', '.join(sorted(batch))}")

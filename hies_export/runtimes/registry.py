@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import RecipeError, did_you_mean
 
 # Imported because their decorators register the runtimes.
-from . import ort, ort_gpu, pytorch  # noqa: F401
+from . import openvino, ort, ort_gpu, pytorch  # noqa: F401
 from .base import RUNTIMES, Runtime
 
 
@@ -28,14 +28,18 @@ def check_runtime(name: str) -> None:
     RUNTIMES[name].require()
 
 
-def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: int | None = None) -> Runtime:
+def load_runtime(
+    name: str, source: PreTrainedModel | str | Path, *, threads: int | None = None, dtype: str | None = None
+) -> Runtime:
     """Load a model into a runtime.
 
     Args:
         name: A registered runtime, such as `torch` or `onnxruntime-cpu`.
         source: A `PreTrainedModel` for `torch` and `torch-compile`; an ONNX file, or a folder with `model.onnx`, for
-            ONNX Runtime.
+            ONNX Runtime and OpenVINO.
         threads: CPU threads within an operator; by default torch's number, so that runtimes are comparable.
+        dtype: What to compute in, where the runtime can compute a float32 graph in it (`Runtime.hints`); otherwise the
+            source alone decides.
 
     Returns:
         The loaded model, with `.prepare(batch)`, `.run(prepared)` and `.fetch(result)`.
@@ -53,4 +57,5 @@ def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: in
     if threads is not None and threads < 1:
         raise RecipeError([f"threads must be at least 1, got {threads}"])
     factory: Callable[..., Runtime] = RUNTIMES[name]
-    return factory(source, threads=torch.get_num_threads() if threads is None else threads)
+    hint = {"dtype": dtype} if dtype in RUNTIMES[name].hints else {}
+    return factory(source, threads=torch.get_num_threads() if threads is None else threads, **hint)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..model import modeling_hies
 from ..model.auto import auto_classes, has_auto_base
+from .per_layer import PerLayer
 
 
 def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -47,17 +48,29 @@ class Shapes:
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def become_slim(model: PreTrainedModel, shapes: Shapes) -> None:
-    """Write the `hies_export` block into a model's config, and change the model's class to its slim version."""
+def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None) -> None:
+    """Write the `hies_export` block into a model's config, and change the model's class to its slim version.
+
+    Args:
+        model: The cut model.
+        shapes: What the cut changed.
+        layers: The same in fields of the config, or None if they cannot say it; see `per_layer_config`.
+    """
     prefix = model.base_model_prefix + "."
     under_base = (lambda name: name.removeprefix(prefix)) if model.base_model is not model else (lambda name: name)
-    block = copy.deepcopy(getattr(model.config, "hies_export", None)) or {"format": 1, "linear": {}, "attributes": {}}
+    new: dict[str, Any] = {"format": 1, "linear": {}, "attributes": {}, "per_layer_config": {}}
+    block = copy.deepcopy(getattr(model.config, "hies_export", None)) or new
     block["linear"].update({under_base(name): shape for name, shape in shapes.linear.items()})
     if shapes.parameters:
         named = {under_base(name): shape for name, shape in shapes.parameters.items()}
         block.setdefault("parameters", {}).update(named)
     for name, changed in shapes.attributes.items():
         block["attributes"].setdefault(under_base(name), {}).update(changed)
+    if layers is None:
+        block.pop("per_layer_config", None)
+    elif "per_layer_config" in block:  # otherwise an earlier cut could not be said
+        for layer, fields in layers.items():
+            block["per_layer_config"].setdefault(layer, {}).update(fields)
     stock = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
     model.config.hies_export = block
     model.config.auto_map = _auto_map(stock, model)

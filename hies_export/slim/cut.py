@@ -15,7 +15,8 @@ from ..values import PruningPlan, selection_of
 from .check import check_selection
 from .config import Shapes, become_slim
 from .fingerprint import check_weights, fingerprint
-from .uniform import write_uniform_config
+from .per_layer import per_layer_config
+from .uniform import plain_model
 
 
 def prune_units(
@@ -28,15 +29,16 @@ def prune_units(
     """Remove from a model the units that a plan does not keep.
 
     Producers lose rows, consumers lose columns, and attributes that count units are updated. If a config alone can
-    describe the result (a uniform ViT, LLaMA, ...), the config is updated and the model keeps its stock class.
-    Otherwise the class becomes the slim version of the stock class (`modeling_hies`), whose code `save_pretrained`
-    writes next to the weights.
+    describe the result (a uniform ViT, LLaMA, ...), the config is updated and the model keeps its stock class. Where
+    its own config refuses the result and a sibling's takes it (a LLaMA of 6 heads at width 64, as a Mistral), the model
+    becomes the sibling (`siblings`). Otherwise the class becomes the slim version of the stock class
+    (`modeling_hies`), whose code `save_pretrained` writes next to the weights.
 
     Args:
         model: The dense model.
         plan: The units that stay. The weights that a plan was made for are checked; a bare selection names none.
         modules: From `find_modules` on this model.
-        inplace: Cut `model` itself instead of a copy.
+        inplace: Cut `model` itself instead of a copy. A sibling shares its tensors, and is another object.
 
     Returns:
         The slim model, an ordinary `PreTrainedModel`.
@@ -70,6 +72,7 @@ def prune_units(
         changed = set_attributes(slim.get_submodule(module.name), module, kept)
         if changed:
             shapes.attributes[module.name] = changed
-    if not write_uniform_config(slim, selection, modules):
-        become_slim(slim, shapes)
-    return slim
+    plain = plain_model(slim, selection, modules)
+    if plain is None:
+        become_slim(slim, shapes, per_layer_config(slim, selection, modules))
+    return slim if plain is None else plain

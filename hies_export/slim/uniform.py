@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..kinds import ATTENTION, MLP
 from ..model.linear import features_of
 from ..units import PrunableModule, Selection
+from .siblings import as_sibling, tensor_shapes
 
 Settings = dict[int, dict[str, Any]]
 """Position of a config in `_configs` -> its new fields."""
@@ -24,33 +24,38 @@ _LARGEST_RATIO = 64
 _MOST_COUNTS = 4
 
 
-def write_uniform_config(model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]) -> bool:
-    """Change the config of a uniformly cut model so that it alone describes the model, if it can.
+def plain_model(
+    model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
+) -> PreTrainedModel | None:
+    """Return a uniformly cut model with a config that alone describes it, or None if there is no such config.
 
-    The changed config is tried first: the stock class, built from it on the meta device, must have the slim model's
-    shapes. Each config and sub-config describes the modules that hold it, so the towers of a model may differ.
+    A config is tried first: the stock class, built from it on the meta device, must have the slim model's shapes. Each
+    config and sub-config describes the modules that hold it, so the towers of a model may differ. Where the model's own
+    config refuses the result, a sibling's is tried; see `siblings`.
 
     Returns:
-        Whether the config was changed and now describes the model.
+        The model itself, with its config changed; or a model of a sibling's class that shares its tensors.
     """
     if getattr(model.config, "hies_export", None) is not None:
-        return False
+        return None
     settings = _head_settings(model, selection, [m for m in modules if m.kind == ATTENTION])
     if settings is None:
-        return False
+        return None
     neurons = [m for m in modules if m.kind == MLP and len(selection[m.name].units) < m.units]
     if neurons:
         found = _NeuronFields(model, selection, neurons).settings()
         if found is None:
-            return False
+            return None
         settings = {key: settings.get(key, {}) | found.get(key, {}) for key in (*settings, *found)}
-    stock = _stock(model, settings)
-    if stock is None or _shapes(stock) != _shapes(model):
-        return False
+    stock, shapes = _stock(model, settings), tensor_shapes(model)
+    if stock is None:
+        return as_sibling(model, settings[0], shapes) if settings.keys() == {0} else None
+    if tensor_shapes(stock) != shapes:
+        return None
     for position, config in enumerate(_configs(model.config)):
         for name, value in settings.get(position, {}).items():
             setattr(config, name, value)
-    return True
+    return model
 
 
 def _head_settings(model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]) -> Settings | None:
@@ -94,7 +99,7 @@ class _NeuronFields:
         dense = _stock(self._model, {})
         if dense is None:
             return None
-        shapes = _shapes(dense)
+        shapes = tensor_shapes(dense)
         settings: Settings = {}
         left = {module.name for module in self._modules}
         for position, name, values in self._candidates():
@@ -119,7 +124,7 @@ class _NeuronFields:
         stock = _stock(self._model, {position: {name: value}})
         if stock is None:
             return {}
-        shapes = _shapes(stock)
+        shapes = tensor_shapes(stock)
         changed = {name for name in dense.keys() | shapes.keys() if dense.get(name) != shapes.get(name)}
         if not changed <= self._owned:
             return {}
@@ -178,8 +183,3 @@ def _configs(config: Any) -> list[Any]:
     """Return a config and all its sub-configs."""
     children = [getattr(config, key, None) for key in config.sub_configs]
     return [config, *(c for child in children if child is not None for c in _configs(child))]
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    # Buffers too, because some, such as rotary frequencies, are computed from the number of heads.
-    return {n: t.shape for n, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}

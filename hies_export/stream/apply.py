@@ -27,6 +27,7 @@ from ..prunable.follow import feature_cuts, row_cuts
 from ..slim.check import check_selection
 from ..slim.cut import prune_units
 from ..slim.fingerprint import check_weights, fingerprint_of
+from ..slim.siblings import family_note
 from ..units import PrunableModule
 from ..values import PruningPlan
 from .companions import copy_companions
@@ -47,12 +48,14 @@ class Applied:
         dense_bytes: Size of the tensors of the checkpoint it was cut from.
         slim_bytes: Size of the tensors that were written.
         seconds: Wall time, all included.
+        note: That the slim model is of another stock family, which computes the same; empty where it is not.
     """
 
     folder: Path
     dense_bytes: int
     slim_bytes: int
     seconds: float
+    note: str = ""
 
 
 def apply_plan(
@@ -118,7 +121,7 @@ def apply_plan(
     if force:
         plan = replace(plan, model=found)
     check_weights({name: made for name, made in plan.model.items() if name in stored}, found)
-    cuts = _cuts(dense, plan, modules)
+    cuts, family = _cuts(dense, plan, modules), dense.config.model_type
     slim = prune_units(dense, plan, modules, inplace=True)
     if refit is not None:
         shapes = {name: tensor.shape for name, tensor in slim.state_dict().items()}
@@ -139,6 +142,7 @@ def apply_plan(
         dense_bytes=sum(t.bytes for t in tensors.values()),
         slim_bytes=sum(t.nbytes for t in rewrite.written.values()),
         seconds=time.perf_counter() - start,
+        note=family_note(family, slim.config.model_type),
     )
 
 

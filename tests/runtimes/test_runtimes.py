@@ -29,6 +29,13 @@ g (int64[b, s] input_ids, int64[b, s] attention_mask, int64[b, s] token_type_ids
 }"""
 
 
+def skip_without(name):
+    try:
+        RUNTIMES[name].require()
+    except MissingRuntimeError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture
 def folder(tmp_path):
     onnx.save(onnx.parser.parse_model(GRAPH), tmp_path / "model.onnx")
@@ -238,8 +245,9 @@ def decoder():
     return causal_lm(num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("name", ["torch", "onnxruntime-cpu"])
+@pytest.mark.parametrize("name", ["torch", "onnxruntime-cpu", "openvino"])
 def test_the_step_of_the_last_token_is_what_the_whole_prompt_ends_in(name, decoder, tmp_path):
+    skip_without(name)
     ids = torch.randint(5, 30, (2, 9))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
@@ -303,10 +311,7 @@ TOLERANCE = {"onnxruntime-cpu-int8": 0.05}
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "torch-compile" else ()) for name in RUNTIMES]
 )
 def test_every_runtime_computes_what_torch_does(model, tmp_path, name):
-    try:
-        RUNTIMES[name].require()
-    except MissingRuntimeError as error:
-        pytest.skip(str(error))
+    skip_without(name)
     batch, source = {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, model.eval()
     if not RUNTIMES[name].reads_models:
         source = export_onnx(model, tmp_path / "onnx", batch=batch, provider=RUNTIMES[name].fused_for).folder

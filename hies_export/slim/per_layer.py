@@ -1,0 +1,74 @@
+"""Say how many heads and neurons each layer keeps, in the schema that transformers has for layers that differ.
+
+`config.per_layer_config` of transformers maps a layer to the fields in which it differs from the config, as in
+{"5": {"num_key_value_heads": 2, "intermediate_size": 8192}}. The key must not stand in config.json itself: 5.23 then
+raises `AmbiguousGlobalPerLayerAttributeError` when a LLaMA's config is read, and when a BERT or a ViT is built, for
+their code reads one number for all layers. So it stands in the `hies_export` block, for tools that read it, and for the
+day on which a family does: `config.per_layer_config = config.hies_export["per_layer_config"]`.
+
+Source: `transformers/integrations/heterogeneity/configuration_utils.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..kinds import ATTENTION
+from ..units import PrunableModule, Selection
+
+PerLayer = dict[str, dict[str, int]]
+"""Index of a layer -> field of the config -> its value in that layer."""
+
+
+def per_layer_config(
+    model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
+) -> PerLayer | None:
+    """Return the fields in which layers differ from the config of the model.
+
+    Args:
+        model: The model; its config has the numbers of the dense model.
+        selection: The units that stay.
+        modules: Those of the selection.
+
+    Returns:
+        None where the fields cannot say it: the config has no width of a head that is independent of their number, or
+        another name for the numbers, or the model has several stacks of layers.
+    """
+    found: PerLayer = {}
+    seen = set()
+    for module in modules:
+        layer = [part for part in module.name.split(".") if part.isdecimal()]
+        own = getattr(model.get_submodule(module.name), "config", model.config)
+        fields = _fields(model.config, module, selection)
+        if len(layer) != 1 or own is not model.config or fields is None or (layer[0], module.kind) in seen:
+            return None
+        seen.add((layer[0], module.kind))
+        changed = {name: value for name, value in fields.items() if getattr(model.config, name) != value}
+        if changed:
+            found.setdefault(layer[0], {}).update(changed)
+    return found
+
+
+def _fields(config: Any, module: PrunableModule, selection: Selection) -> dict[str, int] | None:
+    """Return the fields that say what a module keeps, or None if the config lacks one of them."""
+    kept = selection[module.name]
+    if module.kind == ATTENTION:
+        fields = {"num_attention_heads": len(kept.units), "num_key_value_heads": len(kept.kept_groups)}
+        # Otherwise the width is computed from the number.
+        if _number(config, "head_dim") != module.key_width:
+            return None
+    else:
+        fields = {"intermediate_size": len(kept.units)}
+    return fields if all(_number(config, name) is not None for name in fields) else None
+
+
+def _number(config: Any, name: str) -> int | None:
+    """Return a field of a config if it is one number, and not one for each layer."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, of a family with layers that differ by themselves
+        return None
+    return value if type(value) is int else None
