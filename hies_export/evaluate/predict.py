@@ -12,6 +12,7 @@ from .. import processes
 from ..data.targets import IGNORED, check_label_tokens, predicted_positions
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, without_cache
+from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 
 Batch = Mapping[str, torch.Tensor]
@@ -74,7 +75,7 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     check_label_tokens(batches)
     device = next(model.parameters()).device
     outputs: list[Any] = []
-    with evaluating(model), without_cache(model), torch.inference_mode():
+    with evaluating(model), without_cache(model), torch.inference_mode(), threads_for(model, batches):
         for index, batch in progress.track(processes.share(batches), "predict"):
             inputs = {key: value.to(device) for key, value in batch.items() if key != "labels"}
             logits = model(**inputs).logits  # (batch, labels) or (batch, tokens, vocabulary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.predict import predict
 from ..kinds import ATTENTION
+from ..measure.contention import CpuWatch, OtherWork
 from ..measure.environment import environment
 from ..model.tokens import first_samples
 from ..onnx.export import OnnxExport
@@ -44,6 +46,11 @@ from .provenance import RunRecord
 from .quality import Evaluation, Refit, evaluate
 from .refitting import compensation_of, shared
 from .search import quality_loss
+
+logger = logging.getLogger(__name__)
+
+# A run that computes for less is not worth a warning of other work.
+LONG_SECONDS = 10.0
 
 
 def run(
@@ -85,7 +92,7 @@ def output_folder(recipe: PruningRecipe, *, overwrite: bool) -> AbstractContextM
 
 def _run(prepared: Prepared, recipe: PruningRecipe, folder: Path, command: str | None, progress: Progress) -> Report:
     """Run all stages, and write what they return into the folder."""
-    clock = Clock()
+    clock, watch = Clock(), CpuWatch()
     with clock("score"):
         choice = choose(prepared, recipe, progress=progress)
     with clock("cut"):
@@ -101,7 +108,7 @@ def _run(prepared: Prepared, recipe: PruningRecipe, folder: Path, command: str |
         choice = replace(choice, refit=None)  # its moments may be gigabytes
         budget = confirm_max_drop(prepared, pruned.slim, recipe, choice.budget, progress=progress)
     evaluation = evaluate_run(prepared, pruned.slim, choice.plan, recipe, progress=progress)
-    count = processes.world()
+    count, others = processes.world(), _other_work(watch)
 
     def finish() -> Report:
         write_choice(folder, choice)
@@ -113,7 +120,7 @@ def _run(prepared: Prepared, recipe: PruningRecipe, folder: Path, command: str |
         met = budget
         if isinstance(met, CostOutcome):
             met = met.with_measured(flops=measured.flops, parameters=measured.parameters, latency=measured.latency)
-        done = _Done(prepared, choice, pruned, evaluation, onnx, measured, met, count)
+        done = _Done(prepared, choice, pruned, evaluation, onnx, measured, met, count, others)
         report = _report(recipe, done, clock.seconds, command)
         _write_report(folder, report, recipe)
         return report
@@ -150,6 +157,15 @@ class _Done:
     measured: Measurements
     budget: BudgetOutcome
     processes: int
+    other_work: OtherWork | None
+
+
+def _other_work(watch: CpuWatch) -> OtherWork | None:
+    """Return what other work used while a single process computed for long, and warn if that mattered; else None."""
+    seen = watch.seen() if processes.world() == 1 and watch.seconds >= LONG_SECONDS else None
+    if seen is not None and seen.matters:
+        logger.warning("%s while this run computed, which took longer than it does on an idle machine", seen)
+    return seen
 
 
 def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float], command: str | None) -> Report:
@@ -204,6 +220,7 @@ def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[st
         "stability_of": _prediction_name(recipe),
         "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
         "custom_code": is_slim(done.pruned.slim),
+        "other_work": None if done.other_work is None else asdict(done.other_work),
         "flops_per_layer": asdict(done.measured.flops_per_layer),
         "auto_class": TASKS[recipe.task].auto_class,
         "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},

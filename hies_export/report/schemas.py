@@ -111,6 +111,11 @@ class _Budget(Schema):
         return self
 
 
+class _OtherWork(Schema):
+    used: FiniteFloat
+    cores: Count
+
+
 class _Layer(Schema):
     layer: str
     projections: Count = 0
@@ -174,6 +179,7 @@ class Details(Schema):
     stability_of: str = ""
     stability_tolerance: float | None = None
     custom_code: bool = False
+    other_work: _OtherWork | None = None
     flops_per_layer: _Layers | None = None
     auto_class: str = ""
     data: _Data = Field(default_factory=_Data)

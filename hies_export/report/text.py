@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluate.metrics import higher_is_better
+from ..measure.contention import OtherWork
 from ..measure.rows import LatencyRow
 from .report import Report, UnitCounts
 
@@ -105,7 +106,7 @@ def method_text(report: Report) -> str:
             f"{kinds_text(report).capitalize()} were scored on {data['calibration_samples']} samples{halved} with "
             f"{labels}; quality is over {_evaluation_rows(data)} of {data['evaluation_split']}."
         )
-    lines += [_held_out_note(report), environment_text(report.environment)]
+    lines += [_held_out_note(report), environment_text(report.environment), _other_work_note(report)]
     return " ".join(filter(None, lines))
 
 
@@ -130,6 +131,13 @@ def _held_out_note(report: Report) -> str:
         f"The plan was chosen at {report.quality.metric} {better[-1]:.4f} on {held_out_rows(report)}, and has "
         f"{slim:.4f} here: the model may have been trained on those rows; name others in the recipe, as held_out."
     )
+
+
+def _other_work_note(report: Report) -> str:
+    """Return how much processor time other work took while the run computed, where that matters; else nothing."""
+    found = report.details.get("other_work")
+    others = OtherWork(**found) if found else None
+    return f"{str(others).capitalize()} while the run computed." if others and others.matters else ""
 
 
 def _evaluation_rows(data: Mapping[str, Any]) -> str:
@@ -167,9 +175,11 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     ]
     if any(row.noisy for row in rows):
         sentences.append(
-            "A row is noisy where the control's interval misses 1 by more than 2 % or is wider than 10 %: its ratio "
-            "means nothing; measure again on an idle machine."
+            "A row is noisy where the control's interval misses 1 by more than 2 % or is wider than 10 %, or where a row "
+            "with more to compute took less time: its ratio means nothing; measure again on an idle machine."
         )
+    busy = {row.runtime: row.other_work for row in rows if row.other_work and row.other_work.matters}
+    sentences += [f"{str(others).capitalize()} while {runtime} was timed." for runtime, others in busy.items()]
     if any(row.phase == "decode" for row in rows):
         sentences.append("Decode: the step that computes a row's last token, with the tokens before it in the cache.")
     if any(row.realised is not None for row in rows):
