@@ -30,7 +30,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     recipe = read_recipe(options)
     refuse_output(options, recipe, **({} if options.plan is None else {"plan": options.plan}))
     given = None if options.plan is None else PruningPlan.from_file(options.plan)
-    progress.stage("load")
+    progress.stage("load the model and the data")
     prepared = prepare(recipe)
     if given is not None:
         if options.force:

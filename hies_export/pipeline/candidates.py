@@ -53,7 +53,7 @@ class Candidates:
     @cached_property
     def statistics(self) -> Statistics:
         """The statistics of the calibration rows."""
-        self.progress.stage("score")
+        self.progress.stage("score units: calibration rows forward and backward")
         tried = AUTO_CRITERIA if self.recipe.prune.criterion == AUTO else (self.recipe.prune.criterion,)
         return collect_statistics(
             self.prepared.model,
@@ -133,7 +133,7 @@ class Candidates:
         names = {module.name for module in prepared.scored}
         known = iter(()) if moments is None else moments.each(names)
         chains = {}
-        self.progress.stage("greedy removal")
+        self.progress.stage("remove units greedily, to rank them by what least squares cannot make up for")
         # Both streams yield the modules in the model's order.
         with threads_for(prepared.model, self.effect_batches):
             for (module, layer), pair in zip_longest(effects.each(None), known):

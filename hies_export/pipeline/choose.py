@@ -118,7 +118,7 @@ class _Chooser:
             picked.insert(0, self._in_rounds(self._steps_of_auto(), COMPENSATED))
             steps.insert(0, self._steps_of_auto())
         held_out = {weights: self._held_out(self._prepared.metrics, weights) for weights in self._refitting.tried}
-        self._progress.stage("choose criterion")
+        self._progress.stage("choose the criterion on held-out rows")
         tried = choose_by_agreement(
             [(p.scores, p.selection) for p in picked], held_out, steps=steps, progress=self._progress
         )
@@ -137,7 +137,7 @@ class _Chooser:
         picked: _Picked | None = None
         for number, goal in enumerate(self._targets.goals(count), start=1):
             if count > 1:
-                self._progress.stage(f"step {number}")
+                self._progress.stage(f"step {number} of {count}")
             if picked is None:
                 picked = self._pick(self._targets.round(goal), criterion)
                 continue
@@ -156,7 +156,7 @@ class _Chooser:
 
         if len(scored) == 1:
             return _Picked(statistics, scored[0], select(scored[0]))
-        self._progress.stage("choose alpha")
+        self._progress.stage("choose alpha on held-out rows")
         chosen = choose_alpha(
             self._progress.track(scored, "choose alpha"), select, self._held_out(self._prepared.metrics)
         )
@@ -245,7 +245,7 @@ class _Chooser:
         prepared, max_drop = self._prepared, self._recipe.prune.budget.max_drop
         assert max_drop is not None
         statistics, scored = self._of_dense.statistics, self._of_dense.by(self._recipe.prune.criterion)
-        self._progress.stage("choose sparsity")
+        self._progress.stage("choose the sparsity on held-out rows")
         sizes = self._targets.of_max_drop()
         held_out = self._held_out((max_drop.metric,))
 

@@ -114,7 +114,7 @@ def _time(
                 if dtype not in (None, recipe.export.dtype):
                     graphs = (graphs[0], Path(temporary) / "slim")
                     export(prepared, slim, recipe, graphs[1], dtype=dtype)
-            progress.stage("measure" if dtype is None else f"measure in {dtype}")
+            progress.stage("time both models" + ("" if dtype is None else f" in {dtype}"))
             for name in runtimes:
                 sources: Any = graphs
                 if RUNTIMES[name].reads_models:

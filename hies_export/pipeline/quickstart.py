@@ -33,7 +33,7 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progres
     Returns:
         The path of recipe.yaml.
     """
-    progress.stage("train")
+    progress.stage("train a small ViT on handwritten digits")
     rows = _digits()
     (folder / "digits").mkdir()
     for split, part in rows.items():

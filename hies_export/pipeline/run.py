@@ -77,7 +77,7 @@ def run(
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
         require_onnxruntime()
-        progress.stage("load")
+        progress.stage("load the model and the data")
         prepared = prepare(recipe)
         with output_folder(recipe, overwrite=overwrite) as folder:
             return _run(prepared, recipe, folder, command, progress)
@@ -113,7 +113,7 @@ def _run(prepared: Prepared, recipe: PruningRecipe, folder: Path, command: str |
     def finish() -> Report:
         write_choice(folder, choice)
         with clock("export"):
-            progress.stage("export")
+            progress.stage("export to ONNX, and compare with torch")
             onnx = export(prepared, pruned.slim, recipe, folder / "onnx")
         with clock("measure"):
             measured = measure_both(prepared, pruned.slim, onnx, recipe, progress=progress)
@@ -281,14 +281,14 @@ def prune(
             `sequential`, moments are collected here.
         progress: Shows stages and loops.
     """
-    progress.stage("cut")
+    progress.stage("cut, and compare with the masked model")
     model, modules = prepared.model, prepared.sites
     batch = first_samples(prepared.calibration[0])
     slim = prune_units(model, plan, modules)
     cut_max_abs = compare_cut(model, slim, plan, modules, batch)
     fits, section = [], recipe.prune.compensation
     if section is not None:
-        progress.stage("compensate")
+        progress.stage("refit the output projections")
         if refit and not section.sequential:
             fits = refit(slim, plan.kept)
         else:
@@ -296,7 +296,7 @@ def prune(
             options: dict[str, Any] = {"limit_bytes": limit, "progress": progress}
             rows = prepared.compensation
             fits = shared(slim, modules, lambda: compensate(model, slim, plan, modules, rows, how, **options))
-    progress.stage("save")
+    progress.stage("save, load again and compare")
     reload_max_abs = processes.on_main(
         lambda: save_slim(slim, folder, plan=plan, batch=batch, processor=prepared.processor, overwrite=overwrite)
     )
@@ -307,7 +307,7 @@ def evaluate_run(
     prepared: Prepared, slim: PreTrainedModel, plan: PruningPlan, recipe: PruningRecipe, *, progress: Progress
 ) -> Evaluation:
     """Evaluate the slim model on the evaluation batches and on the recipe's benchmarks."""
-    progress.stage("evaluate")
+    progress.stage("evaluate both models")
     asked = recipe.evaluation
     judge = Judge.on(
         prepared.model,
@@ -347,7 +347,7 @@ def confirm_max_drop(
     """
     if not isinstance(budget, MaxDropOutcome):
         return budget
-    progress.stage("confirm")
+    progress.stage("evaluate the slim model on the held-out rows")
     judge = Judge.on(prepared.model, prepared.held_out, metrics=(budget.metric,), regression=prepared.regression)
     value = judge.of(predict(slim, prepared.held_out)).metrics[budget.metric]
     lost = quality_loss(budget.metric, budget.dense, value)

@@ -175,8 +175,8 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     ]
     if any(row.noisy for row in rows):
         sentences.append(
-            "A row is noisy where the control's interval misses 1 by more than 2 % or is wider than 10 %, or where a row "
-            "with more to compute took less time: its ratio means nothing; measure again on an idle machine."
+            "A row is noisy where the control's interval misses 1 by more than 2 % or is wider than 10 %, or where it "
+            "took longer than a row with more to compute: its ratio means nothing; measure again on an idle machine."
         )
     busy = {row.runtime: row.other_work for row in rows if row.other_work and row.other_work.matters}
     sentences += [f"{str(others).capitalize()} while {runtime} was timed." for runtime, others in busy.items()]

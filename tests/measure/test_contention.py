@@ -29,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         (tmp_path / "stat").write_text(HEADER + "".join(lines) + "intr 1 2 3\n")
 
     def passes(seconds: float, *, own: float = 0.0, **ticks: int) -> None:
-        names = "user nice system idle iowait irq softirq steal guest guest_nice".split()
+        names = ["user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal", "guest", "guest_nice"]
         state.now, state.own = state.now + seconds, state.own + own
         for column, added in ticks.items():
             state.cores[0][names.index(column)] += added
