@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..calibrate.collect import DEFAULT_NEEDS
-from ..data.targets import batches_fingerprint, size_of
+from ..data.targets import batches_fingerprint, samples_of, size_of
 from ..evaluate.judge import Judge
 from ..model.copies import share_weights
 from ..model.tokens import first_samples
@@ -261,7 +261,7 @@ class _Chooser:
             dense=held_out.dense(),
             refitted=chosen.value if held_out.refit else None,
             masked=None if held_out.refit else chosen.value,
-            samples=sum(map(size_of, prepared.held_out)),
+            samples=samples_of(prepared.held_out),
             judged=chosen.judged,
         )
         return self._choice(_Picked(statistics, chosen.scores, chosen.selection), outcome=outcome)

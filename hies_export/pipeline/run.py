@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.save import save_slim
-from ..data.targets import size_of
+from ..data.targets import samples_of, size_of
 from ..errors import DropError
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
+from ..evaluate.metrics import METRICS
 from ..evaluate.predict import predict
 from ..kinds import ATTENTION
 from ..measure.contention import CpuWatch, OtherWork
@@ -217,7 +218,7 @@ def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[st
         "compensation": [asdict(fit) for fit in done.pruned.fits],
         "alpha_curve": done.choice.alpha_curve,
         "tried": [asdict(tried) for tried in done.choice.tried],
-        "stability_of": _prediction_name(recipe),
+        "stability_of": _prediction_name(recipe, prepared.metrics[0]),
         "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
         "custom_code": is_slim(done.pruned.slim),
         "other_work": None if done.other_work is None else asdict(done.other_work),
@@ -229,11 +230,12 @@ def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[st
             "calibration_samples": calibration.samples,
             "calibration_batch": calibration.batch_size,
             "calibration_batch_asked": min(recipe.calibration.batch_size, calibration.samples),
-            "evaluation_samples": sum(map(size_of, prepared.evaluation)),
+            "compensation_samples": sum(map(size_of, prepared.compensation)),
+            "evaluation_samples": samples_of(prepared.evaluation),
             "evaluation_of": prepared.evaluation_of,
             "evaluation_rows": recipe.evaluation.rows,
             "evaluation_split": split,
-            "held_out_samples": sum(map(size_of, prepared.held_out)),
+            "held_out_samples": samples_of(prepared.held_out),
             "held_out_split": recipe.calibration.split if recipe.held_out is None else recipe.held_out.split,
             "held_out_further": recipe.held_out is None,
             "name": recipe.data.name,
@@ -359,8 +361,10 @@ def confirm_max_drop(
     return replace(budget, slim=value)
 
 
-def _prediction_name(recipe: PruningRecipe) -> str:
-    """Return the report's word for one prediction: "answer", "next token" or "prediction"."""
+def _prediction_name(recipe: PruningRecipe, metric: str) -> str:
+    """Return the report's word for one prediction: "choice", "answer", "next token" or "prediction"."""
+    if METRICS[metric].of == "choices":
+        return "choice"
     if recipe.data.answer is not None:
         return "answer"
     return "next token" if recipe.task == "text-generation" else "prediction"

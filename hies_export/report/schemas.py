@@ -147,6 +147,7 @@ class _Data(Schema):
     evaluation_of: int | None = None
     evaluation_rows: Literal["drawn", "first"] = "first"
     evaluation_split: str | None = None
+    compensation_samples: int = 0
     held_out_samples: int = 0
     held_out_split: str = ""
     held_out_further: bool = True

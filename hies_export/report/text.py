@@ -97,7 +97,7 @@ def method_text(report: Report) -> str:
     data = report.details.get("data", {})
     lines = []
     if data:
-        own = {"answer": "their answers", "next token": "their next tokens"}
+        own = {"answer": "their answers", "next token": "their next tokens", "choice": "their right choices"}
         known = own.get(report.details.get("stability_of", ""), "their labels")
         labels = known if data["labels"] == "data" else "the model's own predictions as labels"
         asked, used = data.get("calibration_batch_asked", 0), data.get("calibration_batch", 0)
@@ -106,6 +106,8 @@ def method_text(report: Report) -> str:
             f"{kinds_text(report).capitalize()} were scored on {data['calibration_samples']} samples{halved} with "
             f"{labels}; quality is over {_evaluation_rows(data)} of {data['evaluation_split']}."
         )
+        if refitted_on := data.get("compensation_samples"):
+            lines.append(f"The output projections were refitted on {refitted_on:,} samples.")
     lines += [_held_out_note(report), environment_text(report.environment), _other_work_note(report)]
     return " ".join(filter(None, lines))
 
