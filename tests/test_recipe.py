@@ -206,7 +206,24 @@ def test_calibration_rows_of_one_class_are_said(tmp_path: Path, caplog: pytest.L
 
 
 def test_fewer_rows_than_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_project(tmp_path, train=20, validation=4, calibration={"samples": 1000}, prune={"budget": {"heads": 0.5}})
+    prune = {"budget": {"heads": 0.5}, "alpha": "auto", "compensation": {}}
+    asked = {"calibration": {"samples": 1000}, "evaluation": {"samples": 2000}}
+    held_out = {"split": "validation[50%:]", "samples": 3}
+    asked["evaluation"]["split"] = "validation[:50%]"
+    save_project(tmp_path, train=20, validation=8, prune=prune, held_out=held_out, **asked)
     prepared = prepare(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
     assert sum(len(batch["labels"]) for batch in prepared.calibration) == 20
-    assert "calibration.samples is 1000, but the split 'train' has only 20: all are used" in caplog.text
+    said = [
+        "calibration.samples is 1,000, but the split 'train' has only 20: all are used",
+        "evaluation.samples is 2,000, but the split 'validation[:50%]' has only 4: all are used",
+    ]
+    # The default of the compensation is as many as there are, up to 512.
+    assert caplog.messages == said
+    prune["compensation"], held_out["samples"] = {"samples": 21}, 30
+    (tmp_path / "again").mkdir()
+    save_project(tmp_path / "again", train=20, validation=8, prune=prune, held_out=held_out, **asked)
+    prepare(PruningRecipe.from_yaml(tmp_path / "again" / "recipe.yaml"))
+    assert sorted(set(caplog.messages) - set(said)) == [
+        "held_out.samples is 30, but the split 'validation[50%:]' has only 4: all are used",
+        "prune.compensation.samples is 21, but the split 'train' has only 20: all are used",
+    ]

@@ -16,6 +16,7 @@ from ..data.targets import batches_fingerprint, check_label_tokens, is_regressio
 from ..errors import DataError, StepError, memory_failure
 from ..model.attention import use_attention
 from ..model.modes import checkpointing, frozen, without_cache
+from ..model.threads import threads_for
 from ..model.watch import intercept
 from ..processes import Piece
 from ..progress import SILENT, Progress
@@ -85,7 +86,7 @@ def collect_statistics(
     labelled = _check_labels(model, batches, needs)
     owners = processes.owners({module.name: module.units * module.unit_width for module in modules})
     passing = _Pass(model, modules, needs, owners, at_once=max(size_of(batch) for batch in batches))
-    with passing.running():
+    with passing.running(), threads_for(model, batches):
         shared = progress.track(processes.share(batches), "score")
         for piece in processes.to_owners(found for number, batch in shared for found in passing.over(batch, number)):
             passing.totals.add(piece)

@@ -14,6 +14,7 @@ from .. import processes
 from ..data.targets import check_label_tokens, size_of
 from ..errors import DataError
 from ..model.linear import features_of
+from ..model.threads import threads_for
 from ..model.tokens import first_samples
 from ..processes import Piece
 from ..progress import SILENT, Progress
@@ -148,7 +149,7 @@ def _collect(
     own = [module for module in modules if owners[module.name] == processes.rank()]
     parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in own}
     first = [0, *accumulate(map(size_of, batches))]
-    with reading(model, modules, gradients=True) as read:
+    with reading(model, modules, gradients=True) as read, threads_for(model, batches):
 
         def pieces(index: int, batch: dict[str, Tensor]) -> Iterator[Piece]:
             numbers = torch.arange(first[index], first[index + 1])

@@ -18,6 +18,7 @@ from .. import processes
 from ..data.targets import size_of
 from ..errors import DataError
 from ..model.linear import features_of, weight_of
+from ..model.threads import threads_for
 from ..processes import Piece
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
@@ -158,6 +159,7 @@ def _collect(
     sums: dict[str, LayerMoments] = {}
     first = [0, *accumulate(map(size_of, batches))]
     with ExitStack() as stack:
+        stack.enter_context(threads_for(dense, batches))
         read = stack.enter_context(reading(dense, modules, gradients=weighted))
         read_slim = None if slim is None else stack.enter_context(reading(slim, modules))
 

@@ -40,10 +40,10 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..onnx.multimodal import image_text_batch, is_vision_language
 
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
-    progress.stage("load")
+    progress.stage("load the model")
     model = load(options.model, dtype=torch.float32)
     images = is_vision_language(model)
-    progress.stage("export")
+    progress.stage("export to ONNX, and compare with torch")
     exported = export_onnx(
         model,
         options.output,

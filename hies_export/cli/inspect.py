@@ -175,7 +175,7 @@ def _inspect_theory(options: Namespace, console: Console, progress: Progress) ->
     if not options.model.endswith((".yaml", ".yml")):
         raise RequestError(f"--theory needs a recipe, for its model and calibration rows, got {options.model!r}")
     recipe = PruningRecipe.from_yaml(options.model)
-    progress.stage("load")
+    progress.stage("load the model")
     prepared = prepare(recipe)
     progress.stage("theory")
     alpha = 0.9 if recipe.prune.alpha == "auto" else recipe.prune.alpha

@@ -42,7 +42,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     if given is not None and recipe.prune.compensation is None:
         file = find_refit(options, given, options.plan)
         refitted = None if file is None else read_refit(given, file)
-    progress.stage("load")
+    progress.stage("load the model and the data")
     prepared = prepare(recipe)
     how: dict[str, Any] = {"refit": refitted}
     if given is not None:

@@ -26,7 +26,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     recipe = read_recipe(options)
     refuse_output(options, recipe)
     with output_folder(recipe, overwrite=options.overwrite) as folder:
-        progress.stage("load")
+        progress.stage("load the model and the data")
         choice = choose(prepare(recipe), recipe, progress=progress)
         if processes.rank() == 0:
             write_choice(folder, choice)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,24 +24,61 @@ _SHORT = 100
 
 
 class TerminalProgress:
-    """Progress on a terminal: a line per stage, and a bar for a loop while it runs."""
+    """Progress on a terminal: a line per stage with the time since the start, and a bar for a loop while it runs.
 
-    def __init__(self, console: Console):
-        self.console = console
+    A bar shows the time so far and the time left. Where the output is no terminal, such as a log, a loop gets a line
+    now and then instead.
+
+    Args:
+        console: Where to.
+        every: Seconds between two lines of a loop, where there is no bar.
+    """
+
+    def __init__(self, console: Console, *, every: float = 30.0):
+        self.console, self._every, self._started = console, every, time.monotonic()
 
     def stage(self, name: str) -> None:
-        """Print the stage's name."""
+        """Print the time since the start, and the stage's name."""
         from rich.text import Text
 
-        self.console.print(Text.assemble(("·", "dim"), f" {name}"))
+        self.console.print(Text.assemble((f"{minutes(time.monotonic() - self._started)} ·", "dim"), f" {name}"))
 
     def track(self, items: Sequence[T], name: str) -> Iterable[T]:
-        """Return the items behind a bar, which only a terminal shows."""
-        from rich.markup import escape
-        from rich.progress import track
+        """Return the items of a loop, and show how far it is, for how long it has run, and how long it will."""
+        return self._bar(items, name) if self.console.is_terminal else self._lines(items, name)
 
-        hidden = not self.console.is_terminal
-        return track(items, description=f"  {escape(name)}", console=self.console, transient=True, disable=hidden)
+    def _bar(self, items: Sequence[T], name: str) -> Iterator[T]:
+        from rich import progress
+        from rich.markup import escape
+
+        columns = (
+            progress.TextColumn(f"  {escape(name)}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(),
+        )
+        with progress.Progress(*columns, console=self.console, transient=True) as bar:
+            yield from bar.track(items, description=name)
+
+    def _lines(self, items: Sequence[T], name: str) -> Iterator[T]:
+        started = last = time.monotonic()
+        for done, item in enumerate(items):
+            now = time.monotonic()
+            if done and now - last >= self._every:
+                last, so_far = now, now - started
+                left = so_far / done * (len(items) - done)
+                text = f"  {name}: {done:,} of {len(items):,}, {minutes(so_far)} so far, about {minutes(left)} left"
+                self.console.print(text, markup=False, style="dim")
+            yield item
+
+
+def minutes(seconds: float) -> str:
+    """Return a time such as "1:05", or with hours "2:01:05"."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from .terminal import plan_totals, print_plan
 
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
-    progress.stage("load")
+    progress.stage("load the model")
     model, plan = load_version4(options.model)
     progress.stage("save")
     reload_max_abs = save_slim(

@@ -22,6 +22,7 @@ from ..errors import RequestError
 from ..files import Rule, read_json
 from ..kinds import ATTENTION
 from ..measure.compare import compare_loads
+from ..measure.contention import CpuWatch
 from ..measure.environment import environment
 from ..measure.ratios import is_noisy
 from ..measure.timing import Timing
@@ -116,14 +117,17 @@ def latency_table(
     file = (cache or user_cache("latency")) / f"{name}.json"
     cuts = _read(file, key)
     if cuts is None:
+        watch = CpuWatch()
         cuts = _time_cuts(model, modules, where, unit=unit, progress=progress)
+        others = watch.seen()
         if all(cut.sharp for cut in cuts):
             replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
         else:
             logger.warning(
                 "the machine is too busy to time cuts precisely: a ratio has an interval wider than %g points, or the "
-                "dense model differs from itself; the predicted time may be off, and is not cached",
+                "dense model differs from itself; the predicted time may be off, and is not cached%s",
                 100 * WIDEST_INTERVAL,
+                f" ({others})" if others is not None and others.matters else "",
             )
     flops = flops_table(model, modules, batch=where.batch, unit=unit).saved
     saved: dict[str, tuple[float, ...]] = {}

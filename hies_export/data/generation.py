@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 import datasets
 import torch
 
 from ..errors import DataError, listed
-from .prompts import check_prompt, filled, one_row_per_question, right_choice, template_fields, tokenise
+from .prompts import (
+    Choices,
+    check_one_question,
+    check_prompt,
+    filled,
+    one_row_per_choice,
+    one_row_per_question,
+    right_choice,
+    template_fields,
+    tokenise,
+)
 from .reader import Batch, Reader, batched
 from .row_names import own_columns, row_name
 from .targets import IGNORED
@@ -19,21 +30,37 @@ from .tokens import check_vocabulary, position_ids, settle_padding, token_limit
 
 logger = logging.getLogger(__name__)
 
+AnyGenerationReader = TypeVar("AnyGenerationReader", bound="GenerationReader")
+
 # Tokens of a block of plain text where the recipe does not say, and the model takes as many.
 BLOCK_LENGTH = 512
 
 
+@dataclass(frozen=True)
 class GenerationReader(Reader):
     """Reads prompts and answers, for any model that generates text.
 
     Rows with lists of questions become a sample per question (`one_row_per_question`). Of several choices the right
-    one becomes the answer (`right_choice`).
+    one becomes the answer (`right_choice`), or every choice is read (`of_choices`).
+
+    Attributes:
+        every_choice: Whether every choice becomes a row of a batch, without the end-of-text token. Batches then say
+            what their rows are (`CHOICE_KEYS`).
 
     Batches have `labels` (batch, longest), the tokens themselves, not shifted: all of a plain text, only the answer's
     after a prompt, -100 elsewhere; under left padding also `position_ids`, where the model takes them.
     """
 
-    a_row_is_a_sample = False
+    a_row_is_a_sample: ClassVar[bool] = False
+    every_choice: bool = False
+
+    def of_choices(self: AnyGenerationReader) -> AnyGenerationReader:
+        """Return the reader of the same samples that reads every choice, to be judged by likelihood."""
+        return replace(self, every_choice=True)
+
+    def unlabelled(self: AnyGenerationReader) -> AnyGenerationReader:
+        """Return this reader: its labels are tokens, and the label column only says which of the choices is read."""
+        return self
 
     @property
     def prompted(self) -> bool:
@@ -50,16 +77,26 @@ class GenerationReader(Reader):
             check_prompt(rows, **self.template)
             if self.columns.label:
                 right_choice(rows, answer=self.template["answer"], label=self.columns.label)
+                check_one_question(rows, prompt=self.template["prompt"])
 
     def _as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
-        if self.columns.label:
-            rows = right_choice(rows, answer=self.template["answer"], label=self.columns.label)
-        return one_row_per_question(rows, **self.template)
+        return rows if self.columns.label else one_row_per_question(rows, **self.template)
+
+    def with_one_answer(self, samples: datasets.Dataset) -> tuple[datasets.Dataset, Choices | None]:
+        """Return the samples with one answer each, or the row of each once for every choice, and what these are."""
+        if not self.columns.label:
+            return samples, None
+        columns = {"answer": self.template["answer"], "label": self.columns.label}
+        return one_row_per_choice(samples, **columns) if self.every_choice else (right_choice(samples, **columns), None)
 
     def texts(self, samples: datasets.Dataset) -> datasets.Dataset:
         """Return only the columns that prompts and answers are made of: reading a row decodes the images it has."""
         fields = template_fields(self.template["prompt"])
         return samples.select_columns(list(dict.fromkeys([*fields, self.template["answer"]])))
+
+    def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
+        """Return the prompt of a row, and its answer or the given choice."""
+        return filled(row if choice is None else {**row, self.template["answer"]: choice}, **self.template)
 
     def prepare_tokenizer(self) -> tuple[Any, int | None]:
         """Return the tokenizer, able to pad, and how many tokens a sample may have."""
@@ -98,8 +135,14 @@ class TextGenerationReader(GenerationReader):
             yield from (self._blocks(samples, part) for part in batched(range(len(samples)), batch_size))
         else:
             tokenizer, limit = self.prepare_tokenizer()
-            counted = (self._answers if self.prompted else self._plain_texts)(samples, tokenizer, limit)
-            yield from (self._padded(part, tokenizer) for part in batched(counted, batch_size))
+            if self.prompted:
+                samples, choices = self.with_one_answer(samples)
+                counted = self._answers(samples, choices, tokenizer, limit)
+            else:
+                counted, choices = self._plain_texts(samples, tokenizer, limit), None
+            for part in batched(range(len(counted)), batch_size):
+                batch = self._padded([counted[row] for row in part], tokenizer)
+                yield batch if choices is None else batch | choices.of(part)
 
     def _blocks(self, samples: datasets.Dataset, part: list[int]) -> Batch:
         """A batch of packed blocks: every token is real and is a label."""
@@ -128,11 +171,14 @@ class TextGenerationReader(GenerationReader):
             logger.warning("%d of %d rows are blank in %r and left out", blank, len(samples), column)
         return found
 
-    def _answers(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[tuple[list[int], int]]:
+    def _answers(
+        self, samples: datasets.Dataset, choices: Choices | None, tokenizer: Any, limit: int | None
+    ) -> list[tuple[list[int], int]]:
         """Tokens of each prompt with its answer, cut on the left, and how many at the end are the answer's."""
         found = []
         for number, row in enumerate(self.texts(samples)):
-            ids, answer_tokens = tokenise(*filled(row, **self.template), tokenizer)
+            pair = self.prompt_and_answer(row, None if choices is None else choices.text[number])
+            ids, answer_tokens = tokenise(*pair, tokenizer, end=not self.every_choice)
             check_answer(len(ids), answer_tokens, row_name(samples, number), limit)
             if limit is not None and len(ids) > limit:
                 begin = ids[:1] if ids[0] == tokenizer.bos_token_id and limit > answer_tokens + 1 else []

@@ -13,7 +13,7 @@ import torch
 from ..errors import DataError, listed
 from .generation import GenerationReader, check_answer, with_positions
 from .images import as_images, image_of_row
-from .prompts import answer_text, filled, tokenise
+from .prompts import answer_text, tokenise
 from .reader import Batch, batched
 from .row_names import own_columns, row_name
 from .targets import IGNORED
@@ -42,14 +42,15 @@ class ImageTextReader(GenerationReader):
 
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         tokenizer, limit = self.prepare_tokenizer()
+        samples, choices = self.with_one_answer(samples)
         texts, column = self.texts(samples), str(self.columns.image)
         good = _decodable(as_images(samples, column), column)
         for part in batched(good, batch_size):
             rows = [row for row, _ in part]
-            pairs = [self._prompt_and_answer(texts[row]) for row in rows]
+            pairs = [self.prompt_and_answer(texts[row], None if choices is None else choices.text[row]) for row in rows]
             answer_tokens = []
             for row, pair in zip(rows, pairs, strict=True):
-                ids, count = tokenise(*pair, tokenizer)
+                ids, count = tokenise(*pair, tokenizer, end=not self.every_choice)
                 check_answer(len(ids), count, row_name(samples, row), limit)
                 answer_tokens.append(count)
             encoded = self._encode([image for _, image in part], pairs, tokenizer)
@@ -60,14 +61,17 @@ class ImageTextReader(GenerationReader):
                         f"{row_name(samples, row)} has {length}; raise max_length, or shorten the prompt"
                     )
             check_vocabulary(encoded["input_ids"], self.config)
-            yield with_positions(encoded, self.config, _labels(encoded, answer_tokens))
+            batch = with_positions(encoded, self.config, _labels(encoded, answer_tokens))
+            yield batch if choices is None else batch | choices.of(rows)
 
-    def _prompt_and_answer(self, row: dict[str, Any]) -> tuple[str, str]:
-        prompt, answer = filled(row, **self.template)
+    def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
+        """Return the prompt of a row, with a place for the image, and its answer or the given choice."""
+        prompt, answer = super().prompt_and_answer(row, choice)
         return with_image_token(prompt, self.processor), answer
 
     def _encode(self, images: Sequence[PIL.Image.Image], pairs: Sequence[tuple[str, str]], tokenizer: Any) -> Batch:
-        texts = [prompt + answer_text(prompt, answer, tokenizer) for prompt, answer in pairs]
+        end = not self.every_choice
+        texts = [prompt + answer_text(prompt, answer, tokenizer, end=end) for prompt, answer in pairs]
         # Chat templates write the begin-of-text token themselves.
         special = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
         return dict(

@@ -6,15 +6,18 @@ import itertools
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import pyarrow
+import torch
 
 from ..errors import DataError, did_you_mean, listed, quoted
 from .labels import STRINGS, kind_of
 from .row_names import own_columns, row_name
 from .rows import column_values
+from .targets import CHOICE_KEYS
 
 LISTS = (datasets.List, datasets.LargeList)
 
@@ -111,6 +114,64 @@ def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets
     return rows.remove_columns(answer).add_column(answer, chosen, feature=kind)
 
 
+def check_one_question(rows: datasets.Dataset, *, prompt: str) -> None:
+    """Check that no column of a prompt with choices holds lists of questions.
+
+    Raises:
+        DataError: One does.
+    """
+    for column in template_fields(prompt):
+        if isinstance(rows.features[column], LISTS):
+            raise DataError(
+                f"a prompt with choices must have one question in a row, but {column!r} holds lists; write a row for "
+                "each question, or leave data.label out"
+            )
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the rows of `one_row_per_choice` are, in their order; numbers count from 0.
+
+    Attributes:
+        text: The choice.
+        question: Number of the question.
+        choice: Number of the choice among those of its question.
+        right: Number of the right one among them.
+    """
+
+    text: list[str]
+    question: list[int]
+    choice: list[int]
+    right: list[int]
+
+    @property
+    def characters(self) -> list[int]:
+        """Lengths of the choices."""
+        return [len(text) for text in self.text]
+
+    def of(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return what a batch says of these rows, see `CHOICE_KEYS`."""
+        columns = {key: getattr(self, key) for key in CHOICE_KEYS}
+        return {key: torch.tensor([column[row] for row in rows]) for key, column in columns.items()}
+
+
+def one_row_per_choice(rows: datasets.Dataset, *, answer: str, label: str) -> tuple[datasets.Dataset, Choices]:
+    """Return a question's row once for each choice in its answer column, in order, and what these rows are.
+
+    Raises:
+        DataError: As `right_choice`.
+    """
+    right_choice(rows, answer=answer, label=label)
+    choices, labels = rows[answer][:], rows[label][:]
+    numbers = [(row, number) for row, of_row in enumerate(choices) for number in range(len(of_row))]
+    return rows.select([row for row, _ in numbers]), Choices(
+        text=[str(choices[row][number]) for row, number in numbers],
+        question=[row for row, _ in numbers],
+        choice=[number for _, number in numbers],
+        right=[int(labels[row]) for row, _ in numbers],
+    )
+
+
 def _listed_columns(rows: datasets.Dataset, *, prompt: str, answer: str) -> list[str]:
     asked = [field for field in template_fields(prompt) if isinstance(rows.features[field], LISTS)]
     answers = [answer] if asked and answer not in asked and isinstance(rows.features[answer], LISTS) else []
@@ -134,23 +195,36 @@ def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, st
     return prompt.format_map(row), str(given)
 
 
-def answer_text(prompt: str, answer: str, tokenizer: Any) -> str:
-    """Return what follows the prompt: a space unless it ends in one, the answer, the end-of-text token if any."""
-    end = tokenizer.eos_token or ""
-    if end and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]:
-        end = ""  # the tokenizer sets it itself
-    return ("" if prompt[-1:].isspace() else " ") + answer + end
+def answer_text(prompt: str, answer: str, tokenizer: Any, *, end: bool = True) -> str:
+    """Return what follows the prompt: a space unless it ends in one, the answer, the end-of-text token if any.
+
+    Args:
+        prompt: From `filled`.
+        answer: From `filled`.
+        tokenizer: A tokenizer of transformers.
+        end: Whether to add the end-of-text token, if the tokenizer does not set it itself.
+    """
+    last = (tokenizer.eos_token or "") if end else ""
+    if last and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]:
+        last = ""
+    return ("" if prompt[-1:].isspace() else " ") + answer + last
 
 
-def tokenise(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], int]:
+def tokenise(prompt: str, answer: str, tokenizer: Any, *, end: bool = True) -> tuple[list[int], int]:
     """Return the tokens of prompt and answer together, and how many at the end are the answer's.
 
     A tokenizer may merge characters across the border between the two, so the answer begins at the first token that
     differs from the tokens of the prompt alone.
+
+    Args:
+        prompt: From `filled`.
+        answer: From `filled`.
+        tokenizer: A tokenizer of transformers.
+        end: As in `answer_text`.
     """
     special = not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token))
     options: dict[str, Any] = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
     alone = tokenizer(prompt, **options)["input_ids"]
-    ids = tokenizer(prompt + answer_text(prompt, answer, tokenizer), **options)["input_ids"]
+    ids = tokenizer(prompt + answer_text(prompt, answer, tokenizer, end=end), **options)["input_ids"]
     shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False)))
     return list(ids), len(ids) - shared

@@ -15,6 +15,9 @@ from ..errors import DataError, listed
 
 # What transformers' losses leave out.
 IGNORED = -100
+# What a batch says of its rows where every row is a choice, (rows,) int64 each: the number of the question, of the
+# choice and of the right choice, from 0, and how many characters the choice has. Models do not take these.
+CHOICE_KEYS = ("question", "choice", "right", "characters")
 
 
 def is_regression(config: Any) -> bool:
@@ -55,8 +58,15 @@ def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
 
 
 def size_of(batch: Mapping[str, torch.Tensor]) -> int:
-    """Return how many samples a batch has."""
+    """Return how many rows a batch has."""
     return len(next(iter(batch.values())))
+
+
+def samples_of(batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
+    """Return how many samples batches have: rows, or where every row is a choice, questions."""
+    if batches and "question" in batches[0]:
+        return len(torch.cat([batch["question"] for batch in batches]).unique())
+    return sum(map(size_of, batches))
 
 
 def batches_fingerprint(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:

@@ -15,7 +15,7 @@ import torch
 from ..errors import DataError
 from ..progress import SILENT, Progress
 from .metrics import METRICS, check_metrics
-from .predict import Batch, Predictions, TokenPredictions, predict, predicted, references
+from .predict import Batch, ChoicePredictions, Predictions, TokenPredictions, predict, predicted, references
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +189,11 @@ def _metric_inputs(
         rows["nll"] = predictions.per_sample(predictions.nll)
         rows["right"] = predictions.per_sample(predictions.tokens == references)
         return rows, predictions.per_sample(torch.ones_like(predictions.nll)).long().numpy(), {}
+    if isinstance(predictions, ChoicePredictions):
+        check_metrics(names, task="text-generation", choices=True)
+        rows = np.empty(len(predictions), dtype=[("likeliest", np.int64), ("per_character", np.int64)])
+        rows["likeliest"], rows["per_character"] = predictions.chosen, predictions.chosen_per_character
+        return rows, references.numpy(), {}
     check_metrics(names, regression=regression)
     if len(predictions) != len(references):
         raise DataError(
@@ -205,7 +210,7 @@ def agreement(
 ) -> torch.Tensor:
     """Return which predictions equal the dense model's, (predictions,) bool.
 
-    A prediction is a sample's class, its number, or all tokens of its answer; in plain text it is a token.
+    A prediction is a sample's class, its number, its choice, or all tokens of its answer; in plain text it is a token.
 
     Args:
         dense: From `predict`.
@@ -224,6 +229,8 @@ def agreement(
             )
         differ = dense.tokens != other.tokens
         return dense.per_sample(differ) == 0 if dense.answers else ~differ
+    if isinstance(dense, ChoicePredictions) and isinstance(other, ChoicePredictions):
+        dense, other = dense.log_likelihoods, other.log_likelihoods
     assert isinstance(dense, torch.Tensor)
     assert isinstance(other, torch.Tensor)
     if dense.shape != other.shape or len(dense) == 0:

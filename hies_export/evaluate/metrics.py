@@ -27,7 +27,8 @@ class Metric:
 
     Attributes:
         name: The name recipes give it.
-        of: What it compares: "classes", "numbers" (of a regression) or "tokens" (of generated text).
+        of: What it compares: "classes", "numbers" (of a regression), "tokens" (of generated text) or "choices" (among
+            answers to a prompt).
         compute: The function, of predictions and references; NaN where the metric is undefined.
         higher_is_better: Whether more is better.
     """
@@ -51,13 +52,15 @@ def register_metric(name: str, *, of: str, higher_is_better: bool = True) -> Cal
     - of "numbers": predictions and references, (samples,) float64;
     - of "tokens": predictions with the fields `nll` (sum over the sample's label tokens of their negative
       log-likelihoods, in nats) and `right` (how many of them are the likeliest token), and how many label tokens the
-      sample has, (samples,) int64. As sums, neither memory nor a bootstrap depends on the number of tokens.
+      sample has, (samples,) int64. As sums, neither memory nor a bootstrap depends on the number of tokens;
+    - of "choices": predictions with the fields `likeliest` and `per_character`, the choice of the largest
+      log-likelihood, summed over its tokens or divided by its characters, and the right choice, (questions,) int64.
 
     Where a metric is undefined, return NaN: 0.0 is reported, and a warning is logged once.
 
     Args:
         name: The name recipes give it.
-        of: "classes", "numbers" or "tokens".
+        of: "classes", "numbers", "tokens" or "choices".
         higher_is_better: Whether more is better.
     """
 
@@ -129,6 +132,18 @@ def token_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
 def exact_match(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the share of samples whose label tokens are all predicted: greedy decoding gives exactly the answer."""
     return float((predictions["right"] == references).mean())
+
+
+@register_metric("choice_accuracy", of="choices")
+def choice_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the share of questions whose right choice has the largest log-likelihood, summed over its tokens."""
+    return float((predictions["likeliest"] == references).mean())
+
+
+@register_metric("choice_accuracy_norm", of="choices")
+def choice_accuracy_norm(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the share of questions whose right choice has the largest log-likelihood per character."""
+    return float((predictions["per_character"] == references).mean())
 
 
 def find_metric(name: str) -> Metric:
@@ -206,7 +221,7 @@ def _only(found: dict[str, Any]) -> Any:
 
 
 def default_metrics(
-    *, regression: bool = False, task: str = "text-classification", answers: bool = False
+    *, regression: bool = False, task: str = "text-classification", answers: bool = False, choices: bool = False
 ) -> tuple[str, ...]:
     """Return the names of the metrics to compute when none are asked for; the first one is the quality.
 
@@ -214,26 +229,35 @@ def default_metrics(
         regression: Whether the model predicts a number rather than a class.
         task: The task.
         answers: Whether text is generated in answer to a prompt.
+        choices: Whether there are several answers to choose from.
     """
-    kind = _kind_of(task, regression=regression)
+    kind = _kind_of(task, regression=regression, choices=choices)
+    if kind == "choices":
+        return ("choice_accuracy", "choice_accuracy_norm")
     if kind == "tokens":
         return ("exact_match", "perplexity") if answers or TASKS[task].images else ("perplexity",)
     return ("pearson", "spearman") if kind == "numbers" else ("accuracy",)
 
 
-def check_metrics(names: Sequence[str], *, regression: bool = False, task: str = "text-classification") -> None:
+def check_metrics(
+    names: Sequence[str], *, regression: bool = False, task: str = "text-classification", choices: bool = False
+) -> None:
     """Check, before any work, that every metric exists and fits the model.
 
     Args:
         names: Names of metrics.
         regression: Whether the model predicts a number rather than a class.
         task: The task.
+        choices: Whether there are several answers to choose from.
 
     Raises:
         RecipeError: A metric does not exist or does not fit; all problems at once.
     """
-    kind = _kind_of(task, regression=regression)
-    model = {"numbers": "a regression", "classes": "a classifier", "tokens": "generated text"}[kind]
+    kind = _kind_of(task, regression=regression, choices=choices)
+    model = {
+        **{"numbers": "a regression", "classes": "a classifier"},
+        **{"tokens": "generated text", "choices": "choices among answers (data.label)"},
+    }[kind]
     problems: list[str] = []
     for name in names:
         try:
@@ -248,6 +272,6 @@ def check_metrics(names: Sequence[str], *, regression: bool = False, task: str =
         raise RecipeError(problems)
 
 
-def _kind_of(task: str, *, regression: bool) -> str:
-    """Return what the metrics of a task compare: "classes", "numbers" or "tokens"."""
-    return TASKS[task].prediction(regression=regression)
+def _kind_of(task: str, *, regression: bool, choices: bool) -> str:
+    """Return what the metrics of a task compare: "classes", "numbers", "tokens" or "choices"."""
+    return "choices" if choices else TASKS[task].prediction(regression=regression)

@@ -1,4 +1,4 @@
-"""Predict batches with a model: logits, or the likeliest tokens and their likelihoods."""
+"""Predict batches with a model: logits, the likeliest tokens and their likelihoods, or the likeliest choices."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import processes
-from ..data.targets import IGNORED, check_label_tokens, predicted_positions
+from ..data.targets import CHOICE_KEYS, IGNORED, check_label_tokens, predicted_positions
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, without_cache
+from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 
 Batch = Mapping[str, torch.Tensor]
@@ -47,8 +49,51 @@ class TokenPredictions:
         return torch.zeros(self.samples, dtype=torch.float64).index_add(0, self.sample, values.double())
 
 
-# A classifier's or regressor's logits, (samples, labels), float32, or a language model's tokens.
-Predictions = torch.Tensor | TokenPredictions
+@dataclass(frozen=True)
+class ChoicePredictions:
+    """How likely a language model takes the choices of questions to be, after their prompts; on the CPU.
+
+    Attributes:
+        log_likelihoods: (questions, choices) float64, the sum over the choice's tokens, in nats; -inf where a question
+            has fewer choices.
+        characters: (questions, choices) float64, length of each choice.
+    """
+
+    log_likelihoods: torch.Tensor
+    characters: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.log_likelihoods)
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """The likeliest choice of each question, (questions,) int64; of equals the first."""
+        return _first_largest(self.log_likelihoods)
+
+    @property
+    def chosen_per_character(self) -> torch.Tensor:
+        """The same by log-likelihood per character, which does not favour short choices."""
+        return _first_largest(self.log_likelihoods / self.characters)
+
+    @classmethod
+    def of(cls, tokens: TokenPredictions, batches: Sequence[Batch]) -> ChoicePredictions:
+        """Return the predictions of batches whose rows are choices, from those of their tokens."""
+        columns = {key: torch.cat([batch[key] for batch in batches]).cpu() for key in CHOICE_KEYS}
+        questions, place = columns["question"].unique(return_inverse=True)
+        shape = len(questions), int(columns["choice"].max()) + 1
+        found = torch.full(shape, -torch.inf, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
+        for table, values in zip(found, (-tokens.per_sample(tokens.nll), columns["characters"].double()), strict=True):
+            table[place, columns["choice"]] = values
+        return cls(*found)
+
+
+def _first_largest(values: torch.Tensor) -> torch.Tensor:
+    # torch does not say which of equals it returns.
+    return torch.from_numpy(np.argmax(values.numpy(), axis=-1))
+
+
+# A classifier's or regressor's logits, (samples, labels), float32, or what a language model predicts.
+Predictions = torch.Tensor | TokenPredictions | ChoicePredictions
 
 
 def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT) -> Predictions:
@@ -63,7 +108,8 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
         progress: Told about the loop.
 
     Returns:
-        The logits, (samples, labels), float32, on the CPU; where labels are tokens, `TokenPredictions`.
+        The logits, (samples, labels), float32, on the CPU; where labels are tokens, `TokenPredictions`; where every row
+        is a choice (`CHOICE_KEYS`), `ChoicePredictions`.
 
     Raises:
         DataError: There are no batches, or a sample has no label token.
@@ -74,9 +120,9 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     check_label_tokens(batches)
     device = next(model.parameters()).device
     outputs: list[Any] = []
-    with evaluating(model), without_cache(model), torch.inference_mode():
+    with evaluating(model), without_cache(model), torch.inference_mode(), threads_for(model, batches):
         for index, batch in progress.track(processes.share(batches), "predict"):
-            inputs = {key: value.to(device) for key, value in batch.items() if key != "labels"}
+            inputs = {key: value.to(device) for key, value in batch.items() if key not in ("labels", *CHOICE_KEYS)}
             logits = model(**inputs).logits  # (batch, labels) or (batch, tokens, vocabulary)
             labels = batch.get("labels")
             of_tokens = labels is not None and labels.dim() == 2
@@ -96,7 +142,8 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     tokens, nll = (torch.cat(values) for values in zip(*outputs, strict=True))
     counts = torch.cat([predicted_positions(batch["labels"]).sum(-1) for batch in batches]).cpu()
     sample = torch.arange(len(counts)).repeat_interleave(counts)
-    return TokenPredictions(tokens, nll, sample, samples=len(counts), answers=_are_answers(batches))
+    of_tokens = TokenPredictions(tokens, nll, sample, samples=len(counts), answers=_are_answers(batches))
+    return ChoicePredictions.of(of_tokens, batches) if "choice" in batches[0] else of_tokens
 
 
 def _in_order(own: list[Any], count: int) -> list[Any]:
@@ -131,13 +178,18 @@ def references(batches: Sequence[Batch]) -> torch.Tensor:
     """Return the labels of batches in one tensor.
 
     Returns:
-        (samples,): int64 classes, or float32 for regression; where labels are tokens, (label tokens,) int64.
+        (samples,): int64 classes, or float32 for regression; where labels are tokens, (label tokens,) int64; where
+        every row is a choice, the number of the right one, (questions,) int64.
 
     Raises:
         DataError: The batches have no labels.
     """
     if not batches or any("labels" not in batch for batch in batches):
         raise DataError("metrics need labels, but the batches have none; name the column in data.label")
+    if "choice" in batches[0]:
+        question, right = (torch.cat([batch[key] for batch in batches]).cpu() for key in ("question", "right"))
+        questions, place = question.unique(return_inverse=True)
+        return torch.zeros(len(questions), dtype=torch.int64).scatter(0, place, right)
     labels = [batch["labels"].cpu() for batch in batches]
     if labels[0].dim() == 2:
         labels = [part[:, 1:][predicted_positions(part)] for part in labels]
@@ -145,7 +197,9 @@ def references(batches: Sequence[Batch]) -> torch.Tensor:
 
 
 def predicted(predictions: Predictions, *, regression: bool = False) -> torch.Tensor:
-    """Return the classes or numbers that are predicted, (samples,), or the tokens, (label tokens,)."""
+    """Return the classes, choices or numbers that are predicted, (samples,), or the tokens, (label tokens,)."""
     if isinstance(predictions, TokenPredictions):
         return predictions.tokens
+    if isinstance(predictions, ChoicePredictions):
+        return predictions.chosen
     return predictions.flatten() if regression else predictions.argmax(dim=-1)

@@ -9,7 +9,9 @@ In the order of reading:
 - `timing.py`: run dense, slim and control in turns, and check that they are comparable. Returns times in ms.
 - `ratios.py`: the median of paired ratios, its bootstrap interval, and the limit beyond which a control is noisy.
 - `latency.py`: `compare_latency`, timing and statistics for two loaded models.
-- `rows.py`: `LatencyRow`, a comparison as a row of report.json; `record.py`: dataclasses that read like that file.
+- `rows.py`: `LatencyRow`, a comparison as a row of report.json, and which rows contradict others.
+- `record.py`: dataclasses that read like that file.
 - `compare.py`: `time_on` loads two models into a runtime, as many times as it needs, and times them at every shape.
+- `contention.py`: how many cores other work took in the meantime, on Linux.
 - `environment.py`: processor, GPU and library versions, to be read beside the times.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,10 +14,13 @@ from transformers import PreTrainedModel
 from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES, Runtime
 from ..runtimes.registry import load_runtime
+from .contention import CpuWatch
 from .counts import FlopCount, Shape
 from .latency import LatencyComparison, compare_rounds
-from .rows import LatencyRow
+from .rows import LatencyRow, with_contradictions
 from .timing import Phase, Rounds, Timing, time_rounds
+
+logger = logging.getLogger(__name__)
 
 
 def time_on(
@@ -47,14 +51,19 @@ def time_on(
     Returns:
         One row per shape, with times in ms. Models that generate have two rows per shape, "prefill" and "decode".
     """
+    watch = CpuWatch()
     found = compare_loads(runtime, dense, slim, batches, timing=timing, dtype=dtype, progress=progress)
+    others = watch.seen()
+    if others is not None and others.matters:
+        logger.warning("%s while %s was timed; measure again on an idle machine", others, runtime)
     # The time of a decode step depends on memory rather than FLOPs: it reads all weights to compute one token.
-    return [
+    rows = [
         LatencyRow.of(
             comparison, runtime=runtime, shape=shape, phase=phase, flops=None if phase == "decode" else flops[shape]
         )
         for (shape, phase), comparison in found.items()
     ]
+    return with_contradictions([replace(row, other_work=others) for row in rows])
 
 
 def compare_loads(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..model.threads import threads_of_small_work
 
 
 def environment() -> dict[str, Any]:
@@ -26,6 +27,7 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "threads_of_small_work": threads_of_small_work(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else gpu.get("name"),
         "cuda": torch.version.cuda,
         "gpu_driver": gpu.get("driver_version"),

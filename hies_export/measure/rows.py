@@ -1,15 +1,17 @@
-"""Write a comparison as one row of report.json's `latency`."""
+"""Write a comparison as one row of report.json's `latency`, and mark rows that contradict others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pydantic import ConfigDict
 
+from .contention import OtherWork
 from .counts import Both, FlopCount, Shape
 from .latency import LatencyComparison
-from .ratios import realised_share
+from .ratios import WIDEST_CONTROL, realised_share
 from .record import Record
 from .timing import Phase
 
@@ -42,13 +44,15 @@ class LatencyRow(Record):
         control_ratio: Median of the paired ratios of a second copy of the dense model to the first (A/A).
         control_low: Lower end of its 95 % interval.
         control_high: Upper end of it.
-        noisy: Whether the control shows too much noise for the ratio to be trusted.
+        noisy: Whether the control shows too much noise for the ratio to be trusted, or the row took longer than one
+            with more to compute (`with_contradictions`).
         repeats: Number of timed runs of each model.
         loads: Number of times the models were loaded.
         threads: CPU threads within an operator.
         cuda_graph: Whether replays of CUDA graphs were timed.
         peak_bytes: Peak device memory during a run; None on the CPU.
         gpu_clock_mhz: The GPU's clock right after the last run; None on the CPU.
+        other_work: What other work used while the rows of this runtime were timed; None where the system does not tell.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
@@ -81,6 +85,7 @@ class LatencyRow(Record):
     cuda_graph: bool = False
     peak_bytes: Both[int] | None = None
     gpu_clock_mhz: float | None = None
+    other_work: OtherWork | None = None
 
     @classmethod
     def of(
@@ -125,3 +130,22 @@ class LatencyRow(Record):
             peak_bytes=None if found.peak_bytes is None else Both(*found.peak_bytes),
             gpu_clock_mhz=found.clock_mhz,
         )
+
+
+def with_contradictions(rows: Sequence[LatencyRow]) -> list[LatencyRow]:
+    """Return the rows, with those called noisy that took clearly longer than one with more to compute.
+
+    A larger batch or a longer sequence cannot take less time in the same phase, dtype and runtime, for the dense or for
+    the slim model. Disturbances add time and never take any away, so the row with less to compute is the wrong one.
+    """
+    return [replace(row, noisy=True) if any(_contradicts(row, other) for other in rows) else row for row in rows]
+
+
+def _contradicts(row: LatencyRow, larger: LatencyRow) -> bool:
+    """Return whether a row took clearly longer than another that has at least as much of everything to compute."""
+    kinds = [(one.runtime, one.provider, one.dtype, one.phase, one.get("model")) for one in (row, larger)]
+    shapes = (row.batch, row.sequence), (larger.batch, larger.sequence)
+    if kinds[0] != kinds[1] or shapes[0] == shapes[1] or any(a > b for a, b in zip(*shapes, strict=True)):
+        return False
+    slower = 1 + WIDEST_CONTROL
+    return row.dense_ms > slower * larger.dense_ms or row.slim_ms > slower * larger.slim_ms

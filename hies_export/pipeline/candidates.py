@@ -14,6 +14,7 @@ from ..calibrate.moments import MomentStream
 from ..calibrate.stream import LIMIT_BYTES
 from ..data.reader import Batch
 from ..data.targets import size_of
+from ..model.threads import threads_for
 from ..model.tokens import count_tokens
 from ..progress import Progress
 from ..recipe import PruningRecipe
@@ -52,7 +53,7 @@ class Candidates:
     @cached_property
     def statistics(self) -> Statistics:
         """The statistics of the calibration rows."""
-        self.progress.stage("score")
+        self.progress.stage("score units: calibration rows forward and backward")
         tried = AUTO_CRITERIA if self.recipe.prune.criterion == AUTO else (self.recipe.prune.criterion,)
         return collect_statistics(
             self.prepared.model,
@@ -132,13 +133,14 @@ class Candidates:
         names = {module.name for module in prepared.scored}
         known = iter(()) if moments is None else moments.each(names)
         chains = {}
-        self.progress.stage("greedy removal")
+        self.progress.stage("remove units greedily, to rank them by what least squares cannot make up for")
         # Both streams yield the modules in the model's order.
-        for (module, layer), pair in zip_longest(effects.each(None), known):
-            if layer is not None:
-                found = None if pair is None else pair[1]
-                spread = None if found is None else found.spread(centred=layer.centred)
-                chains[module.name] = removal_chain(layer, module, effects.samples, spread=spread, options=options)
+        with threads_for(prepared.model, self.effect_batches):
+            for (module, layer), pair in zip_longest(effects.each(None), known):
+                if layer is not None:
+                    found = None if pair is None else pair[1]
+                    spread = None if found is None else found.spread(centred=layer.centred)
+                    chains[module.name] = removal_chain(layer, module, effects.samples, spread=spread, options=options)
         chains = processes.merged(chains)
         return scores_of_chains(prepared.scored, [chains[module.name] for module in prepared.scored], options)
 

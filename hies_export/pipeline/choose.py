@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..calibrate.collect import DEFAULT_NEEDS
-from ..data.targets import batches_fingerprint, size_of
+from ..data.targets import batches_fingerprint, samples_of, size_of
 from ..evaluate.judge import Judge
 from ..model.copies import share_weights
 from ..model.tokens import first_samples
@@ -118,7 +118,7 @@ class _Chooser:
             picked.insert(0, self._in_rounds(self._steps_of_auto(), COMPENSATED))
             steps.insert(0, self._steps_of_auto())
         held_out = {weights: self._held_out(self._prepared.metrics, weights) for weights in self._refitting.tried}
-        self._progress.stage("choose criterion")
+        self._progress.stage("choose the criterion on held-out rows")
         tried = choose_by_agreement(
             [(p.scores, p.selection) for p in picked], held_out, steps=steps, progress=self._progress
         )
@@ -137,7 +137,7 @@ class _Chooser:
         picked: _Picked | None = None
         for number, goal in enumerate(self._targets.goals(count), start=1):
             if count > 1:
-                self._progress.stage(f"step {number}")
+                self._progress.stage(f"step {number} of {count}")
             if picked is None:
                 picked = self._pick(self._targets.round(goal), criterion)
                 continue
@@ -156,7 +156,7 @@ class _Chooser:
 
         if len(scored) == 1:
             return _Picked(statistics, scored[0], select(scored[0]))
-        self._progress.stage("choose alpha")
+        self._progress.stage("choose alpha on held-out rows")
         chosen = choose_alpha(
             self._progress.track(scored, "choose alpha"), select, self._held_out(self._prepared.metrics)
         )
@@ -246,7 +246,7 @@ class _Chooser:
         prepared, max_drop = self._prepared, self._recipe.prune.budget.max_drop
         assert max_drop is not None
         statistics, scored = self._of_dense.statistics, self._of_dense.by(self._recipe.prune.criterion)
-        self._progress.stage("choose sparsity")
+        self._progress.stage("choose the sparsity on held-out rows")
         sizes = self._targets.of_max_drop()
         held_out = self._held_out((max_drop.metric,))
 
@@ -262,7 +262,7 @@ class _Chooser:
             dense=held_out.dense(),
             refitted=chosen.value if held_out.refit else None,
             masked=None if held_out.refit else chosen.value,
-            samples=sum(map(size_of, prepared.held_out)),
+            samples=samples_of(prepared.held_out),
             judged=chosen.judged,
         )
         return self._choice(_Picked(statistics, chosen.scores, chosen.selection), outcome=outcome)

@@ -132,7 +132,7 @@ def _time(
             for graph in dict.fromkeys(needed.values()):
                 progress.stage("export the dense model, to compare with")
                 graphs[graph] = _graphs(prepared, slim, onnx, recipe, Path(temporary), graph)
-            progress.stage("measure" if dtype is None else f"measure in {dtype}")
+            progress.stage("time both models" + ("" if dtype is None else f" in {dtype}"))
             for name in runtimes:
                 if RUNTIMES[name].reads_models:
                     own = None if dtype is None else getattr(torch, dtype)

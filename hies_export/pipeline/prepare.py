@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.classes import load_config
+from ..data.generation import GenerationReader
 from ..data.lengths import by_length
 from ..data.processors import load_processor
 from ..data.reader import Batch, Columns, Reader
@@ -20,7 +21,7 @@ from ..data.rows import taken_from
 from ..data.targets import is_regression
 from ..errors import RecipeError, RequestError
 from ..evaluate.lm_eval import check_benchmarks
-from ..evaluate.metrics import check_metrics, default_metrics
+from ..evaluate.metrics import METRICS, check_metrics, default_metrics
 from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
@@ -160,13 +161,16 @@ def prepare(
         wanted = recipe.evaluation
         seed = EVALUATION_SEED if wanted.samples is not None and wanted.rows == "drawn" else None
         judged = reader.load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True, **source)
+        _warn_of_fewer("evaluation.samples", wanted.samples or 0, taken_from(judged), wanted.split)
         model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
     else:
         model = loaded.model
     shapes = _shapes(recipe, model)
     # A tokenizer without a padding token changes the configuration, which must be the model's own.
     reader = replace(reader, config=model.config)
-    size = recipe.calibration.batch_size
+    size, judging = recipe.calibration.batch_size, reader
+    if isinstance(reader, GenerationReader) and METRICS[metrics[0]].of == "choices":
+        judging = reader.of_choices()
     calibration = reader.batches(samples.scoring, batch_size=size)
     _warn_of_one_class(calibration, regression=regression)
     measured = _measured(model, shapes, calibration[0])
@@ -182,9 +186,9 @@ def prepare(
         sites=modules,
         scored=scored,
         calibration=calibration,
-        held_out=_shortest_first(reader, samples.held_out, size),
+        held_out=_shortest_first(judging, samples.held_out, size),
         compensation=reader.unlabelled().batches(samples.compensation, batch_size=size),
-        evaluation=loaded.evaluation if loaded else _shortest_first(reader, judged, recipe.evaluation.batch_size),
+        evaluation=loaded.evaluation if loaded else _shortest_first(judging, judged, recipe.evaluation.batch_size),
         evaluation_of=loaded.evaluation_of if loaded else taken_from(judged),
         metrics=metrics,
         regression=regression,
@@ -230,12 +234,16 @@ def _check_budget(recipe: PruningRecipe, modules: tuple[PrunableModule, ...]) ->
 
 def _check_metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
     """Return the names of the metrics, the report's first, after checking that metrics and benchmarks fit the task."""
-    metrics = recipe.evaluation.metrics or default_metrics(
-        regression=regression, task=recipe.task, answers=recipe.data.answer is not None
-    )
     drop = recipe.prune.budget.max_drop
+    named = (*recipe.evaluation.metrics, *(() if drop is None else (drop.metric,)))
+    # Of choices, metrics of tokens judge the right ones alone.
+    of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
+    choices = TASKS[recipe.task].generative and recipe.data.label is not None and not of_tokens
+    metrics = recipe.evaluation.metrics or default_metrics(
+        regression=regression, task=recipe.task, answers=recipe.data.answer is not None, choices=choices
+    )
     judged = metrics if drop is None else tuple(dict.fromkeys((*metrics, drop.metric)))
-    check_metrics(judged, regression=regression, task=recipe.task)
+    check_metrics(judged, regression=regression, task=recipe.task, choices=choices)
     if recipe.evaluation.lm_eval:
         check_benchmarks(recipe.evaluation.lm_eval)
     return tuple(metrics)
@@ -309,10 +317,13 @@ def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
             f"lower calibration.samples, name other rows as held_out, or {remedy}"
         )
 
-    if len(drawn) < draws.scoring:
-        logger.warning(
-            "calibration.samples is %d, but the split %r has only %d: all are used", draws.scoring, split, len(drawn)
-        )
+    _warn_of_fewer("calibration.samples", draws.scoring, len(drawn), split)
+    section = recipe.prune.compensation
+    # The default is as many as there are, up to a number.
+    if section is not None and "samples" in section.model_fields_set:
+        _warn_of_fewer("prune.compensation.samples", draws.compensation, len(drawn), split)
+    if own is not None and recipe.held_out is not None and recipe.held_out.samples is not None:
+        _warn_of_fewer("held_out.samples", recipe.held_out.samples, len(own), recipe.held_out.split)
 
     def part(start: int, count: int) -> datasets.Dataset:
         return drawn.select(list(range(start, min(start + count, len(drawn)))))
@@ -323,6 +334,12 @@ def _draw(recipe: PruningRecipe, reader: Reader, draws: Draws) -> _Samples:
         held_out=part(behind, draws.held_out) if own is None else own,
         compensation=part(0, draws.compensation),
     )
+
+
+def _warn_of_fewer(field: str, asked: int, there: int, split: str) -> None:
+    """Warn if a split has fewer samples than a field of the recipe asks for."""
+    if there < asked:
+        logger.warning("%s is %s, but the split %r has only %s: all are used", field, f"{asked:,}", split, f"{there:,}")
 
 
 def _shortest_first(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:

@@ -99,7 +99,7 @@ def evaluate(
             masked = quality_of(model)
     benchmarks: Mapping[str, Both[float]] = {}
     if benchmark is not None:
-        progress.stage("benchmarks")
+        progress.stage("run the benchmarks of lm-eval on both models")
         benchmarks = _side_by_side(benchmark(model), benchmark(slim))
     return Evaluation(_side_by_side(dense.metrics, pruned.metrics), pruned.stability, masked, benchmarks)
 

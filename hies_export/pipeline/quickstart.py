@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -15,6 +14,7 @@ from sklearn.datasets import load_digits
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from ..model.threads import one_thread
 from ..progress import SILENT, Progress
 
 # Inside the package, so that it is installed too; recipes/ links to it.
@@ -33,7 +33,7 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progres
     Returns:
         The path of recipe.yaml.
     """
-    progress.stage("train")
+    progress.stage("train a small ViT on handwritten digits")
     rows = _digits()
     (folder / "digits").mkdir()
     for split, part in rows.items():
@@ -42,27 +42,13 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progres
     processor = ViTImageProcessorPil(
         do_resize=False, size={"height": 8, "width": 8}, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
-    with _one_thread():
+    # Sums over one thread do not depend on the number of cores, so the trained weights do not either.
+    with one_thread():
         model = _train(rows["train"], processor, epochs=epochs, seed=seed, progress=progress)
     model.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
     shutil.copyfile(RECIPE, folder / "recipe.yaml")
     return folder / "recipe.yaml"
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run torch on one thread inside the block.
-
-    With tensors this small, several threads mostly wait for each other. And sums over one thread do not depend on the
-    number of cores, so the trained weights do not either.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _digits() -> dict[str, datasets.Dataset]:

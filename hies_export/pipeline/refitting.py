@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..calibrate.moments import MomentStream
+from ..model.threads import threads_for
 from ..progress import Progress
 from ..recipe import CompensationSection, PruningRecipe
 from ..score.criteria import AUTO
@@ -91,7 +92,8 @@ class Refitting:
             return None
 
         def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
-            return shared(slim, sites, lambda: refit(slim, selection, sites, moments, how))
+            with threads_for(self._prepared.model, self._prepared.compensation):
+                return shared(slim, sites, lambda: refit(slim, selection, sites, moments, how))
 
         return refitted
 

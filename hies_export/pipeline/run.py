@@ -18,12 +18,14 @@ from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.refits import REFIT, RefittedLayers, digest_tensors, load_refit, write_refit
 from ..checkpoint.save import save_slim
 from ..checkpoint.stored import weight_files
-from ..data.targets import size_of
+from ..data.targets import samples_of, size_of
 from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
+from ..evaluate.metrics import METRICS
 from ..evaluate.predict import predict
 from ..kinds import ATTENTION
+from ..measure.contention import CpuWatch, OtherWork
 from ..measure.counts import Both
 from ..measure.environment import environment
 from ..model.copies import round_each
@@ -58,6 +60,9 @@ from .search import quality_loss
 
 logger = logging.getLogger(__name__)
 
+# A run that computes for less is not worth a warning of other work.
+LONG_SECONDS = 10.0
+
 
 def run(
     recipe: PruningRecipe, *, overwrite: bool = False, command: str | None = None, progress: Progress = SILENT
@@ -85,7 +90,7 @@ def run(
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
         require_onnxruntime()
-        progress.stage("load")
+        progress.stage("load the model and the data")
         prepared = prepare(recipe)
         with output_folder(recipe, overwrite=overwrite) as folder:
             return _run(prepared, recipe, folder, command, progress)
@@ -100,7 +105,7 @@ def output_folder(recipe: PruningRecipe, *, overwrite: bool) -> AbstractContextM
 
 def _run(prepared: Prepared, recipe: PruningRecipe, folder: Path, command: str | None, progress: Progress) -> Report:
     """Run all stages, and write what they return into the folder."""
-    clock = Clock()
+    clock, watch = Clock(), CpuWatch()
     with clock("score"):
         choice = choose(prepared, recipe, progress=progress)
     with clock("cut"):
@@ -117,19 +122,19 @@ def _run(prepared: Prepared, recipe: PruningRecipe, folder: Path, command: str |
         choice = replace(choice, plan=pruned.plan, refit=None)  # its moments may be gigabytes
         budget = confirm_max_drop(prepared, pruned.slim, recipe, choice.budget, progress=progress)
     evaluation = evaluate_run(prepared, pruned.slim, choice.plan, recipe, progress=progress)
-    count = processes.world()
+    count, others = processes.world(), _other_work(watch)
 
     def finish() -> Report:
         write_choice(folder, choice)
         with clock("export"):
-            progress.stage("export")
+            progress.stage("export to ONNX, and compare with torch")
             onnx = export(prepared, pruned.slim, recipe, folder / "onnx")
         with clock("measure"):
             measured = measure_both(prepared, pruned.slim, onnx, recipe, stored=pruned.bytes, progress=progress)
         met = budget
         if isinstance(met, CostOutcome):
             met = met.with_measured(flops=measured.flops, parameters=measured.parameters, latency=measured.latency)
-        done = _Done(prepared, choice, pruned, evaluation, onnx, measured, met, count)
+        done = _Done(prepared, choice, pruned, evaluation, onnx, measured, met, count, others)
         report = _report(recipe, done, clock.seconds, command)
         _write_report(folder, report, recipe)
         return report
@@ -170,6 +175,15 @@ class _Done:
     measured: Measurements
     budget: BudgetOutcome
     processes: int
+    other_work: OtherWork | None
+
+
+def _other_work(watch: CpuWatch) -> OtherWork | None:
+    """Return what other work used while a single process computed for long, and warn if that mattered; else None."""
+    seen = watch.seen() if processes.world() == 1 and watch.seconds >= LONG_SECONDS else None
+    if seen is not None and seen.matters:
+        logger.warning("%s while this run computed, which took longer than it does on an idle machine", seen)
+    return seen
 
 
 def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float], command: str | None) -> Report:
@@ -221,10 +235,11 @@ def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[st
         "compensation": [asdict(fit) for fit in done.pruned.fits],
         "alpha_curve": done.choice.alpha_curve,
         "tried": [asdict(tried) for tried in done.choice.tried],
-        "stability_of": _prediction_name(recipe),
+        "stability_of": _prediction_name(recipe, prepared.metrics[0]),
         "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
         "custom_code": is_slim(done.pruned.slim),
         "family": {"dense": prepared.model.config.model_type, "slim": done.pruned.slim.config.model_type},
+        "other_work": None if done.other_work is None else asdict(done.other_work),
         "flops_per_layer": asdict(done.measured.flops_per_layer),
         "auto_class": TASKS[recipe.task].auto_class,
         "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
@@ -233,11 +248,12 @@ def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[st
             "calibration_samples": calibration.samples,
             "calibration_batch": calibration.batch_size,
             "calibration_batch_asked": min(recipe.calibration.batch_size, calibration.samples),
-            "evaluation_samples": sum(map(size_of, prepared.evaluation)),
+            "compensation_samples": sum(map(size_of, prepared.compensation)),
+            "evaluation_samples": samples_of(prepared.evaluation),
             "evaluation_of": prepared.evaluation_of,
             "evaluation_rows": recipe.evaluation.rows,
             "evaluation_split": split,
-            "held_out_samples": sum(map(size_of, prepared.held_out)),
+            "held_out_samples": samples_of(prepared.held_out),
             "held_out_split": recipe.calibration.split if recipe.held_out is None else recipe.held_out.split,
             "held_out_further": recipe.held_out is None,
             "name": recipe.data.name,
@@ -293,7 +309,7 @@ def prune(
         PlanError: The refitted layers are not of this model.
         NonFiniteError: A refitted weight is too large for the dtype to save in.
     """
-    progress.stage("cut")
+    progress.stage("cut, and compare with the masked model")
     model, modules = prepared.model, prepared.sites
     batch = first_samples(prepared.calibration[0])
     slim = prune_units(model, plan, modules)
@@ -305,7 +321,7 @@ def prune(
         names = refit.tensors if isinstance(refit, RefittedLayers) else _refitted(slim, modules, fits)
         refitted = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
     plan = _as_compensated(plan, recipe, refitted)
-    progress.stage("save")
+    progress.stage("save, load again and compare")
 
     def save() -> tuple[float, int]:
         if refitted is not None and refit_file is not None:
@@ -344,7 +360,7 @@ def _compensate(
         return []
     if section is None:
         return []
-    progress.stage("compensate")
+    progress.stage("refit the output projections")
     if refit and not section.sequential:
         return refit(slim, plan.kept)
     how, rows, modules = compensation or compensation_of(section), prepared.compensation, prepared.sites
@@ -410,7 +426,7 @@ def evaluate_run(
     prepared: Prepared, slim: PreTrainedModel, plan: PruningPlan, recipe: PruningRecipe, *, progress: Progress
 ) -> Evaluation:
     """Evaluate the slim model on the evaluation batches and on the recipe's benchmarks."""
-    progress.stage("evaluate")
+    progress.stage("evaluate both models")
     asked = recipe.evaluation
     judge = Judge.on(
         prepared.model,
@@ -450,7 +466,7 @@ def confirm_max_drop(
     """
     if not isinstance(budget, MaxDropOutcome):
         return budget
-    progress.stage("confirm")
+    progress.stage("evaluate the slim model on the held-out rows")
     judge = Judge.on(prepared.model, prepared.held_out, metrics=(budget.metric,), regression=prepared.regression)
     value = judge.of(predict(slim, prepared.held_out)).metrics[budget.metric]
     lost = quality_loss(budget.metric, budget.dense, value)
@@ -462,8 +478,10 @@ def confirm_max_drop(
     return replace(budget, slim=value)
 
 
-def _prediction_name(recipe: PruningRecipe) -> str:
-    """Return the report's word for one prediction: "answer", "next token" or "prediction"."""
+def _prediction_name(recipe: PruningRecipe, metric: str) -> str:
+    """Return the report's word for one prediction: "choice", "answer", "next token" or "prediction"."""
+    if METRICS[metric].of == "choices":
+        return "choice"
     if recipe.data.answer is not None:
         return "answer"
     return "next token" if recipe.task == "text-generation" else "prediction"

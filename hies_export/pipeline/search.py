@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from ..values import Scores
 from .quality import Refit, predict_pruned
+
+logger = logging.getLogger(__name__)
 
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
@@ -115,7 +118,13 @@ def choose_alpha(candidates: Iterable[Scores], select: Callable[[Scores], Select
         judged.append((scores.parameters["alpha"], scores, selection, held_out.judgement(selection)))
     best = max((judgement for *_, judgement in judged), key=quality)
     good = [c for c in judged if quality(c[3]) >= quality(best) - best.standard_error]
-    _, scores, selection, _ = max(good, key=lambda c: (c[3].stability, quality(c[3]), c[0]))
+    alpha, scores, selection, found = max(good, key=lambda c: (c[3].stability, quality(c[3]), c[0]))
+    if len(judged) > 1 and all((c[3].quality, c[3].stability) == (found.quality, found.stability) for c in judged):
+        logger.warning(
+            "all %d alphas give the same %s and stability on the held-out rows, which cannot tell them apart: the "
+            "largest, %g, was taken",
+            *(len(judged), held_out.metric, alpha),
+        )
     curve = tuple({"alpha": alpha, **asdict(judgement)} for alpha, _, _, judgement in judged)
     return AlphaChoice(scores, selection, curve)
 

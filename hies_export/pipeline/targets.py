@@ -158,7 +158,7 @@ class Targets:
         prepared, recipe, budget = self._prepared, self._recipe, self._recipe.prune.budget
         unit = recipe.prune.unit
         if budget.latency is not None:
-            self._progress.stage("time cuts")
+            self._progress.stage("time cuts of several sizes, to predict the time of a plan")
             where = TimedOn(
                 runtime=budget.latency.runtime,
                 batch=prepared.measured[self._budget_shape()],

@@ -111,6 +111,11 @@ class _Budget(Schema):
         return self
 
 
+class _OtherWork(Schema):
+    used: FiniteFloat
+    cores: Count
+
+
 class _Layer(Schema):
     layer: str
     projections: Count = 0
@@ -142,6 +147,7 @@ class _Data(Schema):
     evaluation_of: int | None = None
     evaluation_rows: Literal["drawn", "first"] = "first"
     evaluation_split: str | None = None
+    compensation_samples: int = 0
     held_out_samples: int = 0
     held_out_split: str = ""
     held_out_further: bool = True
@@ -180,6 +186,7 @@ class Details(Schema):
     stability_tolerance: float | None = None
     custom_code: bool = False
     family: _Family | None = None
+    other_work: _OtherWork | None = None
     flops_per_layer: _Layers | None = None
     auto_class: str = ""
     data: _Data = Field(default_factory=_Data)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluate.metrics import higher_is_better
+from ..measure.contention import OtherWork
 from ..measure.rows import LatencyRow
 from ..slim.siblings import family_note
 from .report import Report, UnitCounts
@@ -103,7 +104,7 @@ def method_text(report: Report) -> str:
     data = report.details.get("data", {})
     lines = []
     if data:
-        own = {"answer": "their answers", "next token": "their next tokens"}
+        own = {"answer": "their answers", "next token": "their next tokens", "choice": "their right choices"}
         known = own.get(report.details.get("stability_of", ""), "their labels")
         labels = known if data["labels"] == "data" else "the model's own predictions as labels"
         asked, used = data.get("calibration_batch_asked", 0), data.get("calibration_batch", 0)
@@ -112,7 +113,9 @@ def method_text(report: Report) -> str:
             f"{kinds_text(report).capitalize()} were scored on {data['calibration_samples']} samples{halved} with "
             f"{labels}; quality is over {_evaluation_rows(data)} of {data['evaluation_split']}."
         )
-    lines += [_held_out_note(report), environment_text(report.environment)]
+        if refitted_on := data.get("compensation_samples"):
+            lines.append(f"The output projections were refitted on {refitted_on:,} samples.")
+    lines += [_held_out_note(report), environment_text(report.environment), _other_work_note(report)]
     return " ".join(filter(None, lines))
 
 
@@ -137,6 +140,13 @@ def _held_out_note(report: Report) -> str:
         f"The plan was chosen at {report.quality.metric} {better[-1]:.4f} on {held_out_rows(report)}, and has "
         f"{slim:.4f} here: the model may have been trained on those rows; name others in the recipe, as held_out."
     )
+
+
+def _other_work_note(report: Report) -> str:
+    """Return how much processor time other work took while the run computed, where that matters; else nothing."""
+    found = report.details.get("other_work")
+    others = OtherWork(**found) if found else None
+    return f"{str(others).capitalize()} while the run computed." if others and others.matters else ""
 
 
 def _evaluation_rows(data: Mapping[str, Any]) -> str:
@@ -174,9 +184,11 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     ]
     if any(row.noisy for row in rows):
         sentences.append(
-            "A row is noisy where the control's interval misses 1 by more than 2 % or is wider than 10 %: its ratio "
-            "means nothing; measure again on an idle machine."
+            "A row is noisy where the control's interval misses 1 by more than 2 % or is wider than 10 %, or where it "
+            "took longer than a row with more to compute: its ratio means nothing; measure again on an idle machine."
         )
+    busy = {row.runtime: row.other_work for row in rows if row.other_work and row.other_work.matters}
+    sentences += [f"{str(others).capitalize()} while {runtime} was timed." for runtime, others in busy.items()]
     if any(row.phase == "decode" for row in rows):
         sentences.append("Decode: the step that computes a row's last token, with the tokens before it in the cache.")
     if any(row.realised is not None for row in rows):

@@ -26,6 +26,7 @@ from ..calibrate.moments import Moments, MomentStream, SplitMoments, check_mix, 
 from ..calibrate.stream import LIMIT_BYTES
 from ..errors import RecipeError, RequestError
 from ..model.linear import weight_of
+from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from ..values import PruningPlan, selection_of
@@ -171,7 +172,8 @@ def compensate(
         weighted=weights < 1,
         progress=progress,
     )
-    return _refit_all(slim, ((module, moments.mixed(weights)) for module, moments in stream), how)
+    with threads_for(dense, batches):
+        return _refit_all(slim, ((module, moments.mixed(weights)) for module, moments in stream), how)
 
 
 def refit(

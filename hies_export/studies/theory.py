@@ -210,6 +210,7 @@ def _mean_loss(predictions: Predictions, labels: Tensor, loss: str) -> float:
     if isinstance(predictions, TokenPredictions):
         tokens = predictions.per_sample(torch.ones_like(predictions.nll))
         return (predictions.per_sample(predictions.nll) / tokens).mean().item()
+    assert isinstance(predictions, Tensor)
     logits = predictions.double()
     if loss == "squared error":
         return (logits.flatten() - labels).pow(2).mean().item()

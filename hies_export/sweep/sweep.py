@@ -162,7 +162,7 @@ class _Runner:
             latency.check(recipe)
         self._clock = Clock()
         self.evaluations = 0
-        progress.stage("load")
+        progress.stage("load the model and the data")
         self._shared = Shared(recipe, grid, self._clock)
         self._base = self._shared.base
         self._chooser = Chooser(self._shared, grid, journal, self._clock, progress)

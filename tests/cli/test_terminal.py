@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
+from hies_export.cli import terminal
 from hies_export.cli.terminal import TerminalProgress
 
 
@@ -74,7 +75,7 @@ def test_names_of_stages_are_text(run_command: Callable[..., int], capsys: pytes
         console.print("[red]benchmark[/] :smile: [/]")
 
     assert run_command(run) == 0
-    assert capsys.readouterr() == ("[red]benchmark[/] :smile: [/]\n", "· [red]benchmark[/] :smile: [/]\n")
+    assert capsys.readouterr() == ("[red]benchmark[/] :smile: [/]\n", "0:00 · [red]benchmark[/] :smile: [/]\n")
 
 
 def test_nothing_stays_attached(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,13 +85,32 @@ def test_nothing_stays_attached(run_command: Callable[..., int], capsys: pytest.
     assert warnings.showwarning is show
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_bar_is_for_terminals_and_a_stage_for_all(terminal: bool) -> None:
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_bar_is_for_terminals_and_a_stage_for_all(shown: bool) -> None:
     file = io.StringIO()
-    progress = TerminalProgress(Console(file=file, force_terminal=terminal, width=80))
+    progress = TerminalProgress(Console(file=file, force_terminal=shown, width=80))
     progress.stage("score")
     assert list(progress.track([1, 2, 3], "score heads")) == [1, 2, 3]
-    if terminal:
+    if shown:
         assert "score heads" in file.getvalue()
     else:
-        assert file.getvalue() == "· score\n"
+        assert file.getvalue() == "0:00 · score\n"
+
+
+def test_a_log_says_now_and_then_how_far_a_loop_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    file = io.StringIO()
+    progress = TerminalProgress(Console(file=file, width=80), every=30)
+    now[0] += 3725
+    progress.stage("score")
+    for _ in progress.track(range(1000), "score [units]"):
+        now[0] += 0.125
+    assert file.getvalue().splitlines() == [
+        "1:02:05 · score",
+        "  score [units]: 240 of 1,000, 0:30 so far, about 1:35 left",
+        "  score [units]: 480 of 1,000, 1:00 so far, about 1:05 left",
+        "  score [units]: 720 of 1,000, 1:30 so far, about 0:35 left",
+        "  score [units]: 960 of 1,000, 2:00 so far, about 0:05 left",
+    ]
+    assert list(progress.track([], "nothing")) == []

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.evaluate.judge import compute_metrics, stability, standard_error
 from hies_export.evaluate.metrics import METRICS
-from hies_export.evaluate.predict import TokenPredictions, predict, references
+from hies_export.evaluate.predict import ChoicePredictions, TokenPredictions, predict, references
 from hies_export.progress import Silent
 
 
@@ -200,6 +200,8 @@ BY_OTHER_MEANS = {
     "perplexity": lambda nll, right: math.exp(nll.mean()),
     "token_accuracy": lambda nll, right: right.mean(),
     "exact_match": lambda nll, right: right.all(-1).mean(),
+    "choice_accuracy": lambda right, sums, characters: np.mean(sums.argmax(-1) == right),
+    "choice_accuracy_norm": lambda right, sums, characters: np.mean((sums / characters).argmax(-1) == right),
 }
 
 
@@ -217,6 +219,10 @@ def test_values_and_standard_errors_are_those_of_other_means(name):
         nll, sample = torch.rand(30), torch.arange(10).repeat_interleave(3)
         predictions = TokenPredictions(torch.where(right.flatten(), labels, 9), nll, sample, 10, answers=True)
         given = (nll.double().view(10, 3), right)
+    elif kind == "choices":
+        likelihoods, characters = predictions.double(), torch.randint(1, 9, (30, 3)).double()
+        predictions = ChoicePredictions(likelihoods, characters)
+        given = (labels, likelihoods, characters)
 
     def by_other_means(draw):
         return BY_OTHER_MEANS[name](*(part[draw].numpy() for part in given))

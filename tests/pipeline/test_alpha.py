@@ -69,6 +69,19 @@ def test_ties_go_to_quality_and_then_to_the_greater_alpha() -> None:
     assert chosen(tie) == 0.9
 
 
+def test_when_all_alphas_tie_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen({alpha: Judgement(0.0, 0.0, 0.5) for alpha in (0.1, 0.5, 0.9)}) == 0.9
+    text = (
+        "all 3 alphas give the same accuracy and stability on the held-out rows, which cannot tell them apart: the "
+        "largest, 0.9, was taken"
+    )
+    assert caplog.messages == [text]
+    chosen({0.1: Judgement(0.0, 0.0, 0.5), 0.5: Judgement(0.0, 0.0, 0.6)})
+    chosen({0.1: Judgement(0.1, 0.2, 0.5), 0.5: Judgement(0.0, 0.0, 0.5)})
+    chosen({0.1: Judgement(0.1, 0.2, 0.5)})
+    assert caplog.messages == [text]
+
+
 def test_without_labels_stability_decides() -> None:
     judgements = {0.1: Judgement(None, 0.0, 0.2), 0.5: Judgement(None, 0.0, 0.9), 0.9: Judgement(None, 0.0, 0.4)}
     assert chosen(judgements) == 0.5

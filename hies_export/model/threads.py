@@ -1,0 +1,84 @@
+"""Run small work on one thread.
+
+On small tensors threads mostly wait for each other, and where other work takes a core they wait for it as well.
+
+Whether work is small follows from the model and its batches alone. Trying both numbers for a moment would be another
+rule, but sums over other numbers of threads differ in their last bits: gradients of weights (`taylor`) and moments
+(`obs`) do. Then a run would not give the same scores when it is repeated on the same machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from .linear import is_linear
+
+# FLOPs of a forward pass below which it is small: some hundredths of a second on one core. Steps are then so short that
+# one thread costs little even where all cores are free.
+SMALL_FLOPS = 2e9
+
+# Pixels of a patch's side, where the config does not say one number.
+_PATCH = 16
+# Variables by which the number of threads is chosen; torchrun sets the first one.
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_AT_START = torch.get_num_threads()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread inside the block, and on as many as before afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def threads_for(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
+    """Run torch on one thread inside the block if the batches are small work for the model.
+
+    The number of threads stays as it is where `chosen_by_hand`, and for a model that is not on the CPU.
+
+    Args:
+        model: A model of transformers.
+        batches: All batches of a loop. Of several processes each takes a part, and all decide alike.
+    """
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    small = bool(batches) and on_cpu and not chosen_by_hand() and mean_flops(model, batches) < SMALL_FLOPS
+    return one_thread() if small else nullcontext()
+
+
+def chosen_by_hand() -> bool:
+    """Return whether the environment says the number of threads, or `torch.set_num_threads` has changed it."""
+    return any(os.environ.get(name) for name in _VARIABLES) or torch.get_num_threads() != _AT_START
+
+
+def threads_of_small_work() -> int:
+    """Return on how many threads small work runs."""
+    return torch.get_num_threads() if chosen_by_hand() else 1
+
+
+def mean_flops(model: Any, batches: Sequence[Mapping[str, Any]]) -> float:
+    """Estimate the FLOPs of the forward pass over a batch: two for each weight of a linear layer and each token."""
+    layers: list[Any] = [layer for layer in model.modules() if is_linear(layer)]
+    tokens = sum(_tokens(model, batch) for batch in batches)
+    return 2 * sum(layer.weight.numel() for layer in layers) * tokens / len(batches)
+
+
+def _tokens(model: Any, batch: Mapping[str, Any]) -> float:
+    """Return about how many tokens or patches a batch has; infinite for inputs that are neither text nor images."""
+    if "input_ids" in batch:
+        return float(batch["input_ids"].numel())
+    if "pixel_values" not in batch:
+        return math.inf
+    patch = getattr(model.config, "patch_size", None)
+    pixels = batch["pixel_values"].numel() / getattr(model.config, "num_channels", 3)
+    return float(pixels / (patch if isinstance(patch, int) else _PATCH) ** 2)

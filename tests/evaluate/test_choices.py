@@ -1,0 +1,198 @@
+"""Choices judged by their log-likelihood, against a loop over one choice at a time."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import yaml
+from support.models import causal_lm, generative_tokenizer, llava, llava_processor
+
+from hies_export.data.lengths import by_length
+from hies_export.data.reader import Columns
+from hies_export.data.registry import reader_for
+from hies_export.data.targets import samples_of
+from hies_export.errors import DataError, RecipeError
+from hies_export.evaluate.judge import Judge, agreement, standard_error
+from hies_export.evaluate.metrics import check_metrics, default_metrics
+from hies_export.evaluate.predict import ChoicePredictions, predict, references
+from hies_export.pipeline.prepare import prepare
+from hies_export.recipe import PruningRecipe
+
+LETTERS = "abcdefghijkl"
+ROWS = [
+    {
+        "question": " ".join(LETTERS[(i * 5 + j) % 12] for j in range(1 + i % 4)),
+        "choices": [" ".join(LETTERS[(i + 3 * c + j) % 12] for j in range(1 + (i + c) % 3)) for c in range(2 + i % 3)],
+        "label": i % 2,
+    }
+    for i in range(17)
+]
+ASKED = Columns(prompt="Q {question} A", answer="choices", label="label")
+BOTH = ("choice_accuracy", "choice_accuracy_norm")
+
+
+def columns_of(rows: list[dict[str, Any]]) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({key: [row[key] for row in rows] for key in rows[0]})
+
+
+def text_reader(**options: Any) -> Any:
+    processor = options.pop("processor", None) or generative_tokenizer()
+    return reader_for("text-generation", columns=ASKED, config=causal_lm().config, processor=processor, **options)
+
+
+def batches_of(reader: Any, rows: list[dict[str, Any]], size: int) -> list[Any]:
+    data = columns_of(rows)
+    reader.check(data)
+    return by_length(reader.batches(reader.draw(data), batch_size=size), config=reader.config)
+
+
+def decoder(seed: int = 0) -> Any:
+    """A random decoder whose predictions are far from uniform: else the shortest choice is always the likeliest."""
+    torch.manual_seed(seed)
+    model = causal_lm()
+    with torch.no_grad():
+        model.lm_head.weight *= 8
+    return model
+
+
+def naive(model: Any, rows: list[dict[str, Any]]) -> list[list[float]]:
+    """The log-likelihood of every choice, from a forward pass of its own."""
+    tokenizer, found = generative_tokenizer(), []
+    for row in rows:
+        found.append([])
+        for choice in row["choices"]:
+            start = tokenizer(f"Q {row['question']} A").input_ids
+            ids = start + tokenizer(choice, add_special_tokens=False).input_ids
+            with torch.no_grad():
+                logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            found[-1].append(sum(logs[t - 1, ids[t]].item() for t in range(len(start), len(ids))))
+    return found
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("size", [1, 5, 64])
+def test_likelihoods_are_those_of_one_choice_at_a_time(size: int, side: str) -> None:
+    model = decoder()
+    batches = batches_of(text_reader(processor=generative_tokenizer(padding_side=side)).of_choices(), ROWS, size)
+    assert max(len(batch["input_ids"]) for batch in batches) <= size
+    assert samples_of(batches) == len(ROWS)
+    found = predict(model, batches)
+    assert isinstance(found, ChoicePredictions)
+    expected = naive(model, ROWS)
+    for row, of_row in enumerate(expected):
+        assert found.log_likelihoods[row, : len(of_row)].tolist() == pytest.approx(of_row, abs=1e-4)
+        assert (found.log_likelihoods[row, len(of_row) :] == -torch.inf).all()
+    right = np.mean([np.argmax(of_row) == row["label"] for of_row, row in zip(expected, ROWS, strict=True)])
+    per = [
+        [s / len(c) for s, c in zip(of, row["choices"], strict=True)] for of, row in zip(expected, ROWS, strict=True)
+    ]
+    right_per = np.mean([np.argmax(of_row) == row["label"] for of_row, row in zip(per, ROWS, strict=True)])
+    quality = Judge.on(model, batches, metrics=BOTH).of(found)
+    assert quality.metrics == {
+        "choice_accuracy": pytest.approx(right),
+        "choice_accuracy_norm": pytest.approx(right_per),
+    }
+    assert 0 < right < 1
+    assert right_per != right
+    assert quality.stability == 1.0
+
+
+def test_another_model_agrees_where_it_makes_the_same_choice() -> None:
+    model, other = decoder(), decoder(5)
+    batches = batches_of(text_reader().of_choices(), ROWS, 4)
+    one, two = (np.array([np.argmax(of_row) for of_row in naive(m, ROWS)]) for m in (model, other))
+    found = [predict(m, batches) for m in (model, other)]
+    assert agreement(*found).tolist() == (one == two).tolist()
+    assert 0 < (one == two).mean() < 1
+    right = references(batches)
+    assert right.tolist() == [row["label"] for row in ROWS]
+    error = standard_error(found[0], right, name="choice_accuracy")
+    share = float((one == right.numpy()).mean())
+    assert error == pytest.approx((share * (1 - share) / len(ROWS)) ** 0.5, rel=0.35)
+
+
+def test_of_equal_choices_the_first_is_chosen() -> None:
+    rows = [{"question": "a", "choices": ["b", "b", "b"], "label": 1}, {"question": "c", "choices": ["d"], "label": 0}]
+    found = predict(causal_lm(), batches_of(text_reader().of_choices(), rows, 8))
+    assert found.chosen.tolist() == found.chosen_per_character.tolist() == [0, 0]
+
+
+def test_scoring_still_reads_the_right_choice_to_the_end_of_the_text() -> None:
+    rows = [{"question": "a b", "choices": ["c", "d e"], "label": 1}]
+    reader = text_reader()
+    (right,), (every,) = (batches_of(r, rows, 8) for r in (reader, reader.of_choices()))
+    word = generative_tokenizer().convert_ids_to_tokens
+    assert [word(i) for i in right["labels"][0].tolist() if i >= 0] == ["d", "e", "</s>"]
+    assert [[word(i) for i in row.tolist() if i >= 0] for row in every["labels"]] == [["c"], ["d", "e"]]
+    assert "choice" not in right
+    assert reader.unlabelled() is reader
+
+
+def test_prompts_with_choices_ask_one_question() -> None:
+    rows = [{"question": ["a", "b"], "choices": ["c", "d"], "label": 0}]
+    with pytest.raises(DataError, match="must have one question in a row, but 'question' holds lists; write a row for"):
+        batches_of(text_reader(), rows, 8)
+
+
+def test_choices_about_images_are_those_of_one_at_a_time() -> None:
+    model = llava()
+    processor, rows = llava_processor(), []
+    for seed, row in enumerate(ROWS[:5]):
+        pixels, out = np.random.default_rng(seed).integers(0, 256, (20, 20, 3), dtype=np.uint8), io.BytesIO()
+        PIL.Image.fromarray(pixels).save(out, format="PNG")
+        rows.append({**row, "image": out.getvalue()})
+    columns = Columns(image="image", prompt="Q {question} A", answer="choices", label="label")
+    fields: dict[str, Any] = {"columns": columns, "config": model.config, "processor": processor}
+    batches = batches_of(reader_for("image-text-to-text", **fields).of_choices(), rows, 4)
+    found = predict(model, batches)
+    for number, row in enumerate(rows):
+        image = PIL.Image.open(io.BytesIO(row["image"]))
+        for choice, text in enumerate(row["choices"]):
+            inputs = processor(images=image, text=f"<image>\nQ {row['question']} A {text}", return_tensors="pt")
+            count, ids = len(text.split()), inputs["input_ids"][0]
+            with torch.no_grad():
+                logs = model(**inputs).logits[0].log_softmax(-1)
+            expected = sum(logs[t - 1, ids[t]].item() for t in range(len(ids) - count, len(ids)))
+            assert found.log_likelihoods[number, choice].item() == pytest.approx(expected, abs=1e-4)
+
+
+def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_one(tmp_path: Path) -> None:
+    causal_lm().save_pretrained(tmp_path / "model")
+    generative_tokenizer().save_pretrained(tmp_path / "model")
+    columns_of(ROWS).to_json(tmp_path / "rows.jsonl")
+    fields: dict[str, Any] = {
+        "model": "model",
+        "task": "text-generation",
+        "data": {
+            **{"files": {"train": "rows.jsonl", "validation": "rows.jsonl"}},
+            **{"prompt": "Q {question} A", "answer": "choices", "label": "label"},
+        },
+        "calibration": {"samples": 4},
+        "prune": {"alpha": "auto", "budget": {"heads": 0.5}},
+        "measure": {"runtimes": ["torch"], "shapes": [[1, 8]]},
+    }
+
+    def prepared(**evaluation: Any) -> Any:
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**fields, "evaluation": evaluation}))
+        return prepare(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
+
+    found = prepared(samples=10, batch_size=3)
+    assert found.metrics == default_metrics(task="text-generation", answers=True, choices=True) == BOTH
+    assert (samples_of(found.evaluation), found.evaluation_of) == (10, 17)
+    assert samples_of(found.held_out) == 13
+    assert all("choice" in batch for batch in (*found.held_out, *found.evaluation))
+    assert not any("choice" in batch for batch in found.calibration)
+    found = prepared(metrics=["exact_match", "perplexity"])
+    assert not any("choice" in batch for batch in found.evaluation)
+    assert samples_of(found.evaluation) == 17
+    with pytest.raises(RecipeError, match="metrics of generated text must be among .*got 'choice_accuracy', which"):
+        prepared(metrics=["perplexity", "choice_accuracy"])
+    with pytest.raises(RecipeError, match=r"choices among answers \(data.label\) must be among choice_accuracy"):
+        check_metrics(["accuracy"], task="text-generation", choices=True)
