@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import RecipeError, did_you_mean
 
 # Imported because their decorators register the runtimes.
-from . import ort, ort_gpu, pytorch  # noqa: F401
+from . import llamacpp, ort, ort_gpu, pytorch  # noqa: F401
 from .base import RUNTIMES, Runtime
 
 
@@ -34,7 +34,7 @@ def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: in
     Args:
         name: A registered runtime, such as `torch` or `onnxruntime-cpu`.
         source: A `PreTrainedModel` for `torch` and `torch-compile`; an ONNX file, or a folder with `model.onnx`, for
-            ONNX Runtime.
+            ONNX Runtime; a GGUF file, or a folder with `model.gguf`, for `llamacpp`.
         threads: CPU threads within an operator; by default torch's number, so that runtimes are comparable.
 
     Returns:
