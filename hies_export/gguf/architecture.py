@@ -116,11 +116,11 @@ def find_layout(model: PreTrainedModel) -> Layout:
     )
 
 
-def refused(model: PreTrainedModel, problem: str) -> UnsupportedModelError:
+def refused(model: PreTrainedModel, problem: str, remedy: str = "export it to ONNX") -> UnsupportedModelError:
     """Return the error that names what llama.cpp cannot carry."""
     return UnsupportedModelError(
         f"a GGUF file needs a model that an architecture of llama.cpp computes, but of {type(model).__name__} {problem}"
-        "; export it to ONNX"
+        f"; {remedy}"
     )
 
 
@@ -279,7 +279,8 @@ def _with_norms(
         raise refused(
             model,
             f"layer {uneven} has {norm} and other sizes than layer 0, and llama.cpp's deci, which takes layers of "
-            "different sizes, reads no such norm; cut uniformly (allocation: uniform), or",
+            "different sizes, reads no such norm",
+            "cut it uniformly (allocation: uniform), or export it to ONNX",
         )
     if biases:
         raise refused(model, f"layer 0 has {norm} and {min(biases)}, and llama.cpp's qwen3 reads no biases")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,11 +56,9 @@ def export_gguf(
     model: PreTrainedModel,
     folder: str | Path,
     *,
-    tokenizer: Any = None,
+    tokenizer: Any,
     dtype: str = "float32",
-    texts: Sequence[str] = (),
     overwrite: bool = False,
-    compare: bool = True,
 ) -> GgufExport:
     """Write a decoder as `folder/model.gguf`, for stock llama.cpp and what is built on it.
 
@@ -71,13 +69,11 @@ def export_gguf(
     Args:
         model: A decoder of LLaMA's modules; layers may differ in heads and neurons. It is not changed.
         folder: Where to write; must not exist, unless `overwrite`.
-        tokenizer: Of transformers, with a fast backend; without one the file takes and gives token numbers only.
+        tokenizer: Of transformers, with a fast backend.
         dtype: What matrices are stored in: `float32`, `float16`, `bfloat16`, or `q8_0`: blocks of 32 numbers of 8 bits
             with a scale. Norms and biases stay in float32. A matrix whose rows are no multiple of 32 long is stored in
             float16 in place of `q8_0`.
-        texts: Further texts on which llama.cpp's tokenizer is compared.
         overwrite: Replace an existing folder.
-        compare: Whether to compare with llama.cpp where it is installed.
 
     Returns:
         The file, and what it was compared with.
@@ -103,15 +99,13 @@ def export_gguf(
     require_gguf()
     layout = find_layout(model)
     size = model.get_input_embeddings().weight.shape[0]
-    vocabulary = None if tokenizer is None else find_vocabulary(tokenizer, size=size)
+    vocabulary = find_vocabulary(tokenizer, size=size)
     ids = synthetic_batch(model, batch=1, sequence=min(CHECKED_TOKENS, layout.positions))["input_ids"].cpu()
     check_same_function(model, layout, named_tensors(model, layout), ids)
     with new_folder(target, overwrite=overwrite) as staging:
         file = staging / GGUF_FILE
         types = _write(file, model, layout, vocabulary, dtype)
-        parity = None
-        if compare and is_installed():
-            parity = check_parity(file, model, dtype=dtype, tokenizer=tokenizer, texts=texts)
+        parity = check_parity(file, model, tokenizer, dtype=dtype) if is_installed() else None
         size_bytes = file.stat().st_size
     return GgufExport(target, target / GGUF_FILE, size_bytes, layout.architecture, dtype, types, parity)
 
@@ -125,19 +119,14 @@ def require_gguf() -> None:
     require_package("gguf", who="a GGUF file needs", package="gguf", extra="gguf")
 
 
-def _write(
-    file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocabulary | None, dtype: str
-) -> dict[str, int]:
+def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocabulary, dtype: str) -> dict[str, int]:
     """Write the file, with one tensor in memory at a time, and return how many tensors are stored in each type."""
     import gguf
 
     writer = gguf.GGUFWriter(file, layout.architecture)
     try:
         _write_sizes(writer, model, layout, dtype)
-        if vocabulary is None:
-            writer.add_tokenizer_model("none")
-        else:
-            _write_vocabulary(writer, vocabulary)
+        _write_vocabulary(writer, vocabulary)
         types = _announce(writer, named_tensors(model, layout), dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

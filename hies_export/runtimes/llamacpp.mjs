@@ -18,15 +18,15 @@ const {getLlama, LlamaLogLevel} = await import(pathToFileURL(found));
 let llama, model, context, sequences, options;
 const feeds = [];
 
-// Load a file. `exact`: keep the key/value cache in float32, where llama.cpp's default is float16.
+// Load a file. `exact`: attend in float32, where llama.cpp's default is flash attention on a cache in float16.
 async function open({file, threads, exact}) {
     llama = await getLlama({
         gpu: false, build: "never", skipDownload: true, maxThreads: threads,
         logLevel: LlamaLogLevel.error, logger: (level, text) => process.stderr.write(text + "\n")
     });
     model = await llama.loadModel({modelPath: file});
-    const cache = exact ? {experimentalKvCacheKeyType: "F32", experimentalKvCacheValueType: "F32"} : {};
-    options = {threads: {ideal: threads, min: threads}, ignoreMemorySafetyChecks: true, ...cache};
+    const float32 = {experimentalKvCacheKeyType: "F32", experimentalKvCacheValueType: "F32", flashAttention: false};
+    options = {threads: {ideal: threads, min: threads}, ignoreMemorySafetyChecks: true, ...(exact ? float32 : {})};
     return {
         release: `${llama.llamaCppRelease.repo} ${llama.llamaCppRelease.release}`,
         device: llama.gpu || "cpu",

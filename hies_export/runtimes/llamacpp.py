@@ -77,7 +77,7 @@ class LlamaCppRuntime(Runtime):
     Args:
         source: A GGUF file, or a folder with `model.gguf`.
         threads: CPU threads.
-        exact: Keep the key/value cache in float32; llama.cpp's default is float16.
+        exact: Attend in float32; llama.cpp's default is flash attention on a cache in float16.
 
     Attributes:
         release: llama.cpp's repository and release.
