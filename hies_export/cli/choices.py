@@ -10,6 +10,7 @@ RUNTIMES = (
     "onnxruntime-cpu-int8",
     "onnxruntime-cuda",
     "onnxruntime-tensorrt",
+    "llamacpp",
 )
 CRITERIA = (
     "hies",

@@ -27,7 +27,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     report = run_recipe(recipe, overwrite=options.overwrite, command=options.command_line, progress=progress)
     print_report(report, console)
     console.print(
-        f"\nwritten to {recipe.output}: slim/ (checkpoint), onnx/, report.html, report.md, report.json, plan.json",
+        f"\nwritten to {recipe.output}: slim/ (checkpoint), {recipe.export.format}/, report.html, report.md, "
+        "report.json, plan.json",
         markup=False,
     )
     return report.summary()

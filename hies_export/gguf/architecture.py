@@ -82,11 +82,15 @@ class Layout:
         return self.architecture in ("llama", "deci")
 
 
-def find_layout(model: PreTrainedModel) -> Layout:
+def find_layout(model: PreTrainedModel, *, uneven: bool = False) -> Layout:
     """Return how llama.cpp carries a decoder.
 
     Layers of different sizes need `deci`, which reads arrays of sizes and optional biases. Layers of one size go under
     `llama`, and Qwen's under their own names where those read what the model has.
+
+    Args:
+        model: The decoder.
+        uneven: Look for one that takes layers of different sizes, which a model that will be cut is going to have.
 
     Raises:
         UnsupportedModelError: No architecture carries the model; the message names the layer and the property.
@@ -105,7 +109,7 @@ def find_layout(model: PreTrainedModel) -> Layout:
     factors = plain / frequencies.double()
     scaled = bool((factors - 1).abs().max() > _ROUNDING)
     return Layout(
-        architecture=_architecture(model, layers, sizes, scaled=scaled or scale != 1),
+        architecture=_architecture(model, layers, sizes, scaled=scaled or scale != 1, uneven=uneven),
         sizes=sizes,
         head_dim=head_dim,
         epsilon=float(layers[0].input_layernorm.variance_epsilon),
@@ -237,7 +241,7 @@ def _is_silu(activation: Any) -> bool:
 def _sizes(layer: Any) -> LayerSizes:
     attention = layer.self_attn
     rows = [getattr(attention, name).out_features for name in ("q_proj", "k_proj")]
-    return LayerSizes(*(count // attention.head_dim for count in rows), layer.mlp.gate_proj.out_features)
+    return LayerSizes(rows[0] // attention.head_dim, rows[1] // attention.head_dim, layer.mlp.gate_proj.out_features)
 
 
 def _rope(model: PreTrainedModel) -> tuple[Tensor, float]:
@@ -246,7 +250,9 @@ def _rope(model: PreTrainedModel) -> tuple[Tensor, float]:
     return rotary.inv_freq.detach().float().cpu(), float(getattr(rotary, "attention_scaling", 1.0))
 
 
-def _architecture(model: PreTrainedModel, layers: list[Any], sizes: tuple[LayerSizes, ...], *, scaled: bool) -> str:
+def _architecture(
+    model: PreTrainedModel, layers: list[Any], sizes: tuple[LayerSizes, ...], *, scaled: bool, uneven: bool
+) -> str:
     """Return the name of the architecture that reads what the layers have.
 
     Raises:
@@ -254,10 +260,11 @@ def _architecture(model: PreTrainedModel, layers: list[Any], sizes: tuple[LayerS
     """
     own = {name for layer in layers for name, _ in layer.named_parameters()}
     biases = {name for name in own if name.endswith(".bias")}
-    uniform = len(set(sizes)) == 1
+    uneven = uneven or len(set(sizes)) > 1
     if any(f"{name}.weight" in own for name in _QUERY_KEY_NORMS):
-        return _with_norms(model, layers, sizes, biases, scaled=scaled)
-    if not uniform:
+        _check_norms(model, layers, biases, scaled=scaled, uneven=uneven)
+        return "qwen3"
+    if uneven:
         return "deci"
     # qwen2 takes heads that fill the width, biases of queries, keys and values, and no factors of frequencies.
     fills = sizes[0].heads * layers[0].self_attn.head_dim == layers[0].self_attn.o_proj.out_features
@@ -265,21 +272,17 @@ def _architecture(model: PreTrainedModel, layers: list[Any], sizes: tuple[LayerS
     return "qwen2" if fills and not scaled and biases == of_qwen2 else "llama"
 
 
-def _with_norms(
-    model: PreTrainedModel, layers: list[Any], sizes: tuple[LayerSizes, ...], biases: set[str], *, scaled: bool
-) -> str:
-    """Return `qwen3`, the architecture that norms queries and keys by head.
+def _check_norms(model: PreTrainedModel, layers: list[Any], biases: set[str], *, scaled: bool, uneven: bool) -> None:
+    """Refuse what `qwen3`, which norms queries and keys by head, does not read beside these norms.
 
     Raises:
-        UnsupportedModelError: The model has something beside the norms that `qwen3` does not read.
+        UnsupportedModelError: The model has it.
     """
     norm = "a norm of queries and keys (self_attn.q_norm)"
-    if len(set(sizes)) > 1:
-        uneven = next(number for number, size in enumerate(sizes) if size != sizes[0])
+    if uneven:
         raise refused(
             model,
-            f"layer {uneven} has {norm} and other sizes than layer 0, and llama.cpp's deci, which takes layers of "
-            "different sizes, reads no such norm",
+            f"layer 0 has {norm}, and llama.cpp's deci, which takes layers of different sizes, reads no such norm",
             "cut it uniformly (allocation: uniform), or export it to ONNX",
         )
     if biases:
@@ -288,4 +291,3 @@ def _with_norms(
         raise refused(model, f"layer 0 has {norm} and scaled rotary frequencies, which llama.cpp's qwen3 does not read")
     if layers[0].self_attn.q_norm.weight.numel() != layers[0].self_attn.head_dim:
         raise refused(model, f"layer 0 has {norm} across heads, and llama.cpp's qwen3 norms each head")
-    return "qwen3"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -97,17 +98,44 @@ def export_gguf(
         raise RecipeError([f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}"])
     refuse_existing(target, overwrite=overwrite)
     require_gguf()
-    layout = find_layout(model)
-    size = model.get_input_embeddings().weight.shape[0]
-    vocabulary = find_vocabulary(tokenizer, size=size)
-    ids = synthetic_batch(model, batch=1, sequence=min(CHECKED_TOKENS, layout.positions))["input_ids"].cpu()
-    check_same_function(model, layout, named_tensors(model, layout), ids)
+    layout, vocabulary = _find(model, tokenizer)
     with new_folder(target, overwrite=overwrite) as staging:
         file = staging / GGUF_FILE
         types = _write(file, model, layout, vocabulary, dtype)
         parity = check_parity(file, model, tokenizer, dtype=dtype) if is_installed() else None
-        size_bytes = file.stat().st_size
-    return GgufExport(target, target / GGUF_FILE, size_bytes, layout.architecture, dtype, types, parity)
+        size = file.stat().st_size
+        _write_config(staging / "config.json", model)
+    return GgufExport(target, target / GGUF_FILE, size, layout.architecture, dtype, types, parity)
+
+
+def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) -> None:
+    """Refuse, before any work, a model or a tokenizer that no GGUF file can hold.
+
+    Args:
+        model: The dense decoder.
+        tokenizer: Its tokenizer.
+        uneven: Whether a cut will leave its layers different sizes.
+
+    Raises:
+        RequestError: As in `export_gguf`.
+    """
+    require_gguf()
+    _find(model, tokenizer, uneven=uneven)
+
+
+def _find(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tuple[Layout, Vocabulary]:
+    """Return how llama.cpp carries model and tokenizer, after comparing its computation with the model's."""
+    layout = find_layout(model, uneven=uneven)
+    vocabulary = find_vocabulary(tokenizer, size=_rows(model))
+    ids = synthetic_batch(model, batch=1, sequence=min(CHECKED_TOKENS, layout.positions))["input_ids"].cpu()
+    check_same_function(model, layout, named_tensors(model, layout), ids)
+    return layout, vocabulary
+
+
+def _rows(model: PreTrainedModel) -> int:
+    """Return the number of rows of the embedding."""
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
 
 
 def require_gguf() -> None:
@@ -147,6 +175,16 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
     return types
 
 
+def _write_config(file: Path, model: PreTrainedModel) -> None:
+    """Write the model's configuration, by which `bench` knows what the file beside it computes."""
+    config = copy.deepcopy(model.config)
+    # It points to code that is not in this folder.
+    if hasattr(config, "auto_map"):
+        del config.auto_map
+    config.architectures = [type(model).__name__]
+    config.to_json_file(file)
+
+
 def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str) -> None:
     """Write what is known of the model: one number where layers agree, an array where they differ."""
     import gguf
@@ -155,7 +193,7 @@ def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
     if dtype == "q8_0":
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_vocab_size(model.get_input_embeddings().weight.shape[0])
+    writer.add_vocab_size(_rows(model))
     writer.add_context_length(layout.positions)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(len(layout.sizes))
@@ -202,6 +240,7 @@ def _announce(writer: Any, tensors: Iterable[tuple[str, Tensor]], dtype: str) ->
         kind = stored_type(tensor, dtype)
         number = gguf.GGMLQuantizationType[kind]
         block, size = gguf.GGML_QUANT_SIZES[number]
-        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.numel() // block * size, raw_dtype=number)
+        stored = tensor.numel() // block * size
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), stored, raw_dtype=number)
         types[kind] += 1
     return dict(types)

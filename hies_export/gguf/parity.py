@@ -24,7 +24,7 @@ TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.1, "q8_0": 0.2}
 # Two tokens whose probabilities differ by less than this share may swap places in greedy decoding.
 NEAR_TIE = 1e-2
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 12, 64
-# Spaces, contractions, digits, line breaks, letters with marks and beyond the basic plane, code: what tokenizers differ in.
+# What tokenizers differ in: spaces, contractions, digits, line breaks, letters with marks or of other scripts, code.
 TEXTS = (
     "Once upon a time, there was a little girl.",
     "I'm sure they'LL say it's 3 o'clock;  we've waited 12345 days!",
@@ -119,8 +119,8 @@ def _same_tokens(reference: PreTrainedModel, prompt: Tensor, tokens: list[int], 
         gap = 1 - float(probabilities[token] / probabilities[chosen])
         if strict and gap > NEAR_TIE:
             raise ParityError(
-                f"greedy tokens in llama.cpp must be torch's, but token {number + 1} is {token}, which torch finds less "
-                f"likely than {chosen} by {gap:.0%}; report the model"
+                f"greedy tokens in llama.cpp must be torch's, but token {number + 1} is {token}, which torch finds "
+                f"less likely than {chosen} by {gap:.0%}; report the model"
             )
         return number
     return len(tokens)
@@ -136,6 +136,6 @@ def _check_tokens(runtime: LlamaCppRuntime, tokenizer: Any, texts: Sequence[str]
         wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
         if found != wanted:
             raise ParityError(
-                f"llama.cpp's tokenizer must split texts as the model's does, but of {text!r} it makes {found[:20]} and "
-                f"not {wanted[:20]}; report the tokenizer"
+                f"llama.cpp's tokenizer must split texts as the model's does, but of {text!r} it makes {found[:20]} "
+                f"and not {wanted[:20]}; report the tokenizer"
             )

@@ -1,8 +1,8 @@
 """Describe a tokenizer to llama.cpp: tokens, merges, pre-tokenizer, special tokens, chat template.
 
-llama.cpp has a tokenizer of its own for each kind. Of the two kinds that decoders use, `llama` is that of SentencePiece,
-which joins the neighbours with the highest score, and `gpt2` is byte-level BPE, which splits a text by a regular
-expression that llama.cpp knows by name.
+llama.cpp has a tokenizer of its own for each kind. Of the two kinds that decoders use, `llama` is that of
+SentencePiece, which joins the neighbours with the highest score, and `gpt2` is byte-level BPE, which splits a text by a
+regular expression that llama.cpp knows by name.
 """
 
 from __future__ import annotations

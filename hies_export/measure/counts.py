@@ -42,9 +42,10 @@ class FlopCount(Both[int]):
 
 @dataclass(frozen=True, eq=False)
 class StoredBytes(Both[int]):
-    """Bytes of the dense and slim weights, and of the slim model's ONNX folder (graph and weights)."""
+    """Bytes of the dense and slim weights, and of the slim model's ONNX folder (graph and weights) or GGUF file."""
 
-    onnx: int
+    onnx: int | None
+    gguf: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..gguf.export import GgufExport
 from ..measure import counts
 from ..measure.compare import time_on
 from ..measure.counts import Both, FlopCount, LayerFlops, Shape, StoredBytes
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
 from ..model.copies import convert, parameter_bytes
-from ..model.tokens import first_samples
-from ..onnx.export import OnnxExport, export_onnx
 from ..progress import Progress
 from ..recipe import PruningRecipe
+from ..runtimes.base import Format
 from ..runtimes.registry import RUNTIMES
+from .export import Exported, export
 from .prepare import Prepared
 
 
@@ -55,24 +56,18 @@ class Measurements:
     latency: list[LatencyRow]
 
 
-def export(
-    prepared: Prepared, model: PreTrainedModel, recipe: PruningRecipe, folder: Path, *, dtype: str | None = None
-) -> OnnxExport:
-    """Export a dense or slim model with the recipe's settings; `dtype` overrides the recipe's."""
-    return export_onnx(
-        model,
-        folder,
-        batch=first_samples(prepared.calibration[0]),
-        processor=prepared.processor,
-        provider=recipe.export.provider,
-        dtype=dtype or recipe.export.dtype,
-    )
-
-
 def measure_both(
-    prepared: Prepared, slim: PreTrainedModel, onnx: OnnxExport, recipe: PruningRecipe, *, progress: Progress
+    prepared: Prepared, slim: PreTrainedModel, exported: Exported, recipe: PruningRecipe, *, progress: Progress
 ) -> Measurements:
-    """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape."""
+    """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape.
+
+    Args:
+        prepared: The dense model and the batches to time with.
+        slim: The slim model.
+        exported: What the slim model was exported to.
+        recipe: What is timed.
+        progress: Shows the loops.
+    """
     dense, batches = prepared.model, prepared.measured
     flops = counts.count_both_flops(dense, slim, batches)
     shape = next(iter(batches))
@@ -80,18 +75,24 @@ def measure_both(
     cache = [counts.cache_bytes_per_token(model) for model in (dense, slim)]
     return Measurements(
         parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),
-        bytes=StoredBytes(parameter_bytes(dense), parameter_bytes(slim), onnx.bytes),
+        bytes=StoredBytes(parameter_bytes(dense), parameter_bytes(slim), **_exported_bytes(exported)),
         flops=flops[shape],
         flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),
         cache_bytes_per_token=None if cache[0] is None or cache[1] is None else Both(cache[0], cache[1]),
-        latency=_time(prepared, slim, onnx, recipe, flops=flops, progress=progress),
+        latency=_time(prepared, slim, exported, recipe, flops=flops, progress=progress),
     )
+
+
+def _exported_bytes(exported: Exported) -> dict[str, int | None]:
+    """Return the size of what was exported, by format."""
+    of_gguf = isinstance(exported, GgufExport)
+    return {"onnx": None if of_gguf else exported.bytes, "gguf": exported.bytes if of_gguf else None}
 
 
 def _time(
     prepared: Prepared,
     slim: PreTrainedModel,
-    onnx: OnnxExport,
+    exported: Exported,
     recipe: PruningRecipe,
     *,
     flops: Mapping[Shape, FlopCount],
@@ -99,27 +100,31 @@ def _time(
 ) -> list[LatencyRow]:
     """Time both models in every dtype and on every runtime.
 
-    Graphs of the dense model, and of the slim model in dtypes other than the exported one, are temporary.
+    What is exported of the dense model is temporary, and of the slim model where it is in another format or dtype than
+    the recipe's.
     """
     timing = Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds)
     rows = []
     for dtype in recipe.measure.dtypes or (None,):
         runtimes = [name for name in prepared.runtimes if dtype is None or dtype in RUNTIMES[name].dtypes]
-        # In the folder of the slim graph, so that both are read from the same disk.
-        with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
-            graphs = (Path(temporary) / "onnx", onnx.folder)
-            if not all(RUNTIMES[name].reads_models for name in runtimes):
+        # In the folder of the exported slim model, so that both are read from the same disk.
+        with tempfile.TemporaryDirectory(prefix=".dense-", dir=exported.folder.parent) as temporary:
+            folders: dict[Format, tuple[Path, Path]] = {}
+            for format in dict.fromkeys(RUNTIMES[name].format for name in runtimes if not RUNTIMES[name].reads_models):
                 progress.stage("export the dense model, to compare with")
-                export(prepared, prepared.model, recipe, graphs[0], dtype=dtype)
-                if dtype not in (None, recipe.export.dtype):
-                    graphs = (graphs[0], Path(temporary) / "slim")
-                    export(prepared, slim, recipe, graphs[1], dtype=dtype)
+                place = Path(temporary) / format
+                dense = export(prepared, prepared.model, recipe, place / "dense", format=format, dtype=dtype).folder
+                own = exported.folder
+                if format != recipe.export.format or dtype not in (None, recipe.export.dtype):
+                    own = export(prepared, slim, recipe, place / "slim", format=format, dtype=dtype).folder
+                folders[format] = (dense, own)
             progress.stage("measure" if dtype is None else f"measure in {dtype}")
             for name in runtimes:
-                sources: Any = graphs
                 if RUNTIMES[name].reads_models:
                     wanted = None if dtype is None else getattr(torch, dtype)
-                    sources = [convert(model, dtype=wanted) for model in (prepared.model, slim)]
+                    sources: Any = [convert(model, dtype=wanted) for model in (prepared.model, slim)]
+                else:
+                    sources = folders[RUNTIMES[name].format]
                 batches = prepared.measured
                 rows += time_on(name, *sources, batches=batches, flops=flops, timing=timing, progress=progress)
     return rows

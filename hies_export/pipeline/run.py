@@ -17,10 +17,10 @@ from ..errors import DropError
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.predict import predict
+from ..gguf.export import GgufExport
 from ..kinds import ATTENTION
 from ..measure.environment import environment
 from ..model.tokens import first_samples
-from ..onnx.export import OnnxExport
 from ..progress import SILENT, Clock, Progress
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
@@ -28,7 +28,6 @@ from ..report.html import render_html
 from ..report.maps import head_map, neuron_counts
 from ..report.markdown import render_markdown
 from ..report.report import Quality, Report, plan_counts
-from ..runtimes.ort import require_onnxruntime
 from ..slim.check import compare_cut
 from ..slim.config import is_slim
 from ..slim.cut import prune_units
@@ -37,7 +36,8 @@ from ..tasks import TASKS
 from ..values import PruningPlan
 from .budgets import BudgetOutcome, CostOutcome, MaxDropOutcome
 from .choose import Choice, choose, head_numbers, write_choice
-from .measure import Measurements, export, measure_both
+from .export import Exported, check_exports, export, require_exporters
+from .measure import Measurements, measure_both
 from .prepare import Prepared, prepare
 from .provenance import KEY as RECORD
 from .provenance import RunRecord
@@ -49,7 +49,7 @@ from .search import quality_loss
 def run(
     recipe: PruningRecipe, *, overwrite: bool = False, command: str | None = None, progress: Progress = SILENT
 ) -> Report:
-    """Run a recipe and write `recipe.output`: scores.json, plan.json, slim/, onnx/ and report.json, .md and .html.
+    """Run a recipe and write `recipe.output`: scores.json, plan.json, slim/, onnx/ (or gguf/), report.json, .md, .html.
 
     The folder appears only when all stages have succeeded. If the environment names several processes, as under
     accelerate, they share the work; the first one writes, and all return its report.
@@ -69,9 +69,10 @@ def run(
     """
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
-        require_onnxruntime()
+        require_exporters(recipe)
         progress.stage("load")
         prepared = prepare(recipe)
+        check_exports(prepared, recipe)
         with output_folder(recipe, overwrite=overwrite) as folder:
             return _run(prepared, recipe, folder, command, progress)
 
@@ -107,13 +108,13 @@ def _run(prepared: Prepared, recipe: PruningRecipe, folder: Path, command: str |
         write_choice(folder, choice)
         with clock("export"):
             progress.stage("export")
-            onnx = export(prepared, pruned.slim, recipe, folder / "onnx")
+            exported = export(prepared, pruned.slim, recipe, folder / recipe.export.format)
         with clock("measure"):
-            measured = measure_both(prepared, pruned.slim, onnx, recipe, progress=progress)
+            measured = measure_both(prepared, pruned.slim, exported, recipe, progress=progress)
         met = budget
         if isinstance(met, CostOutcome):
             met = met.with_measured(flops=measured.flops, parameters=measured.parameters, latency=measured.latency)
-        done = _Done(prepared, choice, pruned, evaluation, onnx, measured, met, count)
+        done = _Done(prepared, choice, pruned, evaluation, exported, measured, met, count)
         report = _report(recipe, done, clock.seconds, command)
         _write_report(folder, report, recipe)
         return report
@@ -146,7 +147,7 @@ class _Done:
     choice: Choice
     pruned: Pruned
     evaluation: Evaluation
-    onnx: OnnxExport
+    exported: Exported
     measured: Measurements
     budget: BudgetOutcome
     processes: int
@@ -173,7 +174,7 @@ def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float], comma
         stability=evaluation.stability,
         cut_max_abs=done.pruned.cut_max_abs,
         reload_max_abs=done.pruned.reload_max_abs,
-        onnx_max_abs=done.onnx.max_abs,
+        **_export_differences(done.exported),
         seconds=seconds,
         latency=measured.latency,
         environment={**environment(), "processes": done.processes},
@@ -183,7 +184,7 @@ def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float], comma
 
 def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[str, Any]:
     """Return the `details` of a report: what its HTML and Markdown show beyond the summary."""
-    prepared, plan, onnx, evaluation = done.prepared, done.choice.plan, done.onnx, asdict(done.evaluation)
+    prepared, plan, evaluation = done.prepared, done.choice.plan, asdict(done.evaluation)
     calibration, split = done.choice.statistics.calibration, recipe.evaluation.split
     file = recipe.data.files[split.partition("[")[0]].name if recipe.data.files else None
     # What is known of every neuron would fill megabytes.
@@ -206,7 +207,7 @@ def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[st
         "custom_code": is_slim(done.pruned.slim),
         "flops_per_layer": asdict(done.measured.flops_per_layer),
         "auto_class": TASKS[recipe.task].auto_class,
-        "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
+        **_export_details(done.exported),
         "data": {
             "labels": plan.calibration["labels"],
             "calibration_samples": calibration.samples,
@@ -227,6 +228,21 @@ def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[st
             RunRecord.of(recipe, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))
         ),
     }
+
+
+def _export_differences(exported: Exported) -> dict[str, float | None]:
+    """Return how far the exported model's outputs are from torch's, as fields of a report."""
+    if not isinstance(exported, GgufExport):
+        return {"onnx_max_abs": exported.max_abs}
+    return {"onnx_max_abs": None, "gguf_max_abs": exported.parity.max_abs if exported.parity else None}
+
+
+def _export_details(exported: Exported) -> dict[str, Any]:
+    """Return what the details of a report say of the exported model."""
+    if isinstance(exported, GgufExport):
+        parity = asdict(exported.parity) if exported.parity else None
+        return {"gguf": {"architecture": exported.architecture, "types": exported.types, "parity": parity}}
+    return {"onnx": {"inputs": exported.inputs, "outputs": exported.outputs, "fused": exported.fused_ops}}
 
 
 def _write_report(folder: Path, report: Report, recipe: PruningRecipe) -> None:

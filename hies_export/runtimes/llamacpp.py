@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import numpy as np
+import torch
 
 from ..errors import DataError, ExportError, MissingRuntimeError
 from ..files import Rule, read_json
@@ -94,7 +95,7 @@ class LlamaCppRuntime(Runtime):
         self.require()
         file = find_gguf(source)
         if file is None:
-            raise DataError(f"runtime {self.name!r} needs a GGUF file, or a folder with {GGUF_FILE}, and {source} is none")
+            raise DataError(f"runtime {self.name!r} needs a GGUF file or a folder with {GGUF_FILE}, got {source}")
         self.threads = threads
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = _start(self._errors)
@@ -123,9 +124,9 @@ class LlamaCppRuntime(Runtime):
             what = f"there is no node_modules/node-llama-cpp in {os.environ.get(FOLDER_VARIABLE) or 'this folder'}"
         build = _BUILDS.get((platform.system(), platform.machine()), "PLATFORM")
         raise MissingRuntimeError(
-            f"runtime {cls.name!r} runs llama.cpp by node-llama-cpp, and {what}; install it with: npm i --omit=optional "
-            f"--ignore-scripts node-llama-cpp@{VERSION} @node-llama-cpp/{build}@{VERSION}, and start in that folder or "
-            f"name it in {FOLDER_VARIABLE}"
+            f"runtime {cls.name!r} runs llama.cpp by node-llama-cpp, and {what}; install it with: npm i "
+            f"--omit=optional --ignore-scripts node-llama-cpp@{VERSION} @node-llama-cpp/{build}@{VERSION}, and start "
+            f"in that folder or name it in {FOLDER_VARIABLE}"
         )
 
     @property
@@ -155,8 +156,8 @@ class LlamaCppRuntime(Runtime):
         if "input_ids" not in batch:
             raise DataError(f"runtime {self.name!r} runs decoders on input_ids, got {', '.join(sorted(batch))}")
         ids = batch["input_ids"]
-        mask = batch.get("attention_mask")
-        rows = ids.tolist() if mask is None else [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
+        masks = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        rows = [row[mask].tolist() for row, mask in zip(ids, masks, strict=True)]
         return int(self._ask("prepare", texts=rows, step=step))
 
     def run(self, feed: int) -> int:

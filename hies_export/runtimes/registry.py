@@ -28,6 +28,16 @@ def check_runtime(name: str) -> None:
     RUNTIMES[name].require()
 
 
+def check_task(name: str, task: str) -> None:
+    """Refuse, before anything is loaded, a runtime that runs decoders only for another task than generating text.
+
+    Raises:
+        RecipeError: The runtime reads GGUF, and the task is another.
+    """
+    if RUNTIMES[name].format == "gguf" and task != "text-generation":
+        raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task}; leave it out"])
+
+
 def load_runtime(name: str, source: PreTrainedModel | str | Path, *, threads: int | None = None) -> Runtime:
     """Load a model into a runtime.
 

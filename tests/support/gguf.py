@@ -39,9 +39,15 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CORPUS = [*TEXTS, "It's 2024, isn't it? Été où çà.", "for i in range(100):\n\tprint(i, i**2)\n", "The cat sat on the mat."] * 4
+CORPUS = [
+    *TEXTS,
+    "It's 2024, isn't it? Été où çà.",
+    "for i in range(100):\n\tprint(i, i**2)\n",
+    "The cat sat on the mat.",
+] * 4
 LLAMA_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_SPLIT = LLAMA_SPLIT.replace("{1,3}", "")
 
@@ -117,9 +123,7 @@ def sentence_piece_tokenizer() -> PreTrainedTokenizerFast:
         for place in range(1, len(token))
         if token[:place] in vocabulary and token[place:] in vocabulary
     ]
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.normalizer = trained.normalizer
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
