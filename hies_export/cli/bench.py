@@ -1,4 +1,4 @@
-"""Compare the latency of two checkpoints or ONNX folders."""
+"""Compare the latency of two checkpoints, ONNX folders or GGUF files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--dtype",
         dest="dtypes",
         metavar="DTYPE",
-        help="what checkpoints run in: float32 (the default), float16, bfloat16; repeatable",
+        help="what checkpoints run in: float32 (the default), float16, bfloat16, or q8_0 on llamacpp; repeatable",
         **repeated,
     )
     parser.add_argument(

@@ -11,6 +11,7 @@ RUNTIMES = (
     "onnxruntime-cuda",
     "onnxruntime-tensorrt",
     "openvino",
+    "llamacpp",
 )
 CRITERIA = (
     "hies",

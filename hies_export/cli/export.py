@@ -1,4 +1,4 @@
-"""Export a checkpoint, slim or not, to an ONNX folder."""
+"""Export a checkpoint, slim or not, to an ONNX folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -24,32 +24,43 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
         add_output(parser, required=True)
     else:
         add_output(parser, output)
-    parser.add_argument("--provider", default="cpu", help="what to fuse for: cpu (the default), cuda or tensorrt")
-    parser.add_argument("--dtype", default="float32", help="float32 (the default) or float16")
+    parser.add_argument(
+        "--format", choices=("onnx", "gguf"), default="onnx", help="onnx (the default), or gguf for llama.cpp: decoders"
+    )
+    parser.add_argument("--provider", help="what to fuse ONNX for: cpu (the default), cuda or tensorrt")
+    parser.add_argument("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0")
     add_json(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
-    """Write the folder, and return its size, its files and how far the graph differs from torch."""
+    """Write the folder, and return its size, its files and how far the export differs from torch."""
     import torch
 
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.loading import load
+
+    refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
+    progress.stage("load the model")
+    if options.format == "gguf":
+        return _export_gguf(options, console, progress)
+    model = load(options.model, dtype=torch.float32)
+    progress.stage("export to ONNX, and compare with torch")
+    return _export_onnx(options, model, console)
+
+
+def _export_onnx(options: Namespace, model: Any, console: Console) -> dict[str, Any]:
+    """Write an ONNX folder."""
     from ..model.tokens import synthetic_batch
     from ..onnx.export import export_onnx
     from ..onnx.multimodal import image_text_batch, is_vision_language
 
-    refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
-    progress.stage("load the model")
-    model = load(options.model, dtype=torch.float32)
     images = is_vision_language(model)
-    progress.stage("export to ONNX, and compare with torch")
     exported = export_onnx(
         model,
         options.output,
         batch=image_text_batch(model) if images else synthetic_batch(model, batch=2, sequence=16),
         processor=load_processor_if_any(options.model, model),
-        provider=options.provider,
+        provider=options.provider or "cpu",
         dtype=options.dtype,
         overwrite=options.overwrite,
     )
@@ -63,6 +74,43 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         "files": exported.files,
         "inputs": exported.inputs,
         "outputs": exported.outputs,
+    }
+
+
+def _export_gguf(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    """Write a folder with a GGUF file.
+
+    Raises:
+        RequestError: A provider is given, or the checkpoint has no tokenizer.
+    """
+    import torch
+
+    from ..checkpoint.loading import load
+    from ..data.processors import load_processor
+    from ..errors import RequestError
+    from ..gguf.export import export_gguf, require_gguf
+
+    if options.provider is not None:
+        raise RequestError(f"--provider is of --format onnx, got {options.provider} with gguf; leave it out")
+    require_gguf()
+    model = load(options.model, dtype=torch.float32)
+    tokenizer = load_processor(options.model, task="text-generation")
+    progress.stage("export to GGUF, and compare with torch")
+    exported = export_gguf(model, options.output, tokenizer=tokenizer, dtype=options.dtype, overwrite=options.overwrite)
+    parity = exported.parity
+    compared = "not compared with llama.cpp, which is not installed"
+    if parity is not None:
+        compared = f"next-token probabilities in llama.cpp differ from torch by {parity.max_abs:.2g}"
+    console.print(
+        f"written to {options.output}: {exported.bytes / 1e6:.1f} MB, architecture {exported.architecture}, {compared}"
+    )
+    return {
+        "folder": str(options.output),
+        "bytes": exported.bytes,
+        "architecture": exported.architecture,
+        "types": exported.types,
+        "gguf_max_abs": None if parity is None else parity.max_abs,
+        "greedy_tokens_equal": None if parity is None else parity.equal,
     }
 
 

@@ -28,8 +28,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     print_report(report, console)
     refit = "" if recipe.prune.compensation is None else ", refit.safetensors"
     console.print(
-        f"\nwritten to {recipe.output}: slim/ (checkpoint), onnx/, report.html, report.md, report.json, plan.json"
-        f"{refit}",
+        f"\nwritten to {recipe.output}: slim/ (checkpoint), {recipe.export.format}/, report.html, report.md, "
+        f"report.json, plan.json{refit}",
         markup=False,
     )
     return report.summary()

@@ -42,9 +42,13 @@ class FlopCount(Both[int]):
 
 @dataclass(frozen=True, eq=False)
 class StoredBytes(Both[int]):
-    """Bytes of the files of weights of the dense and the slim checkpoint, and of the slim model's ONNX folder."""
+    """Bytes of the files of weights of the dense and the slim checkpoint, and of the slim model's export.
 
-    onnx: int
+    The export is an ONNX folder (graph and weights) or a GGUF file.
+    """
+
+    onnx: int | None
+    gguf: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from .. import __version__
 from ..model.threads import threads_of_small_work
+from ..runtimes.llamacpp import installed_version as node_llama_cpp_version
 
 
 def environment() -> dict[str, Any]:
@@ -23,6 +24,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         **{name.replace("-", "_"): _version(name) for name in packages},
+        "node_llama_cpp": node_llama_cpp_version(),
         "hies_export": __version__,
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -1,4 +1,4 @@
-"""Compare the latency of any two checkpoints or ONNX folders."""
+"""Compare the latency of any two checkpoints, ONNX folders or GGUF files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import find_model_class, load_config
 from ..checkpoint.loading import load
 from ..checkpoint.schema import empty_model
+from ..data.processors import load_processor
 from ..errors import RequestError, quoted, root_cause
+from ..gguf.export import export_gguf
 from ..measure.compare import time_on
 from ..measure.counts import FlopCount, Shape, count_both_flops, count_flops
 from ..measure.rows import LatencyRow
@@ -24,12 +26,18 @@ from ..model.tokens import longest_sequence, sequence_length, synthetic_batch
 from ..onnx.export import export_onnx
 from ..onnx.multimodal import is_vision_language
 from ..progress import SILENT, Progress
-from ..runtimes.base import RUNTIMES
+from ..runtimes.base import RUNTIMES, Format
+from ..runtimes.llamacpp import find_gguf
 from ..runtimes.ort import ONNX_FILE, refuse_parts
 from ..runtimes.registry import check_runtime
 
 # More rows times tokens than any machine runs at once; a batch of more would fill the memory before a model sees it.
 MOST_TOKENS = 2**24
+# What an export is called, and a runtime that reads it.
+_EXPORTED: dict[Format, tuple[str, str]] = {
+    "onnx": ("an ONNX folder", "onnxruntime-cpu"),
+    "gguf": ("a GGUF file", "llamacpp"),
+}
 
 
 def bench(
@@ -43,16 +51,17 @@ def bench(
     min_seconds: float = 0.0,
     progress: Progress = SILENT,
 ) -> list[LatencyRow]:
-    """Compare the latency of two checkpoints or ONNX folders. Give the same folder twice to measure the noise.
+    """Compare the latency of two checkpoints, ONNX folders or GGUF files. Give one twice to measure the noise.
 
     Args:
-        first: The folder that the ratios are relative to. A checkpoint is exported on the fly for runtimes that read
-            ONNX; torch runs it on the GPU if there is one.
-        second: The folder to compare with the first.
-        runtimes: Names of runtimes; by default `torch` if both folders are checkpoints, else `onnxruntime-cpu`.
+        first: What the ratios are relative to: a checkpoint, an ONNX folder, or a GGUF file or its folder. A checkpoint
+            is exported on the fly for runtimes that read ONNX or GGUF; torch runs it on the GPU if there is one.
+        second: What to compare with the first.
+        runtimes: Names of runtimes; by default `torch` if both are checkpoints, `llamacpp` with a GGUF file, and else
+            `onnxruntime-cpu`.
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
         dtypes: Dtypes to run checkpoints in, each on the runtimes that support it; float32 by default. An ONNX folder
-            keeps its own dtype.
+            or a GGUF file keeps its own dtype.
         repeats, min_seconds: As in `Timing`.
         progress: Shows the loops.
 
@@ -60,11 +69,10 @@ def bench(
         Rows as in report.json's `latency`; "dense" is the first model, "slim" the second.
 
     Raises:
-        RequestError: A folder is neither a checkpoint nor an ONNX folder, the two models take different inputs, or a
-            runtime cannot run one of them.
+        RequestError: One of them is neither, the two models take different inputs, or a runtime cannot run one of them.
     """
     folders, timing = (Path(first), Path(second)), Timing(repeats=repeats, min_seconds=min_seconds)
-    runtimes = runtimes or (("onnxruntime-cpu",) if any(map(_is_exported, folders)) else ("torch",))
+    runtimes = runtimes or _default_runtimes(folders)
     _check_request(folders, runtimes, dtypes)
     skeletons = [_skeleton(folder) for folder in folders]
     _check_inputs(skeletons)
@@ -108,40 +116,66 @@ def _check_inputs(models: Sequence[PreTrainedModel]) -> None:
         raise RequestError(f"two models must take the same kind of input to be compared, got {' and '.join(kinds)}")
 
 
-def _is_exported(folder: Path) -> bool:
-    return (folder / ONNX_FILE).is_file()
+def _format(folder: Path) -> Format | None:
+    """Return what a folder or file is an export to; None for a checkpoint."""
+    if find_gguf(folder) is not None:
+        return "gguf"
+    return "onnx" if (folder / ONNX_FILE).is_file() else None
+
+
+def _default_runtimes(folders: Sequence[Path]) -> tuple[str, ...]:
+    formats = set(map(_format, folders))
+    return ("llamacpp",) if "gguf" in formats else ("onnxruntime-cpu",) if "onnx" in formats else ("torch",)
 
 
 def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Sequence[str]) -> None:
     """Refuse, before anything is loaded, folders and dtypes that the runtimes cannot run.
 
     Raises:
-        RequestError: A runtime is unknown or not installed, needs a checkpoint, or does not support a dtype.
+        RequestError: A runtime is unknown or not installed, reads something else, or does not support a dtype.
     """
     for folder in folders:
         refuse_parts(folder)
     for runtime in runtimes:
         check_runtime(runtime)
-    for folder in filter(_is_exported, folders):
+    for folder in folders:
+        format = _format(folder)
+        if format is None:
+            continue
+        what, other = _EXPORTED[format]
         for runtime in runtimes:
             if RUNTIMES[runtime].reads_models:
-                raise RequestError(
-                    f"runtime {runtime} needs a checkpoint, but {folder} is an ONNX folder; use onnxruntime-cpu"
-                )
+                raise RequestError(f"runtime {runtime} needs a checkpoint, but {folder} is {what}; use {other}")
+            if RUNTIMES[runtime].format != format:
+                needed, _ = _EXPORTED[RUNTIMES[runtime].format]
+                raise RequestError(f"runtime {runtime} needs {needed}, but {folder} is {what}; use {other}")
         if dtypes:
-            raise RequestError(f"a dtype can be chosen for checkpoints, but {folder} is an ONNX folder with its own")
+            raise RequestError(f"a dtype can be chosen for checkpoints, but {folder} is {what} with its own")
+        if format == "gguf" and not (_described(folder) / "config.json").is_file():
+            raise RequestError(
+                "a GGUF file to time must have the config.json beside it that 'hies-export export --format gguf' "
+                f"writes, but {folder} has none; export the checkpoint again"
+            )
     check_dtypes(dtypes, runtimes)
 
 
+def _described(folder: Path) -> Path:
+    """Return the folder with the configuration of a model: itself, or that of the file."""
+    return folder.parent if folder.is_file() else folder
+
+
 def _source(folder: Path, runtime: str, dtype: str, temporary: Path) -> PreTrainedModel | Path:
-    """Return the source for a runtime: the ONNX folder, the checkpoint's model, or its export in a temporary folder."""
-    if _is_exported(folder):
+    """Return what a runtime loads: the export, the checkpoint's model, or its export in a temporary folder."""
+    if _format(folder) is not None:
         return folder
-    if not RUNTIMES[runtime].reads_models:
-        graph = RUNTIMES[runtime].exported_in(dtype)
-        return export_for(runtime, load(folder, dtype=torch.float32), temporary, graph)
-    model: Any = load(folder, dtype=getattr(torch, dtype))
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if RUNTIMES[runtime].reads_models:
+        model: Any = load(folder, dtype=getattr(torch, dtype))
+        return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = load(folder, dtype=torch.float32)
+    if RUNTIMES[runtime].format == "gguf":
+        tokenizer = load_processor(folder, task="text-generation")
+        return export_gguf(model, temporary / "gguf", tokenizer=tokenizer, dtype=dtype).folder
+    return export_for(runtime, model, temporary, RUNTIMES[runtime].exported_in(dtype))
 
 
 def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
@@ -157,7 +191,7 @@ def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
 
 
 def export_for(runtime: str, model: PreTrainedModel, temporary: Path, dtype: str) -> Path:
-    """Export a model for a runtime, into a folder inside the temporary one, and return that folder."""
+    """Export a model to ONNX for a runtime, into a folder inside the temporary one, and return that folder."""
     return export_onnx(
         model,
         temporary / "onnx",
@@ -226,7 +260,7 @@ def _flops(
     except RequestError as error:
         if not isinstance(error.__cause__, RuntimeError):
             raise
-        skeletons = [load(folder, dtype=torch.float32) for folder in folders]
+        skeletons = [load(_described(folder), dtype=torch.float32) for folder in folders]
         check_shapes(skeletons[0], batches)
     return count_both_flops(skeletons[0], skeletons[1], batches)
 
@@ -238,7 +272,8 @@ def _skeleton(folder: Path) -> PreTrainedModel:
     Raises:
         RequestError: The folder has a vision-language model.
     """
-    model: PreTrainedModel = empty_model(find_model_class(folder), load_config(folder), folder).eval()
+    place = _described(folder)
+    model: PreTrainedModel = empty_model(find_model_class(place), load_config(place), place).eval()
     if is_vision_language(model):
         raise RequestError(f"bench times encoders and decoders, and {folder} is a vision-language model")
     return model

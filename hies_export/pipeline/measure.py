@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..gguf.export import GgufExport
 from ..measure import counts
 from ..measure.compare import time_on
 from ..measure.counts import Both, FlopCount, LayerFlops, Shape, StoredBytes
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
 from ..model.copies import convert
-from ..model.tokens import first_samples
-from ..onnx.export import OnnxExport, export_onnx
 from ..progress import Progress
 from ..recipe import PruningRecipe
+from ..runtimes.base import Format
 from ..runtimes.registry import RUNTIMES
+from .export import Exported, export
 from .prepare import Prepared
 
 
@@ -55,36 +56,22 @@ class Measurements:
     latency: list[LatencyRow]
 
 
-def export(
-    prepared: Prepared, model: PreTrainedModel, recipe: PruningRecipe, folder: Path, *, dtype: str | None = None
-) -> OnnxExport:
-    """Export a dense or slim model with the recipe's settings; `dtype` overrides the recipe's."""
-    return export_onnx(
-        model,
-        folder,
-        batch=first_samples(prepared.calibration[0]),
-        processor=prepared.processor,
-        provider=recipe.export.provider,
-        dtype=dtype or recipe.export.dtype,
-    )
-
-
 def measure_both(
     prepared: Prepared,
     slim: PreTrainedModel,
-    onnx: OnnxExport,
+    exported: Exported,
     recipe: PruningRecipe,
     *,
     stored: Both[int],
     progress: Progress,
 ) -> Measurements:
-    """Count parameters and FLOPs of both models, and time them on every runtime and shape.
+    """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape.
 
     Args:
-        prepared: The dense model and the shapes.
+        prepared: The dense model and the batches to time with.
         slim: The slim model.
-        onnx: The export of the slim model.
-        recipe: Which runtimes, and how often.
+        exported: What the slim model was exported to.
+        recipe: What is timed, and how often.
         stored: Bytes of the files of weights of both.
         progress: Shows stages and loops.
     """
@@ -95,18 +82,24 @@ def measure_both(
     cache = [counts.cache_bytes_per_token(model) for model in (dense, slim)]
     return Measurements(
         parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),
-        bytes=StoredBytes(stored.dense, stored.slim, onnx.bytes),
+        bytes=StoredBytes(stored.dense, stored.slim, **_exported_bytes(exported)),
         flops=flops[shape],
         flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),
         cache_bytes_per_token=None if cache[0] is None or cache[1] is None else Both(cache[0], cache[1]),
-        latency=_time(prepared, slim, onnx, recipe, flops=flops, progress=progress),
+        latency=_time(prepared, slim, exported, recipe, flops=flops, progress=progress),
     )
+
+
+def _exported_bytes(exported: Exported) -> dict[str, int | None]:
+    """Return the size of what was exported, by format."""
+    of_gguf = isinstance(exported, GgufExport)
+    return {"onnx": None if of_gguf else exported.bytes, "gguf": exported.bytes if of_gguf else None}
 
 
 def _time(
     prepared: Prepared,
     slim: PreTrainedModel,
-    onnx: OnnxExport,
+    exported: Exported,
     recipe: PruningRecipe,
     *,
     flops: Mapping[Shape, FlopCount],
@@ -114,31 +107,32 @@ def _time(
 ) -> list[LatencyRow]:
     """Time both models in every dtype and on every runtime.
 
-    Graphs of the dense model, and of the slim model in dtypes other than the exported one, are temporary.
+    What is exported of the dense model is temporary, and of the slim model where it is in another format or dtype than
+    the recipe's.
     """
     timing = Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds)
     rows = []
     for dtype in recipe.measure.dtypes or (None,):
         runtimes = [name for name in prepared.runtimes if dtype is None or dtype in RUNTIMES[name].dtypes]
-        # In the folder of the slim graph, so that both are read from the same disk.
-        with tempfile.TemporaryDirectory(prefix=".dense-", dir=onnx.folder.parent) as temporary:
-            # Runtimes that compute a float32 graph in another dtype are given that graph.
+        # In the folder of the exported slim model, so that both are read from the same disk.
+        with tempfile.TemporaryDirectory(prefix=".dense-", dir=exported.folder.parent) as temporary:
+            # Format and dtype of the export that each runtime reads; some compute a float32 graph in another dtype.
             needed = {
-                name: dtype if dtype is None else RUNTIMES[name].exported_in(dtype)
+                name: (RUNTIMES[name].format, dtype if dtype is None else RUNTIMES[name].exported_in(dtype))
                 for name in runtimes
                 if not RUNTIMES[name].reads_models
             }
-            graphs = {}
-            for graph in dict.fromkeys(needed.values()):
+            folders = {}
+            for wanted in dict.fromkeys(needed.values()):
                 progress.stage("export the dense model, to compare with")
-                graphs[graph] = _graphs(prepared, slim, onnx, recipe, Path(temporary), graph)
+                folders[wanted] = _export_both(prepared, slim, exported, recipe, Path(temporary), *wanted)
             progress.stage("time both models" + ("" if dtype is None else f" in {dtype}"))
             for name in runtimes:
                 if RUNTIMES[name].reads_models:
                     own = None if dtype is None else getattr(torch, dtype)
                     sources: Any = [convert(model, dtype=own) for model in (prepared.model, slim)]
                 else:
-                    sources = graphs[needed[name]]
+                    sources = folders[needed[name]]
                 rows += time_on(
                     name,
                     *sources,
@@ -151,13 +145,18 @@ def _time(
     return rows
 
 
-def _graphs(
-    prepared: Prepared, slim: PreTrainedModel, onnx: OnnxExport, recipe: PruningRecipe, folder: Path, dtype: str | None
+def _export_both(
+    prepared: Prepared,
+    slim: PreTrainedModel,
+    exported: Exported,
+    recipe: PruningRecipe,
+    folder: Path,
+    format: Format,
+    dtype: str | None,
 ) -> tuple[Path, Path]:
-    """Export the dense model, and the slim one unless its export is of this dtype; return the folders of both."""
-    dense = folder / f"dense-{dtype}"
-    export(prepared, prepared.model, recipe, dense, dtype=dtype)
-    if dtype in (None, recipe.export.dtype):
-        return dense, onnx.folder
-    export(prepared, slim, recipe, folder / f"slim-{dtype}", dtype=dtype)
-    return dense, folder / f"slim-{dtype}"
+    """Export the dense model, and the slim one unless its export is of this format and dtype; return both folders."""
+    place = folder / f"{format}-{dtype}"
+    dense = export(prepared, prepared.model, recipe, place / "dense", format=format, dtype=dtype).folder
+    if format == recipe.export.format and dtype in (None, recipe.export.dtype):
+        return dense, exported.folder
+    return dense, export(prepared, slim, recipe, place / "slim", format=format, dtype=dtype).folder

@@ -26,7 +26,7 @@ from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
 from ..recipe import PruningRecipe
-from ..runtimes.registry import RUNTIMES, check_runtime
+from ..runtimes.registry import RUNTIMES, check_runtime, check_task
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA, uses_alpha
 from ..select.constraints import Constraints, check_budget, check_constraints
 from ..tasks import TASKS
@@ -260,6 +260,7 @@ def _check_runtimes(recipe: PruningRecipe) -> tuple[str, ...]:
         runtimes = tuple(dict.fromkeys((*runtimes, timed.runtime)))
     for name in runtimes:
         check_runtime(name)
+        check_task(name, recipe.task)
     check_dtypes(recipe.measure.dtypes, runtimes)
     if not TASKS[recipe.task].in_parts:
         return runtimes

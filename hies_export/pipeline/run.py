@@ -24,6 +24,7 @@ from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import predict
+from ..gguf.export import GgufExport
 from ..kinds import ATTENTION
 from ..measure.contention import CpuWatch, OtherWork
 from ..measure.counts import Both
@@ -31,7 +32,6 @@ from ..measure.environment import environment
 from ..model.copies import round_each
 from ..model.internals import dtypes_in
 from ..model.tokens import first_samples
-from ..onnx.export import OnnxExport
 from ..progress import SILENT, Clock, Progress
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
@@ -39,7 +39,6 @@ from ..report.html import render_html
 from ..report.maps import head_map, neuron_counts
 from ..report.markdown import render_markdown
 from ..report.report import Quality, Report, plan_counts
-from ..runtimes.ort import require_onnxruntime
 from ..slim.check import compare_cut
 from ..slim.config import is_slim
 from ..slim.cut import prune_units
@@ -49,8 +48,9 @@ from ..units import PrunableModule
 from ..values import PruningPlan
 from .budgets import BudgetOutcome, CostOutcome, MaxDropOutcome
 from .choose import Choice, choose, head_numbers, write_choice
+from .export import Exported, check_exports, export, require_exporters
 from .load import Source
-from .measure import Measurements, export, measure_both
+from .measure import Measurements, measure_both
 from .prepare import Prepared, prepare
 from .provenance import KEY as RECORD
 from .provenance import RunRecord
@@ -67,7 +67,7 @@ LONG_SECONDS = 10.0
 def run(
     recipe: PruningRecipe, *, overwrite: bool = False, command: str | None = None, progress: Progress = SILENT
 ) -> Report:
-    """Run a recipe and write `recipe.output`: scores.json, plan.json, slim/, onnx/ and report.json, .md and .html.
+    """Run a recipe and write `recipe.output`: scores.json, plan.json, slim/, onnx/ (or gguf/), report.json, .md, .html.
 
     If the recipe compensates, the refitted layers are in `refit.safetensors` beside the plan.
 
@@ -89,9 +89,10 @@ def run(
     """
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
-        require_onnxruntime()
+        require_exporters(recipe)
         progress.stage("load the model and the data")
         prepared = prepare(recipe)
+        check_exports(prepared, recipe)
         with output_folder(recipe, overwrite=overwrite) as folder:
             return _run(prepared, recipe, folder, command, progress)
 
@@ -127,14 +128,15 @@ def _run(prepared: Prepared, recipe: PruningRecipe, folder: Path, command: str |
     def finish() -> Report:
         write_choice(folder, choice)
         with clock("export"):
-            progress.stage("export to ONNX, and compare with torch")
-            onnx = export(prepared, pruned.slim, recipe, folder / "onnx")
+            kind = "ONNX" if recipe.export.format == "onnx" else "GGUF"
+            progress.stage(f"export to {kind}, and compare with torch")
+            exported = export(prepared, pruned.slim, recipe, folder / recipe.export.format)
         with clock("measure"):
-            measured = measure_both(prepared, pruned.slim, onnx, recipe, stored=pruned.bytes, progress=progress)
+            measured = measure_both(prepared, pruned.slim, exported, recipe, stored=pruned.bytes, progress=progress)
         met = budget
         if isinstance(met, CostOutcome):
             met = met.with_measured(flops=measured.flops, parameters=measured.parameters, latency=measured.latency)
-        done = _Done(prepared, choice, pruned, evaluation, onnx, measured, met, count, others)
+        done = _Done(prepared, choice, pruned, evaluation, exported, measured, met, count, others)
         report = _report(recipe, done, clock.seconds, command)
         _write_report(folder, report, recipe)
         return report
@@ -171,7 +173,7 @@ class _Done:
     choice: Choice
     pruned: Pruned
     evaluation: Evaluation
-    onnx: OnnxExport
+    exported: Exported
     measured: Measurements
     budget: BudgetOutcome
     processes: int
@@ -207,7 +209,7 @@ def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float], comma
         stability=evaluation.stability,
         cut_max_abs=done.pruned.cut_max_abs,
         reload_max_abs=done.pruned.reload_max_abs,
-        onnx_max_abs=done.onnx.max_abs,
+        **_export_differences(done.exported),
         seconds=seconds,
         latency=measured.latency,
         environment={**environment(), "processes": done.processes},
@@ -217,7 +219,7 @@ def _report(recipe: PruningRecipe, done: _Done, seconds: dict[str, float], comma
 
 def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[str, Any]:
     """Return the `details` of a report: what its HTML and Markdown show beyond the summary."""
-    prepared, plan, onnx, evaluation = done.prepared, done.choice.plan, done.onnx, asdict(done.evaluation)
+    prepared, plan, evaluation = done.prepared, done.choice.plan, asdict(done.evaluation)
     calibration, split = done.choice.statistics.calibration, recipe.evaluation.split
     file = recipe.data.files[split.partition("[")[0]].name if recipe.data.files else None
     # What is known of every neuron would fill megabytes.
@@ -242,7 +244,7 @@ def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[st
         "other_work": None if done.other_work is None else asdict(done.other_work),
         "flops_per_layer": asdict(done.measured.flops_per_layer),
         "auto_class": TASKS[recipe.task].auto_class,
-        "onnx": {"inputs": onnx.inputs, "outputs": onnx.outputs, "fused": onnx.fused_ops},
+        **_export_details(done.exported),
         "data": {
             "labels": plan.calibration["labels"],
             "calibration_samples": calibration.samples,
@@ -264,6 +266,21 @@ def _details(recipe: PruningRecipe, done: _Done, command: str | None) -> dict[st
             RunRecord.of(recipe, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))
         ),
     }
+
+
+def _export_differences(exported: Exported) -> dict[str, float | None]:
+    """Return how far the exported model's outputs are from torch's, as fields of a report."""
+    if not isinstance(exported, GgufExport):
+        return {"onnx_max_abs": exported.max_abs}
+    return {"onnx_max_abs": None, "gguf_max_abs": exported.parity.max_abs if exported.parity else None}
+
+
+def _export_details(exported: Exported) -> dict[str, Any]:
+    """Return what the details of a report say of the exported model."""
+    if isinstance(exported, GgufExport):
+        parity = asdict(exported.parity) if exported.parity else None
+        return {"gguf": {"architecture": exported.architecture, "types": exported.types, "parity": parity}}
+    return {"onnx": {"inputs": exported.inputs, "outputs": exported.outputs, "fused": exported.fused_ops}}
 
 
 def _write_report(folder: Path, report: Report, recipe: PruningRecipe) -> None:

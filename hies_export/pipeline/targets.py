@@ -16,6 +16,7 @@ from ..kinds import MLP
 from ..measure.timing import Timing
 from ..progress import Progress
 from ..recipe import PruningRecipe
+from ..runtimes.registry import RUNTIMES
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, counts_within, lowest_ratio, shares_to_try
 from ..select.bundles import bundles_lost
@@ -25,7 +26,7 @@ from ..select.select import select_units
 from ..units import Selection
 from ..values import Scores
 from .budgets import BudgetOutcome, CostOutcome, HeadsOutcome
-from .measure import export
+from .export import export
 from .prepare import Prepared, constraints_of
 
 # Under a budget of max_drop over several kinds, FLOPs are removed in so many parts of what can be removed.
@@ -159,11 +160,12 @@ class Targets:
         unit = recipe.prune.unit
         if budget.latency is not None:
             self._progress.stage("time cuts of several sizes, to predict the time of a plan")
+            runtime = budget.latency.runtime
             where = TimedOn(
-                runtime=budget.latency.runtime,
+                runtime=runtime,
                 batch=prepared.measured[self._budget_shape()],
                 timing=Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds),
-                export=lambda model, folder: export(prepared, model, recipe, folder),
+                export=lambda model, folder: export(prepared, model, recipe, folder, format=RUNTIMES[runtime].format),
             )
             # Times differ between processes, and what they choose must not.
             table = processes.on_main(

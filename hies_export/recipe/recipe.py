@@ -96,6 +96,12 @@ class PruningRecipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _gguf_is_of_a_decoder(self) -> PruningRecipe:
+        if self.export.format == "gguf" and self.task != "text-generation":
+            raise ValueError(f"export.format gguf is for text-generation, got task: {self.task}; set it to onnx")
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_is_apart(self) -> PruningRecipe:
         if self.held_out is not None and self.held_out.split == self.evaluation.split:
             raise ValueError(

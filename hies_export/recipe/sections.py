@@ -409,15 +409,25 @@ class PruneSection(Section):
 
 
 class ExportSection(Section):
-    """The ONNX model.
+    """The model in the format of another runtime.
 
     Attributes:
-        provider: Execution provider that the graph is fused for.
-        dtype: What the weights are stored in and the graph computes in.
+        format: "onnx" writes an ONNX folder, "gguf" a GGUF file for llama.cpp, of decoders like LLaMA's.
+        provider: Execution provider that an ONNX graph is fused for.
+        dtype: What the weights are stored in: float32 or float16; of a GGUF file also bfloat16 or q8_0.
     """
 
+    format: Literal["onnx", "gguf"] = "onnx"
     provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
-    dtype: Literal["float32", "float16"] = "float32"
+    dtype: Literal["float32", "float16", "bfloat16", "q8_0"] = "float32"
+
+    @model_validator(mode="after")
+    def _fits_the_format(self) -> ExportSection:
+        if self.format == "onnx" and self.dtype not in ("float32", "float16"):
+            raise ValueError(f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf")
+        if self.format == "gguf" and self.provider != "cpu":
+            raise ValueError(f"provider is of format: onnx, got {self.provider} for format: gguf; leave it out")
+        return self
 
 
 class MeasureSection(Section):

@@ -84,7 +84,10 @@ class Report:
         stability: Share of evaluated samples whose prediction equals the dense model's.
         cut_max_abs: Largest difference between the outputs of the cut and the masked model.
         reload_max_abs: Largest difference between the outputs of the saved and the reloaded model.
-        onnx_max_abs: Largest difference between the outputs of the ONNX and the torch model.
+        onnx_max_abs: Largest difference between the outputs of the ONNX and the torch model; None without an ONNX
+            model.
+        gguf_max_abs: Largest difference between next-token probabilities of the GGUF file in llama.cpp and the torch
+            model; None without a GGUF file, or where llama.cpp is not installed.
         seconds: Time spent by stage: score, cut, export, measure.
         latency: One row per runtime, precision, phase and shape.
         environment: Hardware and library versions that the numbers were measured with.
@@ -107,7 +110,8 @@ class Report:
     stability: float
     cut_max_abs: float
     reload_max_abs: float
-    onnx_max_abs: float
+    onnx_max_abs: float | None
+    gguf_max_abs: float | None = field(default=None, kw_only=True)
     seconds: Mapping[str, float]
     latency: Sequence[LatencyRow]
     environment: Mapping[str, Any]
@@ -115,9 +119,15 @@ class Report:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """Return everything but `details`, as plain values, and `neurons` only where the run could remove some."""
+        """Return everything but `details`, as plain values.
+
+        `neurons` is there only where the run could remove some, and what is said of a GGUF file where it wrote one.
+        """
         values = asdict(self)
-        left_out = ("details",) if self.neurons else ("details", "neurons")
+        left_out = {"details"} | ({"neurons"} if not self.neurons else set())
+        if self.bytes.gguf is None:
+            left_out.add("gguf_max_abs")
+            del values["bytes"]["gguf"]
         return {name: value for name, value in values.items() if name not in left_out}
 
     def to_json(self) -> str:

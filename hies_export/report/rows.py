@@ -62,6 +62,7 @@ def comparison_table(report: Report) -> Table:
             for name, units in named_units(report)
         ),
         *(size[:4] for size in size_rows(report)),
+        *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
         _quality_row(quality.metric, quality),
         (agreement(report), "", f"{report.stability:.1%}", ""),
         *(_quality_row(name, values) for name, values in report.details.get("benchmarks", {}).items()),
@@ -114,8 +115,12 @@ def check_table(report: Report) -> Table:
     rows = [
         ("cut model against masked model", f"{report.cut_max_abs:.2g}"),
         ("reloaded checkpoint against saved model", f"{report.reload_max_abs:.2g}"),
-        ("ONNX Runtime against torch", f"{report.onnx_max_abs:.2g}"),
     ]
+    if report.onnx_max_abs is not None:
+        rows.append(("ONNX Runtime against torch", f"{report.onnx_max_abs:.2g}"))
+    if report.bytes.gguf is not None:
+        found = "llama.cpp is not installed" if report.gguf_max_abs is None else f"{report.gguf_max_abs:.2g}"
+        rows.append(("next-token probabilities in llama.cpp against torch", found))
     return Table(("largest difference of any output", ""), rows)
 
 

@@ -12,6 +12,8 @@ import torch
 
 # The execution provider that an ONNX graph is exported for.
 Provider = Literal["cpu", "cuda", "tensorrt"]
+# What a model is exported to.
+Format = Literal["onnx", "gguf"]
 
 RUNTIMES: dict[str, type[Runtime]] = {}
 
@@ -42,7 +44,8 @@ class Runtime(ABC):
 
     Attributes:
         name: The registered name.
-        reads_models: Whether the source is a `PreTrainedModel`; otherwise it is an ONNX file or folder.
+        reads_models: Whether the source is a `PreTrainedModel`; otherwise it is a file or folder of `format`.
+        format: What a model is exported to, for a runtime that reads no models.
         fused_for: For ONNX sources, the provider to export for, as in `export_onnx`.
         dtypes: Names of the torch dtypes it can run a model in.
         hints: Those of them that it computes a float32 graph in; the constructor then also takes `dtype`. For the other
@@ -56,6 +59,7 @@ class Runtime(ABC):
 
     name: ClassVar[str]
     reads_models: ClassVar[bool] = False
+    format: ClassVar[Format] = "onnx"
     fused_for: ClassVar[Provider] = "cpu"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")
     hints: ClassVar[tuple[str, ...]] = ()

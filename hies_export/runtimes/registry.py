@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import RecipeError, did_you_mean
 
 # Imported because their decorators register the runtimes.
-from . import openvino, ort, ort_gpu, pytorch  # noqa: F401
+from . import llamacpp, openvino, ort, ort_gpu, pytorch  # noqa: F401
 from .base import RUNTIMES, Runtime
 
 
@@ -28,6 +28,16 @@ def check_runtime(name: str) -> None:
     RUNTIMES[name].require()
 
 
+def check_task(name: str, task: str) -> None:
+    """Refuse, before anything is loaded, a runtime that runs decoders only for another task than generating text.
+
+    Raises:
+        RecipeError: The runtime reads GGUF, and the task is another.
+    """
+    if RUNTIMES[name].format == "gguf" and task != "text-generation":
+        raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task}; leave it out"])
+
+
 def load_runtime(
     name: str, source: PreTrainedModel | str | Path, *, threads: int | None = None, dtype: str | None = None
 ) -> Runtime:
@@ -36,7 +46,7 @@ def load_runtime(
     Args:
         name: A registered runtime, such as `torch` or `onnxruntime-cpu`.
         source: A `PreTrainedModel` for `torch` and `torch-compile`; an ONNX file, or a folder with `model.onnx`, for
-            ONNX Runtime and OpenVINO.
+            ONNX Runtime and OpenVINO; a GGUF file, or a folder with `model.gguf`, for `llamacpp`.
         threads: CPU threads within an operator; by default torch's number, so that runtimes are comparable.
         dtype: What to compute in, where the runtime can compute a float32 graph in it (`Runtime.hints`); otherwise the
             source alone decides.

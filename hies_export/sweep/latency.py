@@ -18,10 +18,10 @@ from ..measure.compare import compare_loads
 from ..measure.timing import Timing
 from ..model.tokens import longest_sequence, synthetic_batch
 from ..pipeline.bench import model_shapes
-from ..pipeline.measure import export
+from ..pipeline.export import export
 from ..progress import Progress
 from ..recipe import PruningRecipe
-from ..runtimes.registry import RUNTIMES, check_runtime
+from ..runtimes.registry import RUNTIMES, check_runtime, check_task
 from ..tasks import TASKS
 from .journal import Journal
 from .shared import Shared
@@ -55,6 +55,7 @@ class LatencyRequest:
             raise RequestError(
                 f"a vision-language model, which is exported in parts, can be timed on torch only, got {self.runtime}"
             )
+        check_task(self.runtime, recipe.task)
 
 
 class Stopwatch:
@@ -104,9 +105,10 @@ class Stopwatch:
 
     def _source(self, model: PreTrainedModel, folder: Path) -> PreTrainedModel | Path:
         """Return what the runtime loads: the model, or the folder that it is exported to."""
-        if RUNTIMES[self._request.runtime].reads_models:
+        runtime = RUNTIMES[self._request.runtime]
+        if runtime.reads_models:
             return model
-        export(self._shared.base, model, self._shared.recipe, folder)
+        export(self._shared.base, model, self._shared.recipe, folder, format=runtime.format)
         return folder
 
     def _compare(self, dense: PreTrainedModel | Path, slim: PreTrainedModel | Path) -> dict[str, Any]:

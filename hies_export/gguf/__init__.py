@@ -1,0 +1,15 @@
+"""Write a decoder as one GGUF file for stock llama.cpp, layers of different sizes included.
+
+In go a dense or slim model and its tokenizer; out comes a folder with `model.gguf`, and a `GgufExport` with the
+architecture that carries it and how far llama.cpp's outputs are from torch's. What no architecture of llama.cpp can
+carry is refused by name before anything is written.
+
+In the order of reading:
+
+- `architecture.py`: read the sizes of a model off its modules, and choose the architecture of llama.cpp.
+- `tensors.py`: the model's weights by GGUF's names, and how they are stored.
+- `graph.py`: compute in torch what llama.cpp computes from those tensors, to compare with the model before writing.
+- `vocabulary.py`: the tokens, merges and flags of a tokenizer.
+- `export.py`: `export_gguf`, the whole export.
+- `parity.py`: compare llama.cpp with torch, where it is installed.
+"""

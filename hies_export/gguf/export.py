@@ -1,0 +1,246 @@
+"""Write a decoder as one GGUF file, and keep it only if llama.cpp computes with it what torch computes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..checkpoint.folders import new_folder, refuse_existing
+from ..errors import RecipeError, require_package
+from ..model.tokens import synthetic_batch
+from ..runtimes.llamacpp import GGUF_FILE, is_installed
+from .architecture import Layout, find_layout
+from .graph import check_same_function
+from .parity import Parity, check_parity
+from .tensors import BLOCK, FILE_TYPES, STORED_AS, named_tensors, stored_bytes, stored_type
+from .vocabulary import Vocabulary, find_vocabulary
+
+# Tokens of the text on which the model is compared with llama.cpp's computation before anything is written.
+CHECKED_TOKENS = 16
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GgufExport:
+    """A GGUF file.
+
+    Attributes:
+        folder: The folder that has it.
+        file: The file, `model.gguf`.
+        bytes: Its size.
+        architecture: Name of llama.cpp's architecture: `deci` where layers have different sizes.
+        dtype: What matrices are stored in.
+        types: Number of tensors by the type that they are stored in, such as "Q8_0".
+        parity: How far llama.cpp's outputs are from torch's; None where llama.cpp is not installed.
+    """
+
+    folder: Path
+    file: Path
+    bytes: int
+    architecture: str
+    dtype: str
+    types: dict[str, int]
+    parity: Parity | None
+
+
+def export_gguf(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    tokenizer: Any,
+    dtype: str = "float32",
+    overwrite: bool = False,
+) -> GgufExport:
+    """Write a decoder as `folder/model.gguf`, for stock llama.cpp and what is built on it.
+
+    Before anything is written, the logits of the architecture that carries it are compared with the model's, both in
+    torch. Afterwards, where llama.cpp is installed (see `runtimes/llamacpp.py`), greedy tokens, next-token
+    probabilities and the tokens of some texts are compared with it. The GPU is not used.
+
+    Args:
+        model: A decoder of LLaMA's modules; layers may differ in heads and neurons. It is not changed.
+        folder: Where to write; must not exist, unless `overwrite`.
+        tokenizer: Of transformers, with a fast backend.
+        dtype: What matrices are stored in: `float32`, `float16`, `bfloat16`, or `q8_0`: blocks of 32 numbers of 8 bits
+            with a scale. Norms and biases stay in float32. A matrix whose rows are no multiple of 32 long is stored in
+            float16 in place of `q8_0`.
+        overwrite: Replace an existing folder.
+
+    Returns:
+        The file, and what it was compared with.
+
+    Raises:
+        RecipeError: Unknown dtype.
+        OutputExistsError: `folder` already exists.
+        MissingRuntimeError: The package gguf is not installed.
+        UnsupportedModelError: No architecture of llama.cpp computes what the model computes.
+        RequestError: llama.cpp does not know the tokenizer.
+        NonFiniteError: A weight does not fit into float16.
+        ParityError: llama.cpp's outputs differ from torch's beyond the tolerance.
+
+    Examples:
+        >>> exported = export_gguf(slim, folder / "gguf", tokenizer=tokenizer)
+        >>> exported.file.name, exported.architecture
+        ('model.gguf', 'deci')
+    """
+    target = Path(folder)
+    if dtype not in STORED_AS:
+        raise RecipeError([f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}"])
+    refuse_existing(target, overwrite=overwrite)
+    require_gguf()
+    layout, vocabulary = _find(model, tokenizer)
+    with new_folder(target, overwrite=overwrite) as staging:
+        file = staging / GGUF_FILE
+        types = _write(file, model, layout, vocabulary, dtype)
+        parity = check_parity(file, model, tokenizer, dtype=dtype) if is_installed() else None
+        size = file.stat().st_size
+        _write_config(staging / "config.json", model)
+    return GgufExport(target, target / GGUF_FILE, size, layout.architecture, dtype, types, parity)
+
+
+def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) -> None:
+    """Refuse, before any work, a model or a tokenizer that no GGUF file can hold.
+
+    Args:
+        model: The dense decoder.
+        tokenizer: Its tokenizer.
+        uneven: Whether a cut will leave its layers different sizes.
+
+    Raises:
+        RequestError: As in `export_gguf`.
+    """
+    require_gguf()
+    _find(model, tokenizer, uneven=uneven)
+
+
+def _find(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tuple[Layout, Vocabulary]:
+    """Return how llama.cpp carries model and tokenizer, after comparing its computation with the model's."""
+    layout = find_layout(model, uneven=uneven)
+    vocabulary = find_vocabulary(tokenizer, size=_rows(model))
+    ids = synthetic_batch(model, batch=1, sequence=min(CHECKED_TOKENS, layout.positions))["input_ids"].cpu()
+    check_same_function(model, layout, named_tensors(model, layout), ids)
+    return layout, vocabulary
+
+
+def _rows(model: PreTrainedModel) -> int:
+    """Return the number of rows of the embedding."""
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
+
+
+def require_gguf() -> None:
+    """Refuse to go on without the package that writes GGUF files.
+
+    Raises:
+        MissingRuntimeError: It is not installed.
+    """
+    require_package("gguf", who="a GGUF file needs", package="gguf", extra="gguf")
+
+
+def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocabulary, dtype: str) -> dict[str, int]:
+    """Write the file, with one tensor in memory at a time, and return how many tensors are stored in each type."""
+    import gguf
+
+    writer = gguf.GGUFWriter(file, layout.architecture)
+    try:
+        _write_sizes(writer, model, layout, dtype)
+        _write_vocabulary(writer, vocabulary)
+        types = _announce(writer, named_tensors(model, layout), dtype)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in named_tensors(model, layout):
+            writer.write_tensor_data(stored_bytes(tensor, stored_type(tensor, dtype), name))
+    finally:
+        writer.close()
+    if dtype == "q8_0" and types.get("F16"):
+        logger.warning(
+            "%d of %d matrices have rows whose length is no multiple of %d, and are stored in float16 instead of q8_0; "
+            "prune with multiple_of: {neurons: %d} to keep all divisible",
+            types["F16"],
+            types["F16"] + types.get("Q8_0", 0),
+            BLOCK,
+            BLOCK,
+        )
+    return types
+
+
+def _write_config(file: Path, model: PreTrainedModel) -> None:
+    """Write the model's configuration, by which `bench` knows what the file beside it computes."""
+    config = copy.deepcopy(model.config)
+    # It points to code that is not in this folder.
+    if hasattr(config, "auto_map"):
+        del config.auto_map
+    config.architectures = [type(model).__name__]
+    config.to_json_file(file)
+
+
+def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str) -> None:
+    """Write what is known of the model: one number where layers agree, an array where they differ."""
+    import gguf
+
+    config: Any = model.config.get_text_config()
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
+    if dtype == "q8_0":
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(_rows(model))
+    writer.add_context_length(layout.positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(len(layout.sizes))
+    counts = {
+        writer.add_head_count: [sizes.heads for sizes in layout.sizes],
+        writer.add_head_count_kv: [sizes.key_value_heads for sizes in layout.sizes],
+        writer.add_feed_forward_length: [sizes.neurons for sizes in layout.sizes],
+    }
+    for add, values in counts.items():
+        add(values[0] if layout.uniform else values)
+    writer.add_key_length(layout.head_dim)
+    writer.add_value_length(layout.head_dim)
+    writer.add_rope_dimension_count(layout.head_dim)
+    writer.add_rope_freq_base(layout.theta)
+    if layout.rope_scale != 1:
+        writer.add_rope_scaling_attn_factors(layout.rope_scale)
+    writer.add_layer_norm_rms_eps(layout.epsilon)
+
+
+def _write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.model == "llama":
+        writer.add_token_scores(vocabulary.scores)
+        writer.add_add_space_prefix(vocabulary.space_prefix)
+    else:
+        writer.add_token_merges(vocabulary.merges)
+    for name, number in vocabulary.special.items():
+        getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_add_bos_token(vocabulary.adds["bos"])
+    writer.add_add_eos_token(vocabulary.adds["eos"])
+    if vocabulary.chat_template is not None:
+        writer.add_chat_template(vocabulary.chat_template)
+
+
+def _announce(writer: Any, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> dict[str, int]:
+    """Write the names, shapes and types of the tensors, and return how many are stored in each type."""
+    import gguf
+
+    types: Counter[str] = Counter()
+    for name, tensor in tensors:
+        kind = stored_type(tensor, dtype)
+        number = gguf.GGMLQuantizationType[kind]
+        block, size = gguf.GGML_QUANT_SIZES[number]
+        stored = tensor.numel() // block * size
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), stored, raw_dtype=number)
+        types[kind] += 1
+    return dict(types)

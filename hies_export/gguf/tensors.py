@@ -1,0 +1,95 @@
+"""The weights of a decoder by GGUF's names, and the types that they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import NonFiniteError
+from .architecture import LAYER_NAMES, Layout
+
+# Names of dtypes in recipes -> of tensors in the gguf package, and of files in llama.cpp.
+STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+# Q8_0 stores 32 numbers of a row with one scale.
+BLOCK = 32
+
+
+def named_tensors(model: PreTrainedModel, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a GGUF file by name, in float32 on the CPU, one at a time.
+
+    A head that shares its weights with the embedding is left out: llama.cpp then uses the embedding.
+
+    Args:
+        model: The decoder.
+        layout: From `find_layout`.
+    """
+    base: Any = model.base_model
+    head: Any = model.get_output_embeddings()
+    yield "token_embd.weight", _plain(base.embed_tokens.weight)
+    if layout.rope_factors is not None:
+        yield "rope_freqs.weight", layout.rope_factors
+    for number, layer in enumerate(base.layers):
+        sizes = layout.sizes[number]
+        heads = {"self_attn.q_proj": sizes.heads, "self_attn.k_proj": sizes.key_value_heads}
+        for name, parameter in layer.named_parameters():
+            module, _, kind = name.rpartition(".")
+            tensor = _plain(parameter)
+            if module in heads and layout.interleaved:
+                tensor = interleave_halves(tensor, heads[module])
+            yield f"blk.{number}.{LAYER_NAMES[module]}.{kind}", tensor
+    yield "output_norm.weight", _plain(base.norm.weight)
+    if head.weight is not base.embed_tokens.weight:
+        yield "output.weight", _plain(head.weight)
+
+
+def interleave_halves(rows: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of each head from (first half, second half) to pairs of one row of either.
+
+    transformers rotates row i of a head with row i + half, llama.cpp's `llama` and `deci` row 2i with row 2i + 1.
+
+    Args:
+        rows: Weight (rows, width) or bias (rows,) of a query or key projection.
+        heads: Number of heads.
+    """
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1)
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def stored_type(tensor: Tensor, dtype: str) -> str:
+    """Return the type that a tensor is stored in: norms, biases and factors stay float32, as in llama.cpp's own files.
+
+    Args:
+        tensor: From `named_tensors`.
+        dtype: One of `STORED_AS`. Matrices whose rows are no multiple of 32 long are float16 in a file of Q8_0.
+    """
+    if tensor.dim() < 2:
+        return "F32"
+    if dtype == "q8_0" and tensor.shape[-1] % BLOCK:
+        return "F16"
+    return STORED_AS[dtype]
+
+
+def stored_bytes(tensor: Tensor, kind: str, name: str) -> np.ndarray:
+    """Return a tensor as it is stored: an array of floats, or for BF16 and Q8_0 of bytes.
+
+    Raises:
+        NonFiniteError: A weight is too large for float16.
+    """
+    import gguf
+
+    array: np.ndarray = tensor.contiguous().numpy()
+    if kind == "F16" and bool(tensor.abs().max() > torch.finfo(torch.float16).max):
+        raise NonFiniteError(f"weights must fit into float16, but {name} has {tensor.abs().max():g}; use float32")
+    if kind in ("F32", "F16"):
+        return array.astype(np.float32 if kind == "F32" else np.float16)
+    return np.ascontiguousarray(gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind]))
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(device="cpu", dtype=torch.float32)

@@ -1,0 +1,108 @@
+// Serve one GGUF file in llama.cpp to `llamacpp.py`, by node-llama-cpp: a request a line on standard input, an answer a
+// line on standard output, both JSON. Times are taken here, where the model runs.
+//
+// Usage: node llamacpp.mjs FOLDER, a folder below or beside whose node_modules node-llama-cpp is.
+
+import {createRequire} from "node:module";
+import path from "node:path";
+import readline from "node:readline";
+import {pathToFileURL} from "node:url";
+
+// What libraries print must not get between the answers.
+const answer = (value) => process.stdout.write(JSON.stringify(value) + "\n");
+console.log = console.info = console.warn = console.error;
+
+const found = createRequire(path.join(path.resolve(process.argv[2]), "here.js")).resolve("node-llama-cpp");
+const {getLlama, LlamaLogLevel} = await import(pathToFileURL(found));
+
+let llama, model, context, sequences, options;
+const feeds = [];
+
+// Load a file. `exact`: attend in float32, where llama.cpp's default is flash attention on a cache in float16.
+async function open({file, threads, exact}) {
+    llama = await getLlama({
+        gpu: false, build: "never", skipDownload: true, maxThreads: threads,
+        logLevel: LlamaLogLevel.error, logger: (level, text) => process.stderr.write(text + "\n")
+    });
+    model = await llama.loadModel({modelPath: file});
+    const float32 = {experimentalKvCacheKeyType: "F32", experimentalKvCacheValueType: "F32", flashAttention: false};
+    options = {threads: {ideal: threads, min: threads}, ignoreMemorySafetyChecks: true, ...(exact ? float32 : {})};
+    return {
+        release: `${llama.llamaCppRelease.repo} ${llama.llamaCppRelease.release}`,
+        device: llama.gpu || "cpu",
+        fileType: model.fileInfo.metadata.general.file_type,
+        architecture: model.fileInfo.metadata.general.architecture
+    };
+}
+
+// Make room for so many texts of so many tokens; a context that has it stays.
+async function reserve(rows, tokens) {
+    if (sequences?.length >= rows && sequences[0].contextSize >= tokens) return;
+    await context?.dispose();
+    context = await model.createContext({...options, sequences: rows, contextSize: tokens});
+    sequences = Array.from({length: rows}, () => context.getSequence());
+}
+
+// Keep tokens to run: all of `texts`, or with `step` the last one, with the others in the cache.
+async function prepare({texts, step}) {
+    await reserve(texts.length, Math.max(...texts.map((text) => text.length)) + 1);
+    return feeds.push(texts.map((text) => ({before: step ? text.slice(0, -1) : [], now: step ? text.slice(-1) : text}))) - 1;
+}
+
+// Run a feed, and return its time in nanoseconds; with `probabilities`, also those of the next token of each text.
+async function run({feed, probabilities}) {
+    const rows = feeds[feed];
+    await reserve(rows.length, Math.max(...rows.map(({before, now}) => before.length + now.length)) + 1);
+    await Promise.all(rows.map(async ({before}, row) => {
+        const sequence = sequences[row];
+        if (before.length === 0) return sequence.clearHistory();
+        await sequence.adaptStateToTokens(before, false);
+        const missing = before.slice(sequence.nextTokenIndex);
+        if (missing.length > 0) await sequence.evaluateWithoutGeneratingNewTokens(missing);
+    }));
+    const wanted = probabilities ? {probabilities: true} : {token: true, options: {temperature: 0}};
+    const inputs = rows.map(({now}) => [...now.slice(0, -1), [now.at(-1), {generateNext: wanted}]]);
+    const start = process.hrtime.bigint();
+    const outputs = await Promise.all(inputs.map((input, row) => sequences[row].controlledEvaluate(input)));
+    const nanoseconds = Number(process.hrtime.bigint() - start);
+    if (!probabilities) return {nanoseconds};
+    return {nanoseconds, probabilities: outputs.map((output) => encoded(output.at(-1).next.probabilities))};
+}
+
+// Return probabilities by token as base64 of 32-bit floats.
+function encoded(probabilities) {
+    const values = new Float32Array(Math.max(...probabilities.keys()) + 1);
+    for (const [token, value] of probabilities) values[token] = value;
+    return Buffer.from(values.buffer).toString("base64");
+}
+
+// Continue one text greedily, also past an end-of-text token.
+async function generate({text, count}) {
+    await reserve(1, text.length + count + 1);
+    const sequence = sequences[0], tokens = [];
+    await sequence.clearHistory();
+    let input = text;
+    while (tokens.length < count) {
+        const asked = {generateNext: {token: true, options: {temperature: 0}}};
+        const output = await sequence.controlledEvaluate([...input.slice(0, -1), [input.at(-1), asked]]);
+        tokens.push(output.at(-1).next.token);
+        input = tokens.slice(-1);
+    }
+    return {tokens};
+}
+
+// Return the tokens of texts by llama.cpp's own tokenizer, without special ones around them.
+function tokenize({texts}) {
+    return {tokens: texts.map((text) => [...model.tokenize(text, false)])};
+}
+
+const methods = {open, prepare, run, generate, tokenize};
+for await (const line of readline.createInterface({input: process.stdin})) {
+    const {method, ...given} = JSON.parse(line);
+    try {
+        answer({result: await methods[method](given)});
+    } catch (error) {
+        answer({error: String(error?.message ?? error)});
+    }
+}
+process.exit(0);

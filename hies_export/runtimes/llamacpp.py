@@ -1,0 +1,236 @@
+"""Run GGUF files in a stock llama.cpp on the CPU, through node-llama-cpp, which comes with a built one.
+
+llama.cpp runs in a process of its own, of `llamacpp.mjs`, which also takes the times.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+import numpy as np
+import torch
+
+from ..errors import DataError, ExportError, MissingRuntimeError
+from ..files import Rule, read_json
+from .base import Format, Runtime, register_runtime
+
+GGUF_FILE = "model.gguf"
+# Names the folder in whose node_modules node-llama-cpp is; by default the working directory or one above it.
+FOLDER_VARIABLE = "HIES_NODE_LLAMA_CPP"
+VERSION = "3.22"
+_SCRIPT = Path(__file__).with_name("llamacpp.mjs")
+# Numbers of file types in llama.cpp. Source: https://github.com/ggml-org/llama.cpp, include/llama.h, llama_ftype
+_DTYPES = {0: "float32", 1: "float16", 7: "q8_0", 32: "bfloat16"}
+# Names under which node-llama-cpp publishes built ones without a GPU.
+_BUILDS = {
+    ("Linux", "x86_64"): "linux-x64",
+    ("Linux", "aarch64"): "linux-arm64",
+    ("Darwin", "arm64"): "mac-arm64-metal",
+    ("Darwin", "x86_64"): "mac-x64",
+    ("Windows", "AMD64"): "win-x64",
+}
+_PACKAGE = Rule("node-llama-cpp must be what npm installed", "install it again")
+
+
+def is_installed() -> bool:
+    """Return whether this machine has Node and node-llama-cpp."""
+    return shutil.which("node") is not None and _package_folder() is not None
+
+
+def installed_version() -> str | None:
+    """Return the version of node-llama-cpp; None where it is not installed."""
+    folder = _package_folder()
+    return None if folder is None else read_json(folder / "package.json", dict[str, Any], _PACKAGE).get("version")
+
+
+def _package_folder() -> Path | None:
+    """Return the folder of node-llama-cpp, which Node too looks for in the folders above."""
+    start = Path(os.environ.get(FOLDER_VARIABLE) or Path.cwd()).resolve()
+    places = (folder / "node_modules" / "node-llama-cpp" for folder in (start, *start.parents))
+    return next((place for place in places if (place / "package.json").is_file()), None)
+
+
+def find_gguf(source: str | Path) -> Path | None:
+    """Return the GGUF file that a path names, itself or as the folder that has it; None if it names none."""
+    path = Path(source)
+    if path.is_dir():
+        return path / GGUF_FILE if (path / GGUF_FILE).is_file() else None
+    return path if path.suffix == ".gguf" and path.is_file() else None
+
+
+@register_runtime("llamacpp")
+class LlamaCppRuntime(Runtime):
+    """A GGUF file in llama.cpp on the CPU.
+
+    The texts of a batch are sequences of one context, which llama.cpp computes together. A pass over a prompt gives the
+    probabilities of the next token alone.
+
+    Args:
+        source: A GGUF file, or a folder with `model.gguf`.
+        threads: CPU threads.
+        exact: Attend in float32; llama.cpp's default is flash attention on a cache in float16.
+
+    Attributes:
+        release: llama.cpp's repository and release.
+        architecture: Name of the file's architecture.
+    """
+
+    format: ClassVar[Format] = "gguf"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16", "q8_0")
+    loads: ClassVar[int] = 3
+    # Not measured: every neuron counts.
+    width_step: ClassVar[int] = 1
+
+    def __init__(self, source: str | Path, *, threads: int, exact: bool = False):
+        self.require()
+        file = find_gguf(source)
+        if file is None:
+            raise DataError(f"runtime {self.name!r} needs a GGUF file or a folder with {GGUF_FILE}, got {source}")
+        self.threads = threads
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._process = _start(self._errors)
+        self._finalizer = weakref.finalize(self, _stop, self._process, self._errors)
+        told = self._ask("open", file=str(file.resolve()), threads=threads, exact=exact)
+        self.release, self.architecture = str(told["release"]), str(told["architecture"])
+        self._device, self._file_type = str(told["device"]), told.get("fileType")
+
+    def __enter__(self) -> LlamaCppRuntime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process; happens by itself when the object is no longer used."""
+        self._finalizer()
+
+    @classmethod
+    def require(cls) -> None:
+        """Check that Node and node-llama-cpp are installed."""
+        if is_installed():
+            return
+        what = "Node (20 or newer) is not installed"
+        if shutil.which("node") is not None:
+            what = f"there is no node_modules/node-llama-cpp in {os.environ.get(FOLDER_VARIABLE) or 'this folder'}"
+        build = _BUILDS.get((platform.system(), platform.machine()), "PLATFORM")
+        raise MissingRuntimeError(
+            f"runtime {cls.name!r} runs llama.cpp by node-llama-cpp, and {what}; install it with: npm i "
+            f"--omit=optional --ignore-scripts node-llama-cpp@{VERSION} @node-llama-cpp/{build}@{VERSION}, and start "
+            f"in that folder or name it in {FOLDER_VARIABLE}"
+        )
+
+    @property
+    def provider(self) -> str:
+        """The device that llama.cpp runs on."""
+        return self._device
+
+    @property
+    def dtype(self) -> str:
+        """What the file's matrices are stored in."""
+        return _DTYPES.get(self._file_type, f"llama.cpp's file type {self._file_type}")
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it generates from a cache, as all that llama.cpp runs here does."""
+        return True
+
+    def prepare(self, batch: Mapping[str, Any]) -> int:
+        """Hand the tokens of a batch over; padding is left out."""
+        return self._prepare(batch, step=False)
+
+    def prepare_step(self, batch: Mapping[str, Any]) -> int:
+        """Hand the tokens of a batch over, to run the last one of each text with the others in the cache."""
+        return self._prepare(batch, step=True)
+
+    def _prepare(self, batch: Mapping[str, Any], *, step: bool) -> int:
+        if "input_ids" not in batch:
+            raise DataError(f"runtime {self.name!r} runs decoders on input_ids, got {', '.join(sorted(batch))}")
+        ids = batch["input_ids"]
+        masks = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        rows = [row[mask].tolist() for row, mask in zip(ids, masks, strict=True)]
+        return int(self._ask("prepare", texts=rows, step=step))
+
+    def run(self, feed: int) -> int:
+        """Run the model once; `fetch` runs it again for the probabilities."""
+        self._ask("run", feed=feed)
+        return feed
+
+    def time_ns(self, feed: int) -> int:
+        """Run the model once, and return its time in nanoseconds, taken beside it."""
+        return int(self._ask("run", feed=feed)["nanoseconds"])
+
+    def fetch(self, result: int) -> dict[str, np.ndarray]:
+        """Return `probabilities` of the next token of each text, (batch, vocabulary)."""
+        rows = self._ask("run", feed=result, probabilities=True)["probabilities"]
+        return {"probabilities": np.stack([np.frombuffer(base64.b64decode(row), dtype="<f4") for row in rows])}
+
+    def generate(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Return the greedy continuation of a text, also past an end-of-text token.
+
+        Args:
+            tokens: The text.
+            count: How many tokens to return.
+        """
+        return [int(token) for token in self._ask("generate", text=list(tokens), count=count)["tokens"]]
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text by llama.cpp's tokenizer, without special tokens around them."""
+        return [[int(token) for token in row] for row in self._ask("tokenize", texts=list(texts))["tokens"]]
+
+    def _ask(self, method: str, **given: Any) -> Any:
+        """Send a request, and return the result.
+
+        Raises:
+            ExportError: llama.cpp refused it, or the process ended.
+        """
+        try:
+            self._process.stdin.write(json.dumps({"method": method, **given}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except (OSError, ValueError):  # ValueError: closed
+            line = ""
+        if not line:
+            raise ExportError(f"llama.cpp must run the file, and stopped: {self._last_words()}; report the model")
+        told = json.loads(line)
+        if "error" in told:
+            reason = " ".join([*str(told["error"]).split(), self._last_words()])[:400]
+            raise ExportError(f"llama.cpp must run the file, and refused: {reason}")
+        return told["result"]
+
+    def _last_words(self) -> str:
+        """Return the end of what the process printed as errors."""
+        if self._errors.closed:
+            return "it was closed"
+        self._errors.seek(0)
+        return " ".join(self._errors.read().decode(errors="replace").split())[-300:]
+
+
+def _start(errors: IO[bytes]) -> Any:
+    """Start the process that runs llama.cpp."""
+    folder = os.environ.get(FOLDER_VARIABLE) or str(Path.cwd())
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        ["node", str(_SCRIPT), folder], stdin=pipe, stdout=pipe, stderr=errors, text=True, encoding="utf-8"
+    )
+
+
+def _stop(process: Any, errors: IO[bytes]) -> None:
+    """End the process: it does by itself when its input ends, and is killed where it does not."""
+    try:
+        process.stdin.close()
+        process.wait(timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        process.kill()
+        process.wait()
+    process.stdout.close()
+    errors.close()
