@@ -15,6 +15,7 @@ from ..errors import RequestError, quoted, root_cause
 from ..files import read_json
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
+from .contents import refuse_other
 from .schema import CONFIG, ConfigFile, refusing
 
 
@@ -58,6 +59,8 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         # The Hub's client refuses an absolute path as a bad repository name, which misleads.
         local = Path(path).is_absolute() or os.path.exists(path)
+        if local:
+            refuse_other(path)
         reason = "there is no config.json" if local else first_line(error)
         raise RequestError(
             f"a model must be a folder with a config.json or a Hub id, but {path} is not: {reason}"

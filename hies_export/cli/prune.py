@@ -14,12 +14,15 @@ from .arguments import a_path, add_force, add_recipe, read_recipe, refuse_output
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, `--plan` and `--force`."""
     add_recipe(parser)
-    parser.add_argument("--plan", metavar="FILE", type=a_path, help="cut by this plan instead of scoring")
+    parser.add_argument(
+        "--plan", metavar="FILE", type=a_path, help="cut by this plan, or this run's, instead of scoring"
+    )
     add_force(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Write a slim checkpoint, cut by a given plan or by one made now."""
+    from ..checkpoint.contents import plan_in
     from ..pipeline.choose import choose
     from ..pipeline.prepare import prepare
     from ..pipeline.run import prune
@@ -28,6 +31,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
+    if options.plan is not None:
+        options.plan = plan_in(options.plan, progress=progress)
     refuse_output(options, recipe, **({} if options.plan is None else {"plan": options.plan}))
     given = None if options.plan is None else PruningPlan.from_file(options.plan)
     progress.stage("load")
