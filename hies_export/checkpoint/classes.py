@@ -13,7 +13,9 @@ from transformers.utils import cached_file
 
 from ..errors import RequestError, quoted, root_cause
 from ..files import read_json
+from ..model.online import hub_or_cache
 from ..slim.config import slim_class
+from .contents import refuse_other
 from .schema import CONFIG, ConfigFile, refusing
 
 
@@ -50,12 +52,15 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
         RequestError: There is none, or it is damaged.
     """
     try:
-        file = cached_file(str(path), "config.json", **hub)
+        with hub_or_cache(path, "model", local_files_only=hub.get("local_files_only", False)):
+            file = cached_file(str(path), "config.json", **hub)
         if file is None:  # of a folder
             raise FileNotFoundError(path)
     except (OSError, ValueError) as error:
         # The Hub's client refuses an absolute path as a bad repository name, which misleads.
         local = Path(path).is_absolute() or os.path.exists(path)
+        if local:
+            refuse_other(path)
         reason = "there is no config.json" if local else first_line(error)
         raise RequestError(
             f"a model must be a folder with a config.json or a Hub id, but {path} is not: {reason}"
@@ -86,7 +91,11 @@ def class_config(path: str | Path, model_class: type[PreTrainedModel], **hub: An
     Raises:
         RequestError: The config has a value that the class does not take.
     """
-    with refusing(f"{path} has none for {model_class.__name__}"):
+    offline = hub.get("local_files_only", False)
+    with (
+        refusing(f"{path} has none for {model_class.__name__}"),
+        hub_or_cache(path, "model", local_files_only=offline),
+    ):
         return model_class.config_class.from_pretrained(path, **hub)  # type: ignore[union-attr]
 
 

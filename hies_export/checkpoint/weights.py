@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from ..errors import RequestError, listed, root_cause
+from ..model.online import hub_or_cache
 from .classes import class_config, hub_options, read_config
 from .schema import check_side_files, check_slim_names, empty_model
 
@@ -136,7 +137,10 @@ def load_weights(model_class: Any, path: str | Path, **kwargs: Any) -> PreTraine
     if not kwargs.get("ignore_mismatched_sizes"):
         _check_sizes(model_class, path, kwargs.get("config") or class_config(path, model_class, **hub))
     try:
-        with _load_report() as report:
+        with (
+            _load_report() as report,
+            hub_or_cache(path, "model", local_files_only=kwargs.get("local_files_only", False)),
+        ):
             model, info = model_class.from_pretrained(
                 path, output_loading_info=True, **{"ignore_mismatched_sizes": True, **kwargs}
             )

@@ -13,9 +13,9 @@ from .arguments import a_path, a_path_or_id, add_force, add_json, add_output, ad
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the plan, the checkpoint and the folder."""
-    parser.add_argument("plan", metavar="PLAN", type=a_path, help="a plan.json")
+    parser.add_argument("plan", metavar="PLAN", type=a_path, help="a plan.json, or a run, whose plan it is")
     parser.add_argument(
-        "model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder or Hub id, with safetensors"
+        "model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id, with safetensors"
     )
     add_refit(parser)
     add_force(parser)
@@ -25,11 +25,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Write the slim checkpoint, and return its sizes in bytes and the time it took."""
+    from ..checkpoint.contents import checkpoint_in, plan_in
     from ..checkpoint.folders import refuse_existing
     from ..stream.apply import apply_plan
     from ..values import PruningPlan
     from .terminal import plan_text, plan_totals
 
+    options.plan = plan_in(options.plan, progress=progress)
+    options.model = checkpoint_in(options.model, progress=progress)
     inputs = {"plan": options.plan, "model": options.model}
     refuse_existing(options.output, overwrite=options.overwrite, inputs=inputs)
     plan = PruningPlan.from_file(options.plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,9 +23,13 @@ EPILOG = (
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the two models and how to time them."""
     parser.epilog = EPILOG
-    parser.add_argument("first", metavar="A", type=a_path, help="the model that ratios are relative to")
+    parser.add_argument("first", metavar="A", type=a_path, help="the model that ratios are relative to, or a run")
     parser.add_argument(
-        "second", metavar="B", type=a_path, nargs="?", help="default: A again, which measures the noise"
+        "second",
+        metavar="B",
+        type=a_path,
+        nargs="?",
+        help="default: of a run A, its slim model beside its dense one; else A again, which measures the noise",
     )
     repeated: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument(
@@ -59,9 +64,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..pipeline.bench import bench
     from ..report.bench import Bench, print_bench
 
-    second = options.second or options.first
+    first, second = _models(options, progress)
     rows = bench(
-        options.first,
+        first,
         second,
         runtimes=options.runtimes,
         shapes=[_parse_shape(text) for text in options.shapes],
@@ -71,13 +76,59 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         progress=progress,
     )
     result = {
-        "a": str(options.first),
-        "b": str(second),
+        "a": first,
+        "b": second,
         "latency": [asdict(row) for row in rows],
         "environment": environment(),
     }
     print_bench(Bench.from_values(result), console)
     return result
+
+
+def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
+    """Return what is compared: of a single run its dense model and its slim one, else what was given.
+
+    Of a run, `slim/` is taken; `onnx/` where only graphs are timed.
+    """
+    from ..checkpoint.contents import Contents, checkpoint_in, contents
+    from ..pipeline.provenance import dense_model
+
+    first, second = options.first, options.second
+    if second is None and contents(first) is Contents.RUN:
+        slim = checkpoint_in(str(first), progress=progress)
+        dense = dense_model(first)
+        if dense is None:
+            progress.stage("its dense model is not where it was: its slim one is timed against itself, for the noise")
+        else:
+            progress.stage(f"A is its dense model, {dense}; B is {slim}")
+        return dense or slim, slim
+    second = second or first
+    if _on_graphs(options, first, second):
+        return _graph_in(first, progress), _graph_in(second, progress)
+    return tuple(checkpoint_in(str(path), onnx=True, progress=progress) for path in (first, second))  # type: ignore[return-value]
+
+
+def _on_graphs(options: Namespace, *paths: Path) -> bool:
+    """Return whether graphs that are there already will be timed: both models have one, and all runtimes read it."""
+    from ..checkpoint.contents import Contents, contents
+    from ..runtimes.registry import RUNTIMES
+
+    given = [contents(path) is Contents.ONNX for path in paths]
+    there = [one or _graph_of_run(path).is_file() for one, path in zip(given, paths, strict=True)]
+    reading = [not RUNTIMES[name].reads_models for name in options.runtimes if name in RUNTIMES]
+    return all(there) and not options.dtypes and (all(reading) if reading else any(given))
+
+
+def _graph_of_run(run: Path) -> Path:
+    return run / "onnx" / "model.onnx"
+
+
+def _graph_in(path: Path, progress: Progress) -> str:
+    """Return an ONNX folder, or that of a run."""
+    if not _graph_of_run(path).is_file():
+        return str(path)
+    progress.stage(f"{path} is the folder of a run: its onnx/ is taken")
+    return str(path / "onnx")
 
 
 def _parse_shape(text: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
         parser: Of the command.
         output: Take the folder as an argument of this name, as Optimum's exporters do, and not as `-o DIR`.
     """
-    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder or Hub id")
+    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id")
     if output is None:
         add_output(parser, required=True)
     else:
@@ -36,9 +36,11 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     """Write the folder, and return its size, its files and how far the export differs from torch."""
     import torch
 
+    from ..checkpoint.contents import checkpoint_in
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.loading import load
 
+    options.model = checkpoint_in(options.model, progress=progress)
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
     progress.stage("load the model")
     if options.format == "gguf":

@@ -15,7 +15,7 @@ from .arguments import a_number, a_path, a_path_or_id, a_text, add_json
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the model, and prompts or questions."""
     parser.add_argument(
-        "folder", metavar="FOLDER", type=a_path_or_id, help="ONNX folder; or a checkpoint, which runs in torch"
+        "folder", metavar="FOLDER", type=a_path_or_id, help="ONNX folder; or a checkpoint or a run, which run in torch"
     )
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt", dest="prompts", metavar="TEXT", type=a_text, action="append", help="may be repeated")
@@ -49,6 +49,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Continue prompts, or answer a file of questions, and return the texts."""
+    from ..checkpoint.contents import checkpoint_in
+
+    options.folder = checkpoint_in(options.folder, onnx=True, progress=progress)
     if options.questions is not None:
         return _answer(options, console, progress)
     from ..generate.text import generate_text

@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         type=a_path_or_id,
-        help="checkpoint folder or Hub id; a plan.json or a run's folder; a recipe with --theory",
+        help="checkpoint folder, run or Hub id; a plan.json; a recipe with --theory",
     )
     parser.add_argument(
         "--theory",
@@ -45,16 +45,13 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     """Show heads, neurons and FLOPs of every layer, or a plan, or the theory, and return them."""
     if options.theory:
         return _inspect_theory(options, console, progress)
-    plan = _plan_file(Path(options.model))
-    return _inspect_model(options, console) if plan is None else _inspect_plan(plan, console)
+    from ..checkpoint.contents import Contents, checkpoint_in, contents, plan_in
 
-
-def _plan_file(path: Path) -> Path | None:
-    """Return the plan that a path means: the file itself, or that of a run's folder; None for a checkpoint."""
-    if path.is_file() and path.suffix == ".json":
-        return path
-    in_folder = path / "plan.json"
-    return in_folder if in_folder.is_file() and not (path / "config.json").is_file() else None
+    path = Path(options.model)
+    if contents(path) is Contents.SCORED or path.suffix == ".json":
+        return _inspect_plan(plan_in(path, progress=progress), console)
+    options.model = checkpoint_in(options.model, progress=progress)
+    return _inspect_model(options, console)
 
 
 def _inspect_plan(file: Path, console: Console) -> dict[str, Any]:

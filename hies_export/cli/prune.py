@@ -15,7 +15,9 @@ from .arguments import a_path, add_force, add_recipe, add_refit, find_refit, rea
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, `--plan`, and the options about that plan."""
     add_recipe(parser)
-    parser.add_argument("--plan", metavar="FILE", type=a_path, help="cut by this plan instead of scoring")
+    parser.add_argument(
+        "--plan", metavar="FILE", type=a_path, help="cut by this plan, or this run's, instead of scoring"
+    )
     add_refit(parser)
     add_force(parser)
 
@@ -26,6 +28,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     A recipe that compensates refits the layers, also of a given plan. Otherwise those that were written with the plan
     are taken.
     """
+    from ..checkpoint.contents import plan_in
     from ..checkpoint.refits import read_refit, warn_uncompensated
     from ..pipeline.choose import choose
     from ..pipeline.prepare import prepare
@@ -36,6 +39,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
+    if options.plan is not None:
+        options.plan = plan_in(options.plan, progress=progress)
     refuse_output(options, recipe, **({} if options.plan is None else {"plan": options.plan}))
     given = None if options.plan is None else PruningPlan.from_file(options.plan)
     refitted = None

@@ -14,7 +14,7 @@ from .arguments import a_path, a_text, add_json
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the run, the repository and what its card says."""
-    parser.add_argument("folder", metavar="RUN_DIR", type=a_path, help="a run's folder")
+    parser.add_argument("folder", metavar="RUN", type=a_path, help="a run's folder")
     parser.add_argument("repository", metavar="USER/REPO", type=a_text, help="made if there is none")
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument(
@@ -35,8 +35,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Upload the run, and return the repository, its URL, the files and their size."""
+    from ..checkpoint.contents import Contents, refuse_other_than
     from ..hub.push import Commit, push_to_hub
 
+    refuse_other_than(options.folder, Contents.RUN, needs="a push needs the folder of a run")
     pushed = push_to_hub(
         options.folder,
         options.repository,

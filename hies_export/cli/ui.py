@@ -21,8 +21,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Serve the page until it is interrupted."""
+    from ..checkpoint.contents import Contents, refuse_other_than
     from ..ui.page import show
 
+    wanted = (Contents.RUN, Contents.SWEEP)
+    refuse_other_than(options.folder, *wanted, needs="ui needs the folder of a finished run or sweep")
     page = show(options.folder, port=options.port, open_browser=not options.no_browser)
     console.print(f"{page.local_url} shows {options.folder}; Ctrl-C ends it", markup=False)
     page.block_thread()

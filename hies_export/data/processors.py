@@ -10,6 +10,7 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..errors import DataError, RequestError, root_cause
 from ..model.internals import never_asking
+from ..model.online import hub_or_cache
 from ..tasks import Task, find_task
 
 logger = logging.getLogger(__name__)
@@ -43,9 +44,11 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
     if wanted.images:
         options["backend"] = "pil"
     try:
-        with never_asking():
+        with never_asking(), hub_or_cache(path, "model", error=DataError):
             loaded = loader.from_pretrained(path, **options)
         words = _words(loaded)
+    except DataError:
+        raise
     except RequestError as error:
         raise DataError(
             f"{needs} of a class of transformers, but that of {path} is code in the checkpoint (auto_map), which is "

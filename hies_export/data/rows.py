@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.dataset
 
 from ..errors import DataError, listed, quoted, root_cause
+from ..model.online import hub_or_cache
 from ..progress import quiet
 from .delimited import is_large, read_in_chunks
 from .row_names import number_rows
@@ -180,7 +181,10 @@ def _load_hub_split(name: str, split: str) -> datasets.Dataset:
         )
     repository, configuration = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
     try:
-        splits = datasets.load_dataset(repository, configuration)
+        with hub_or_cache(repository, "data set", error=DataError):
+            splits = datasets.load_dataset(repository, configuration)
+    except DataError:
+        raise
     except Exception as error:  # the Hub, the network, the file formats: each raises its own kind
         raise DataError(
             f"the dataset {name!r} could not be loaded from the Hub ({root_cause(error)}); "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ..checkpoint.contents import Contents, refuse_other
 from ..checkpoint.loading import load
 from ..data.images import image_of_file
 from ..data.processors import load_processor
@@ -37,6 +38,7 @@ def generate_text(
     """
     if max_new_tokens < 1:
         raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
+    refuse_other(folder, Contents.ONNX)
     processor = load_processor(folder, task="image-text-to-text" if images else "text-generation", for_prompts=True)
     batch = encode_prompts(processor, prompts, images)
     tokens = load_generator(folder)(batch, max_new_tokens)

@@ -85,11 +85,25 @@ class RunRecord:
         of_hub = not os.path.isabs(self.recipe["model"])
         commit = {"revision": self.digests["model"]} if of_hub and "model" in self.digests else {}
 
-        def moved(path: str) -> str:
-            here = os.path.normpath(folder.resolve() / os.path.relpath(path, self.folder))
-            return here if _matches(Path(here)) else path
+        return PruningRecipe(
+            **(_with_paths(self.recipe, lambda path: self._moved(path, folder)) | commit), output=output
+        )
 
-        return PruningRecipe(**(_with_paths(self.recipe, moved) | commit), output=output)
+    def model_at(self, folder: Path) -> str | None:
+        """Return the path or Hub id of the dense model of today; None if there is none, or a revision was asked for.
+
+        Args:
+            folder: As in `recipe_at`.
+        """
+        model = str(self.recipe["model"])
+        if not os.path.isabs(model):
+            return None if self.recipe.get("revision") else model
+        model = self._moved(model, folder)
+        return model if os.path.isdir(model) else None
+
+    def _moved(self, path: str, folder: Path) -> str:
+        here = os.path.normpath(folder.resolve() / os.path.relpath(path, self.folder))
+        return here if _matches(Path(here)) else path
 
     def check_inputs(self, recipe: PruningRecipe) -> None:
         """Refuse to go on with other inputs than those of the run.
@@ -108,6 +122,18 @@ class RunRecord:
                     f"{name} must be what the run read, but {path} has changed: its SHA-256 is {found[:12]}, and was "
                     f"{self.digests[name][:12]}; restore it, or run the recipe anew"
                 )
+
+
+def dense_model(folder: Path) -> str | None:
+    """Return the path or Hub id of the dense model that a run read; None where it is not known or not there.
+
+    Args:
+        folder: The run's folder.
+    """
+    try:
+        return RunRecord.from_report(Report.from_file(folder), folder).model_at(folder)
+    except RequestError:  # no report, or one from before runs were recorded
+        return None
 
 
 def digest(files: Mapping[str, Path]) -> str:

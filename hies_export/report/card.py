@@ -11,6 +11,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData, hf_hub_download, metadata_load
 from huggingface_hub.errors import HfHubHTTPError
 
+from ..errors import RequestError
+from ..model.online import hub_or_cache
 from .jinja import render_report
 from .report import Report
 from .rows import comparison_table
@@ -101,9 +103,10 @@ def read_card(model: str | Path) -> dict[str, Any]:
     Somebody else wrote the card. What is neither text nor a list of texts is left out.
     """
     try:
-        file = Path(model) / "README.md" if Path(model).is_dir() else hf_hub_download(str(model), "README.md")
+        with hub_or_cache(model, "model card"):
+            file = Path(model) / "README.md" if Path(model).is_dir() else hf_hub_download(str(model), "README.md")
         found = metadata_load(file)
-    except (HfHubHTTPError, OSError, ValueError, RecursionError, yaml.YAMLError):
+    except (RequestError, HfHubHTTPError, OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     if not isinstance(found, dict):
         return {}

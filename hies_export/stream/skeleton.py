@@ -19,6 +19,7 @@ from ..checkpoint.stored import checkpoint_dtype
 from ..checkpoint.weights import check_files
 from ..errors import RequestError, quoted
 from ..model import internals
+from ..model.online import hub_or_cache
 from .companions import COMPANIONS
 from .renaming import Step, loading_steps
 from .shards import StoredTensor, read_blocks, read_header
@@ -37,10 +38,11 @@ def fetch(model: str | Path) -> Path:
     if Path(model).is_dir():
         return Path(model)
     try:
-        folder = Path(snapshot_download(str(model), allow_patterns=[*SIDE_FILES, SAFE_WEIGHTS_NAME]))
-        if not (folder / SAFE_WEIGHTS_NAME).is_file() and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-            files = sorted(set(read_weight_map(folder / SAFE_WEIGHTS_INDEX_NAME).values()))
-            folder = Path(snapshot_download(str(model), allow_patterns=[*SIDE_FILES, *files]))
+        with hub_or_cache(model, "model"):
+            folder = Path(snapshot_download(str(model), allow_patterns=[*SIDE_FILES, SAFE_WEIGHTS_NAME]))
+            if not (folder / SAFE_WEIGHTS_NAME).is_file() and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+                files = sorted(set(read_weight_map(folder / SAFE_WEIGHTS_INDEX_NAME).values()))
+                folder = Path(snapshot_download(str(model), allow_patterns=[*SIDE_FILES, *files]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise RequestError(f"the files of {model} must be at hand or on the Hub, but: {error}") from error
     return folder

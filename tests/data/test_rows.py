@@ -227,6 +227,7 @@ def test_a_failure_of_the_hub_is_told(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr("hies_export.model.online._unreachable", lambda: None)
     with pytest.raises(DataError, match=r"'org/name' could not be loaded .*ConnectionError: no route"):
         load_rows(name="org/name", split="train")
 

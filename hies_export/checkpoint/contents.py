@@ -1,0 +1,144 @@
+"""Tell what a path holds, and find the part of a run's folder that a command needs."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+
+from ..errors import RequestError
+from ..progress import SILENT, Progress
+
+
+class Contents(Enum):
+    """What a path of this machine holds, in words that end "PATH is ..."."""
+
+    NOTHING = "not there"
+    CHECKPOINT = "a checkpoint"
+    ONNX = "an ONNX folder"
+    RUN = "the folder of a run"
+    SCORED = "the folder of 'hies-export score'"
+    QUICKSTART = "the folder of a quickstart"
+    SWEEP = "the folder of a sweep"
+    FILE = "a file"
+    OTHER = "a folder of something else"
+
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+# Files that tell what a folder without a config is, the most telling first.
+_TELLING = {
+    "sweep.json": Contents.SWEEP,
+    "report.json": Contents.RUN,
+    "slim/config.json": Contents.RUN,
+    "plan.json": Contents.SCORED,
+    "run/report.json": Contents.QUICKSTART,
+}
+
+
+def contents(path: str | Path) -> Contents:
+    """Return what a path holds; nothing for a Hub id."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return Contents.FILE if folder.is_file() else Contents.NOTHING
+    if any(folder.glob("*.onnx")) and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        return Contents.ONNX
+    # First: what was pushed has the files of the checkpoint and the report in one folder.
+    if (folder / "config.json").is_file():
+        return Contents.CHECKPOINT
+    known = (what for name, what in _TELLING.items() if (folder / name).is_file())
+    return next(known, Contents.SWEEP if any(folder.glob("journal*.jsonl")) else Contents.OTHER)
+
+
+def checkpoint_in(path: str, *, onnx: bool = False, progress: Progress = SILENT) -> str:
+    """Return where the checkpoint is that a path means: the path itself, or `slim/` of a run's folder.
+
+    Args:
+        path: A folder or Hub id. What is not known here is returned for the loader to judge.
+        onnx: Whether an ONNX folder will do too.
+        progress: Is told which part of a run's folder was taken.
+
+    Raises:
+        RequestError: It is a file, or a folder of this package that has no checkpoint.
+    """
+    slim = Path(path) / "slim"
+    if contents(path) is Contents.RUN and (slim / "config.json").is_file():
+        progress.stage(f"{path} is {Contents.RUN.value}: its slim/ is taken")
+        return str(slim)
+    wanted = "a checkpoint, an ONNX folder or the folder of a run" if onnx else "a checkpoint or the folder of a run"
+    refuse_other(path, *[Contents.ONNX] * onnx, must=f"the model must be {wanted}")
+    return path
+
+
+def refuse_other(
+    path: str | Path, *welcome: Contents, must: str = "a model must be a folder with a config.json or a Hub id"
+) -> None:
+    """Refuse a path that is known to hold no checkpoint: say what it holds, and what to give instead.
+
+    Args:
+        path: A folder or Hub id.
+        welcome: What will do beside a checkpoint.
+        must: Beginning of the sentence.
+
+    Raises:
+        RequestError: It is a file, or a folder of this package that is no checkpoint.
+    """
+    found = contents(path)
+    if found not in (Contents.NOTHING, Contents.CHECKPOINT, Contents.OTHER, *welcome):
+        raise RequestError(f"{must}, but {path} is {found.value}; {_instead(Path(path), found)}")
+
+
+def _instead(path: Path, found: Contents) -> str:
+    """Return what to give in the place of a path that holds no checkpoint."""
+    slim, beside = path / "slim", path.parent / "slim"
+    if found is Contents.RUN:
+        return f"give {slim}" if (slim / "config.json").is_file() else "its slim/ has no config.json: run it again"
+    if found is Contents.QUICKSTART:
+        return f"give its run, {path / 'run'}, or its dense model, {path / 'model'}"
+    if found is Contents.SCORED:
+        return f"cut the dense model by its plan, with 'hies-export apply {path} MODEL -o SLIM', and give SLIM"
+    if found is Contents.SWEEP:
+        return "it keeps no models: run its recipe with the criterion and the budget of the row you want"
+    if found is Contents.ONNX:
+        return f"give {beside}" if beside.is_dir() else "give the checkpoint that it was exported from"
+    whole = contents(path.parent) in (Contents.CHECKPOINT, Contents.RUN, Contents.ONNX)
+    return f"give the folder it is in, {path.parent}" if whole else "give a folder"
+
+
+def plan_in(path: Path, *, progress: Progress = SILENT) -> Path:
+    """Return the file of the plan that a path means: itself, or that of a run's or a slim checkpoint's folder.
+
+    Args:
+        path: A file or a folder.
+        progress: Is told which file of a folder was taken.
+
+    Raises:
+        RequestError: It is a folder without a plan.
+    """
+    if not path.is_dir():
+        return path
+    found = contents(path)
+    for name in ("plan.json", "hies_plan.json"):
+        if (path / name).is_file():
+            progress.stage(f"{path} is {found.value}: its {name} is taken")
+            return path / name
+    instead = f"save one from the page of 'hies-export ui {path}'" if found is Contents.SWEEP else "give a plan.json"
+    raise RequestError(
+        f"a plan must be a plan.json, or the folder of a run or of a slim checkpoint, but {path} is {found.value}; "
+        f"{instead}"
+    )
+
+
+def refuse_other_than(path: str | Path, *wanted: Contents, needs: str) -> None:
+    """Refuse a path that does not hold what is wanted, and name what does where it is near.
+
+    Args:
+        path: A file or a folder.
+        wanted: What it may hold.
+        needs: Beginning of the sentence: "a push needs the folder of a run".
+
+    Raises:
+        RequestError: It holds something else.
+    """
+    found = contents(path)
+    if found not in wanted:
+        near = next((p for p in (Path(path).parent, Path(path) / "run") if contents(p) in wanted), None)
+        raise RequestError(f"{needs}, but {path} is {found.value}" + (f"; give {near}" if near else ""))

@@ -1,0 +1,113 @@
+"""Read models and data sets of the Hub, or of its cache where the Hub does not answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, get_session
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from ..errors import HiesError, RequestError, root_cause
+
+logger = logging.getLogger(__name__)
+
+# Seconds to wait for an answer, and after which a Hub that gave none is asked again.
+PATIENCE = 5.0
+AGAIN_AFTER = 60.0
+
+# Endpoint -> when it was asked, and why there was no answer.
+_answers: dict[str, tuple[float, str | None]] = {}
+
+
+@contextmanager
+def hub_or_cache(
+    name: str | Path, what: str, *, local_files_only: bool = False, error: type[RequestError] = RequestError
+) -> Iterator[None]:
+    """Let libraries read a repository of the Hub, inside the block, without waiting for a Hub that does not answer.
+
+    Their clients try again for half a minute for every file. Here, the Hub is asked once whether it is there. If it is
+    not, they read from their caches inside the block.
+
+    Args:
+        name: A Hub id, or a path on this machine, for which nothing is asked.
+        what: What is read: "model" or "data set".
+        local_files_only: The libraries were told to ask nothing.
+        error: What is raised where neither the Hub nor the cache has it.
+
+    Raises:
+        RequestError: Of the class `error`: the Hub does not answer, and the block raised an error of a library.
+    """
+    missing = None if local_files_only or not _is_hub_id(name) else _unreachable()
+    if missing is None:
+        yield
+        return
+    try:
+        with _offline():
+            yield
+    except HiesError:
+        raise
+    except Exception as failure:  # of the clients, each its own kind
+        raise error(
+            f"a {what} must be on this machine, on the Hub or whole in its cache, but {name} is not here, and the Hub "
+            f"at {constants.ENDPOINT} {missing}; give a local path, or fetch it once where the Hub can be reached, and "
+            "set HF_HUB_OFFLINE=1 where it cannot"
+        ) from failure
+    if not constants.is_offline_mode():
+        logger.warning("the Hub at %s %s: what its cache has of %s is used", constants.ENDPOINT, missing, name)
+
+
+def _is_hub_id(name: str | Path) -> bool:
+    if os.path.exists(name):
+        return False
+    try:
+        validate_repo_id(str(name))
+    except HFValidationError:
+        return False
+    return True
+
+
+def _unreachable() -> str | None:
+    """Return why the Hub cannot be asked, as the end of "the Hub ..."; None if it answers, whatever it says."""
+    if constants.is_offline_mode():
+        return "is not asked, as HF_HUB_OFFLINE is set"
+    endpoint, now = constants.ENDPOINT, time.monotonic()
+    asked, found = _answers.get(endpoint, (0.0, ""))
+    if found is None or (found and now - asked < AGAIN_AFTER):
+        return found
+    try:
+        get_session().head(endpoint, timeout=PATIENCE)
+        found = None
+    except Exception as failure:  # of the HTTP library, which differs between versions of the client
+        found = f"cannot be reached ({root_cause(failure, limit=100)})"
+    _answers[endpoint] = (now, found)
+    return found
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Have the clients of models and of data sets ask nothing of the Hub inside the block, and not say so every time.
+
+    Source: https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables#hfhuboffline
+    """
+    datasets = sys.modules.get("datasets")
+    places: list[Any] = [constants] if datasets is None else [constants, datasets.config]
+    before = [place.HF_HUB_OFFLINE for place in places]
+    client = logging.getLogger("huggingface_hub")
+    level = client.level
+    try:
+        client.setLevel(logging.ERROR)
+        for place in places:
+            place.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        client.setLevel(level)
+        for place, value in zip(places, before, strict=True):
+            place.HF_HUB_OFFLINE = value

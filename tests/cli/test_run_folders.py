@@ -1,0 +1,200 @@
+"""Commands that are given the folder of a run, or of something else, where they need a part of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import causal_lm, generative_tokenizer, save_project, save_text_model
+from support.runs import without_tracing
+
+import hies_export
+from hies_export.checkpoint.contents import Contents, contents
+from hies_export.cli.main import main
+from hies_export.errors import RequestError
+
+TAKEN = "is the folder of a run: its {} is taken"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; its dense model is `model` beside it."""
+    folder = tmp_path_factory.mktemp("project")
+    save_project(
+        folder,
+        train=12,
+        validation=8,
+        calibration={"samples": 8, "batch_size": 8},
+        prune={"alpha": 0.5, "budget": {"heads": 0.4}},
+        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
+    )
+    with without_tracing():
+        assert main(["run", str(folder / "recipe.yaml")]) == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command with --json; return its exit code, what it printed on standard error, and the result."""
+
+    def run(*command: str | Path) -> tuple[int, str, Any]:
+        capsys.readouterr()
+        code = main([*map(str, command)])
+        out, err = capsys.readouterr()
+        return (
+            code,
+            " ".join(err.split()),
+            json.loads(out.splitlines()[-1]) if code == 0 and "--json" in command else {},
+        )
+
+    return run
+
+
+def test_inspect_and_export_take_the_slim_model(ran: Path, tmp_path: Path, told: Any) -> None:
+    code, err, shown = told("inspect", ran, "--json")
+    assert (code, shown["model"], shown["slim"]) == (0, str(ran / "slim"), True)
+    assert TAKEN.format("slim/") in err
+    assert shown["cut"]["heads"] == {"total": 18, "removed": 7}
+    with without_tracing():
+        code, err, _ = told("export", ran, "-o", tmp_path / "onnx")
+    assert code == 0
+    assert TAKEN.format("slim/") in err
+    assert (tmp_path / "onnx" / "tokenizer.json").is_file()
+
+
+def test_generate_takes_the_slim_model(tmp_path: Path, told: Any) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "report.json").write_text("{}")
+    causal_lm().save_pretrained(tmp_path / "run" / "slim")
+    generative_tokenizer().save_pretrained(tmp_path / "run" / "slim")
+    code, err, shown = told("generate", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2", "--json")
+    assert (code, shown["folder"]) == (0, str(tmp_path / "run" / "slim"))
+    assert TAKEN.format("slim/") in err
+    with pytest.raises(RequestError, match=rf"run is the folder of a run; give {tmp_path}/run/slim$"):
+        hies_export.generate_text(tmp_path / "run", ["a"])
+
+
+def test_apply_and_prune_take_the_plan(ran: Path, tmp_path: Path, told: Any) -> None:
+    code, err, shown = told("apply", ran, ran.parent / "model", "-o", tmp_path / "slim", "--json")
+    assert (code, shown["heads"]["removed"]) == (0, 7)
+    assert TAKEN.format("plan.json") in err
+    code, err, _ = told("prune", ran.parent / "recipe.yaml", "--plan", ran, "-o", tmp_path / "again")
+    assert code == 0
+    assert TAKEN.format("plan.json") in err
+    assert (tmp_path / "again" / "hies_plan.json").read_bytes() == (ran / "slim" / "hies_plan.json").read_bytes()
+    # A plan of the dense model is not one of the slim model.
+    assert told("apply", ran, ran, "-o", tmp_path / "more")[0] == 2
+
+
+def test_bench_compares_the_dense_and_the_slim_model_of_a_run(ran: Path, told: Any) -> None:
+    quick = ["--shape", "1x8", "--repeats", "2", "--json"]
+    code, err, found = told("bench", ran, *quick)
+    assert (code, found["a"], found["b"]) == (0, str(ran.parent / "model"), str(ran / "slim"))
+    assert f"A is its dense model, {ran.parent / 'model'}; B is {ran / 'slim'}" in err
+    _, _, found = told("bench", ran, ran.parent / "model", *quick)
+    assert (found["a"], found["b"]) == (str(ran / "slim"), str(ran.parent / "model"))
+    _, _, found = told("bench", ran, ran, *quick)
+    assert (found["a"], found["b"]) == (str(ran / "slim"), str(ran / "slim"))
+
+
+def test_bench_without_the_dense_model_measures_the_noise(ran: Path, tmp_path: Path, told: Any) -> None:
+    values = json.loads((ran / "report.json").read_text())
+    values["details"]["run"]["recipe"]["model"] = str(tmp_path / "nowhere")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "slim").symlink_to(ran / "slim")
+    (alone / "report.json").write_text(json.dumps(values))
+    code, err, found = told("bench", alone, "--shape", "1x8", "--repeats", "2", "--json")
+    assert (code, found["a"], found["b"]) == (0, str(alone / "slim"), str(alone / "slim"))
+    assert "its dense model is not where it was" in err
+
+
+def test_bench_of_runs_takes_graphs_where_only_graphs_are_timed(ran: Path, monkeypatch: Any, told: Any) -> None:
+    taken: list[tuple[str, str]] = []
+
+    def remember(first: str, second: str, **_: Any) -> list[Any]:
+        taken.append((first, second))
+        return []
+
+    monkeypatch.setattr("hies_export.pipeline.bench.bench", remember)
+    graph, slim = str(ran / "onnx"), str(ran / "slim")
+    told("bench", ran, ran, "--runtime", "onnxruntime-cpu")
+    told("bench", ran, ran, "--runtime", "onnxruntime-cpu", "--runtime", "torch")
+    told("bench", ran, ran, "--runtime", "onnxruntime-cpu", "--dtype", "float16")
+    told("bench", ran, ran)
+    told("bench", graph, ran)
+    told("bench", slim, ran, "--runtime", "onnxruntime-cpu")
+    assert taken == [(graph, graph), (slim, slim), (slim, slim), (slim, slim), (graph, graph), (slim, slim)]
+
+
+@pytest.fixture(scope="module")
+def others(ran: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders and files that are no checkpoints, by name."""
+    folder = tmp_path_factory.mktemp("others")
+    for name in ("sweep/sweep.json", "stopped/journal-a-1.jsonl", "scored/plan.json", "quick/run/report.json"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("{}")
+    (folder / "plan.json").write_bytes((ran / "plan.json").read_bytes())
+    (folder / "broken").mkdir()
+    (folder / "broken" / "report.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sweep", "is the folder of a sweep; it keeps no models: run its recipe"),
+        ("stopped", "is the folder of a sweep; it keeps no models"),
+        ("scored", "is the folder of 'hies-export score'; cut the dense model by its plan, with 'hies-export apply"),
+        ("quick", "is the folder of a quickstart; give its run, "),
+        ("broken", "is the folder of a run; its slim/ has no config.json: run it again"),
+        ("plan.json", "is a file; give a folder"),
+    ],
+)
+@pytest.mark.parametrize("command", [("generate", "--prompt", "a"), ("bench",), ("export", "-o", "x")])
+def test_what_is_no_checkpoint_is_named(
+    command: tuple[str, ...], name: str, said: str, others: Path, told: Any
+) -> None:
+    code, err, _ = told(command[0], others / name, *command[1:])
+    assert code == 2
+    assert "error: the model must be a checkpoint" in err
+    assert f"{others / name} {said}" in err
+
+
+def test_loading_names_the_slim_model_too(ran: Path) -> None:
+    match = rf"a model must be a folder with a config.json or a Hub id, but {ran} is .*; give {ran}/slim$"
+    with pytest.raises(RequestError, match=match):
+        hies_export.load(ran)
+
+
+def test_an_onnx_folder_is_no_checkpoint_though_it_has_a_config(ran: Path, told: Any) -> None:
+    code, err, _ = told("export", ran / "onnx", "-o", "nowhere")
+    assert code == 2
+    assert f"{ran / 'onnx'} is an ONNX folder; give {ran / 'slim'}" in err
+
+
+def test_push_and_ui_and_report_name_the_run(ran: Path, others: Path, told: Any) -> None:
+    for command in (["push", ran / "slim", "user/repo"], ["ui", ran / "slim"]):
+        code, err, _ = told(*command)
+        assert code == 2
+        assert f"{ran / 'slim'} is a checkpoint; give {ran}" in err
+    code, err, _ = told("push", others / "sweep", "user/repo")
+    assert code == 2
+    assert "a push needs the folder of a run, but" in err
+    assert "is the folder of a sweep" in err
+
+
+def test_plans_are_not_in_sweeps(ran: Path, others: Path, tmp_path: Path, told: Any) -> None:
+    code, err, _ = told("apply", others / "sweep", ran.parent / "model", "-o", tmp_path / "slim")
+    assert code == 2
+    assert "is the folder of a sweep; save one from the page of 'hies-export ui" in err
+
+
+def test_a_checkpoint_with_a_graph_beside_it_and_what_was_pushed_are_checkpoints(tmp_path: Path) -> None:
+    save_text_model(tmp_path)
+    for name in ("model.onnx", "report.json", "plan.json"):
+        (tmp_path / name).write_text("{}")
+        assert contents(tmp_path) is Contents.CHECKPOINT
+    assert contents("user/repository") is Contents.NOTHING
