@@ -182,14 +182,14 @@ def test_what_was_tried_is_a_table() -> None:
         ["<b>|, 2 steps, token weights 0.1", "0.9000", "100.0%", "chosen"],
     ]
     markdown, page = render_markdown(report), render_html(report)
-    assert "## What was tried, on held-out rows\n\n| candidate | accuracy |" in markdown
+    assert "## How it was chosen, on held-out rows\n\n| candidate | accuracy |" in markdown
     assert "| &lt;b>\\|, 2 steps, token weights 0.1 | 0.9000 | 100.0% | chosen |" in markdown
     assert "<td>&lt;b&gt;|, 2 steps, token weights 0.1</td>" in page
     without_labels = [{**row, "quality": None} for row in TRIED]
     assert "accuracy" not in tried_table(make_report(tried=without_labels)).header
     for nothing in (make_report(alpha_curve=()), make_report(alpha_curve=(), tried=[])):
         assert tried_table(nothing) is None
-        assert "What was tried" not in render_html(nothing) + render_markdown(nothing)
+        assert "How it was chosen" not in render_html(nothing) + render_markdown(nothing)
 
 
 def test_layers_show_their_feed_forward_blocks() -> None:
