@@ -82,6 +82,19 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
             assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings], link
 
 
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_what_a_page_includes_is_there(path: Path) -> None:
+    """A formatter once wrote "--8 < --", which the site shows as it is."""
+    for line in re.findall(r"^.*\b8 *<.*$", path.read_text(), re.MULTILINE):
+        if path.name == "CONTRIBUTING.md":
+            assert re.fullmatch(r"<!-- --8<-- \[(start|end):\w+\] -->", line), line
+            continue
+        include = re.fullmatch(r'--8<-- "([\w./]+)(?::(\w+))?"', line)
+        assert include is not None, line
+        text = (ROOT / include[1]).read_text()
+        assert include[2] is None or f"[start:{include[2]}]" in text
+
+
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 8_700
 
@@ -173,7 +186,7 @@ def test_the_site_has_the_docstrings(site: dict[str, Page]) -> None:
         assert any({f"hies_export.{name}", f"hies_export.errors.{name}"} & page.ids for page in pages), name
     # Sections as tables, examples as code.
     assert stages.text.count("Parameters:") >= 15
-    assert "collect_statistics(model, batches, sites)" in stages.text
+    assert "collect_statistics(model, batches, modules)" in stages.text
     # The registry is empty in the source, so its value would say nothing; a page of its own lists what it holds.
     assert "CRITERIA =" not in stages.text
     assert all(name in site["reference/criteria/index.html"].text for name in hies_export.CRITERIA)

@@ -21,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Train, run a recipe on the trained model, say what to try next, and return the report's summary."""
     from ..checkpoint.folders import new_folder
-    from ..pipeline.quickstart import prepare_quickstart
+    from ..pipeline.quickstart import MODEL, prepare_quickstart
     from ..pipeline.run import run as run_recipe
     from ..recipe import PruningRecipe
     from ..report.terminal import print_report
@@ -41,7 +41,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         "Try next:\n"
         f"  hies-export run {where}/recipe.yaml --set prune.budget.flops=0.7 -o {where}/larger\n"
         f"  hies-export inspect {where}/run/slim\n"
-        f"  hies-export bench {where}/model {where}/run/slim --runtime onnxruntime-cpu --shape 64\n"
+        f"  hies-export bench {where}/{MODEL} {where}/run/slim --runtime onnxruntime-cpu --shape 64\n"
         "and then a recipe for your own model: see recipes/bert-sst2.yaml",
         markup=False,
         soft_wrap=True,

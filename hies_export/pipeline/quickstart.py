@@ -20,9 +20,12 @@ from ..progress import SILENT, Progress
 # Inside the package, so that it is installed too; recipes/ links to it.
 RECIPE = Path(__file__).with_name("quickstart-vit-digits.yaml")
 
+# The model's folder, by which the recipe, and so the report, name it.
+MODEL = "vit-digits"
+
 
 def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progress: Progress = SILENT) -> Path:
-    """Write a dataset (digits/), a model trained on it (model/) and a recipe for both (recipe.yaml) into a folder.
+    """Write a dataset (digits/), a model trained on it (vit-digits/) and a recipe for both (recipe.yaml) into a folder.
 
     Args:
         folder: An existing, empty folder.
@@ -45,8 +48,8 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progres
     # Sums over one thread do not depend on the number of cores, so the trained weights do not either.
     with one_thread():
         model = _train(rows["train"], processor, epochs=epochs, seed=seed, progress=progress)
-    model.save_pretrained(folder / "model")
-    processor.save_pretrained(folder / "model")
+    model.save_pretrained(folder / MODEL)
+    processor.save_pretrained(folder / MODEL)
     shutil.copyfile(RECIPE, folder / "recipe.yaml")
     return folder / "recipe.yaml"
 

@@ -269,8 +269,8 @@ class CompensationSection(Section):
     """How the output projections are refitted after the cut, without training; see `compensate`.
 
     Attributes:
-        method: "least_squares" refits weights and bias. "bias" only adds what the removed heads wrote on average.
-            "scalars" multiplies every unit that stays by a number of its own.
+        method: "least_squares" refits weights and bias. "bias" only adds to the bias what the removed units wrote on
+            average, so the projections need one. "scalars" multiplies every unit that stays by a number of its own.
         samples: How many rows of the calibration split to use, without their labels.
         ridge: Strength of the ridge, relative to the mean of the diagonal of the inputs' covariance. By default the
             one with the smallest error on held-out tokens is chosen for every layer.
@@ -305,7 +305,7 @@ class CompensationSection(Section):
 
 
 class PruneSection(Section):
-    """How heads are scored, selected and compensated; see `score_heads`, `select_heads` and `compensate_heads`.
+    """How units are scored, selected and compensated; see `score_units`, `select_units` and `compensate`.
 
     Attributes:
         modules: What loses units: "attention" (heads), "mlp" (feed-forward neurons), or both under one budget.
@@ -314,14 +314,17 @@ class PruneSection(Section):
             alpha nor labels. Where the calibration rows have fewer than 16,384 tokens it reads rows of the compensation
             too; see `score_compensated`. `auto` cuts, refits and judges what several criteria would choose, on held-out
             rows.
-        alpha: The weight of importance against entropy, in [0, 1), or "auto" to choose it on held-out rows.
-        normalize: Whether the terms of HIES are scaled over all heads of the model or within each layer.
+        alpha: Of HIES, the weight of importance against focus, in [0, 1): score = alpha * importance + (1 - alpha) *
+            focus, where focus is one minus the attention's entropy. "auto" tries twelve values on held-out rows.
+        normalize: Over which heads the two terms of HIES are scaled to [0, 1] before they are blended. "model": over
+            all, so a layer of weak heads may lose most of them. "layer": over those of each layer, so that every layer
+            has a head with 0 and one with 1.
         budget: See `BudgetSection`.
         allocation: "uniform" removes as many heads from every layer, "global" those that score lowest anywhere.
         unit: Of grouped-query attention, "group" removes whole key/value groups, "query" as many query heads from each.
         towers: The parts of a composite model that lose heads; by default the language model where there is one.
-        min_heads: Heads that every layer keeps.
-        keep_layers: Layers that keep all of their heads.
+        min_heads: Query heads that every layer keeps, however low they score.
+        keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
         multiple_of: What the number of units left in a layer is divisible by: a number, for heads, or see `MultipleOf`.
         steps: Parts in which the heads are removed; those that are left are scored anew in between.
         compensation: See `CompensationSection`; None for no compensation.
@@ -434,7 +437,8 @@ class MeasureSection(Section):
     """What is timed.
 
     Attributes:
-        runtimes: Names of runtimes, as `runtimes/` registers them.
+        runtimes: What to time on, such as "torch" or "onnxruntime-cpu". An empty list times nothing; the ONNX model is
+            written and compared with torch all the same.
         dtypes: What the models are timed in, each on the runtimes that can run it; by default torch runs the model
             as it is, and ONNX Runtime the graph as it is exported. Only time is measured in the others.
         shapes: (batch, sequence) pairs; an image model's sequence follows from its image size, so (batch,) is enough.

@@ -75,6 +75,28 @@ class Dot(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Scale:
+    """Where a share of the dense model's goes: an axis from 0 that all bars of a chart have in common.
+
+    Attributes:
+        high: The share at its end, at least 1.
+    """
+
+    high: float
+
+    def __call__(self, share: float) -> float:
+        """Return a place in percent of the width; what lies outside is at the end."""
+        return 100 * min(max(share, 0.0), self.high) / self.high
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """Places of at most nine round shares, and the shares as text."""
+        step = next(s * 10**power for power in range(-1, 20) for s in (2, 5, 10) if self.high / (s * 10**power) <= 8)
+        shares = [step * number for number in range(int(self.high / step) + 1)]
+        return [(self(share), f"{share:.3g}") for share in shares]
+
+
+@dataclass(frozen=True)
 class Curve:
     """A curve in an SVG 600 units wide.
 
@@ -86,6 +108,10 @@ class Curve:
         ends: The largest and the smallest value: height, and the number as text.
         axis: Text at both ends of the axis.
         bottom: Height of that text.
+        kind: CSS class of the curve; each kind of number has a colour.
+        ticks: Places on the axis, and the numbers there.
+        chosen: Where on the axis the choice is marked; None for no mark.
+        band: Heights of the top and the bottom of a shaded band; None for no band.
     """
 
     label: str
@@ -95,6 +121,10 @@ class Curve:
     ends: Sequence[tuple[float, str]]
     axis: tuple[str, str]
     bottom: int
+    kind: str = ""
+    ticks: Sequence[tuple[float, str]] = ()
+    chosen: float | None = None
+    band: tuple[float, float] | None = None
 
 
 def plan_figure(units: UnitMap) -> MapFigure:
@@ -178,12 +208,12 @@ def _parts_alike(first: str, second: str) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def latency_scale(rows: Sequence[LatencyRow]) -> Callable[[float], float]:
-    """Return where a ratio goes on a scale that all rows share, in percent of its width."""
-    ends = [end for row in rows for end in (row.ratio_low, row.control_low, row.ratio_high, row.control_high)]
+def latency_scale(rows: Sequence[LatencyRow]) -> Scale:
+    """Return the scale that all rows share."""
+    ends = [end for row in rows if not row.noisy for end in (row.ratio_high, row.control_high)]
     # One noisy row must not squeeze all the others.
-    low, high = max(min((0.95, *ends)), 0.3) - 0.02, min(max((1.05, *ends)), 1.5) + 0.02
-    return lambda ratio: 100 * (min(max(ratio, low), high) - low) / (high - low)
+    ends += [min(end, 1.5) for row in rows if row.noisy for end in (row.ratio_high, row.control_high)]
+    return Scale(max(1.05, *ends) + 0.01 if ends else 1.06)
 
 
 def curve_places(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 
+from ..evaluate.metrics import higher_is_better
 from .drawing import (
     BarFigure,
     Curve,
     Dot,
     MapFigure,
+    Scale,
     bar_figure,
     curve_places,
     latency_scale,
@@ -22,8 +24,8 @@ from .drawing import (
 from .jinja import render_report
 from .maps import CUT, UnitBars, UnitMap, unit_maps
 from .report import Report
-from .rows import check_table, environment_table, percentile_table, quality_table, row_name, size_rows
-from .text import agreement, criterion_text, model_name, named_units
+from .rows import check_table, environment_table, percentile_table, quality_table, size_rows
+from .text import agreement, criterion_text
 
 # Numbers of a head that have a map: title, and how to read it.
 MAPS = {
@@ -44,19 +46,19 @@ def render_html(report: Report, *, location: str = "slim") -> str:
     return render_report(
         "report.html.j2",
         report,
-        subtitle=f"{model_name(report)} · {report.task} · {criterion_text(report)} · seed {report.seed}",
+        subtitle=f"{report.task} · {criterion_text(report)} · seed {report.seed}",
         location=location,
-        tiles=_tiles(report),
         heads=heads,
         figures=_figures(heads) if heads else [],
         numbers=_numbers(heads) if heads else None,
         bars=_bars(report, heads),
         quality=quality_table(report),
-        stability_of=report.details.get("stability_of", "prediction"),
+        agreement=agreement(report),
         uncompensated=report.details.get("uncompensated"),
-        alpha_curve=_alpha_curve(report),
+        alpha_curves=_alpha_curves(report),
         sizes=size_rows(report),
         place=latency_scale(report.latency),
+        whole=Scale(1.0),
         percentiles=percentile_table(report.latency),
         checks=check_table(report).rows,
         environment=environment_table(report.environment),
@@ -66,22 +68,6 @@ def render_html(report: Report, *, location: str = "slim") -> str:
 def is_page(text: str) -> bool:
     """Return whether a text is a page that this package rendered, of a report or of a bench."""
     return '<meta name="generator" content="hies-export">' in text[:2000]
-
-
-def _tiles(report: Report) -> list[tuple[str, str, str]]:
-    """Return the numbers at the top of the page: name, number, remark."""
-    quality = report.quality
-    tiles = [
-        *((name, f"{units.kept:,}", f"of {units.total:,}") for name, units in named_units(report)),
-        (quality.metric, f"{quality.slim:.4g}", f"dense {quality.dense:.4g}"),
-        (agreement(report), f"{report.stability:.1%}", "of the dense model's"),
-    ]
-    quiet = [row for row in report.latency if not row.noisy]
-    if quiet:
-        best = min(quiet, key=lambda row: row.ratio)
-        tiles.append(("time, at best", f"{best.ratio:.1%}", f"of dense · {row_name(best).replace(' x ', ' × ')}"))
-    tiles.append(("parameters", f"{report.parameters.ratio:.1%}", "of dense"))
-    return tiles
 
 
 def _figures(units: UnitMap) -> list[MapFigure]:
@@ -110,17 +96,33 @@ def _numbers(units: UnitMap) -> str:
     return json.dumps(modules, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _alpha_curve(report: Report) -> Curve | None:
-    """Return quality by alpha, where alpha was chosen on data."""
-    points = [point for point in report.details.get("alpha_curve", ()) if point["quality"] is not None]
-    if len(points) < 2:
-        return None
-    left, height = 40, 100
-    place, ends = curve_places([point["quality"] for point in points], left=left, height=height)
-    places = [place(point["alpha"], point["quality"]) for point in points]
-    notes = [f"alpha {p['alpha']:g}: {p['quality']:.4f}, stability {p['stability']:.1%}" for p in points]
+def _alpha_curves(report: Report) -> list[Curve]:
+    """Return the metric and the stability by alpha, where alpha was chosen on data; no metric without labels."""
+    points = report.details.get("alpha_curve", ())
+    if len(points) < 2 or report.alpha is None:
+        return []
+    curves = [_alpha_curve(report, "stability", f"{agreement(report)}, share")]
+    if all(point["quality"] is not None for point in points):
+        curves.insert(0, _alpha_curve(report, "quality", report.quality.metric))
+    return curves
+
+
+def _alpha_curve(report: Report, kind: str, label: str) -> Curve:
+    """Return one number of every alpha; of the metric also the band in which all are as good as the best."""
+    points = report.details["alpha_curve"]
+    left, height, values = 70, 110, [point[kind] for point in points]
+    spanned, edge, best = list(values), None, 0.0
+    if kind == "quality":
+        sign = 1 if higher_is_better(report.quality.metric) else -1
+        point = max(points, key=lambda point: sign * point["quality"])
+        best, edge = point["quality"], point["quality"] - sign * (point.get("standard_error") or 0.0)
+        spanned.append(edge)
+    place, ends = curve_places(spanned, left=left, height=height)
+    places = [place(point["alpha"], point[kind]) for point in points]
+    notes = [f"alpha {point['alpha']:g}: {point[kind]:.4f}" for point in points]
+    band = None if edge in (None, best) else (place(0, best)[1], place(0, edge)[1])
     return Curve(
-        label="quality by alpha",
+        label=label,
         left=left,
         line=places,
         dots=[
@@ -128,6 +130,10 @@ def _alpha_curve(report: Report) -> Curve | None:
             for (x, y), point, note in zip(places, points, notes, strict=True)
         ],
         ends=ends,
-        axis=("0: entropy", "importance: 1"),
-        bottom=150,
+        axis=("entropy alone", "importance alone"),
+        bottom=height + 68,
+        kind=kind,
+        ticks=[(place(alpha / 5, spanned[0])[0], f"{alpha / 5:g}") for alpha in range(6)],
+        chosen=place(report.alpha or 0.0, spanned[0])[0],
+        band=None if band is None else (min(band), max(band)),
     )

@@ -10,13 +10,16 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from .lead import lead_text
 from .maps import unit_maps
 from .report import Report
 from .rows import latency_table, layer_table, pair_text, ratio_text, row_name, tried_table
 from .text import (
+    alpha_text,
     budget_text,
     counts_text,
     criterion_text,
+    environment_text,
     family_text,
     held_out_rows,
     kinds_text,
@@ -24,6 +27,7 @@ from .text import (
     method_text,
     model_name,
     title,
+    tried_text,
 )
 
 
@@ -39,11 +43,15 @@ def render_report(template: str, report: Report, **values: Any) -> str:
         template,
         report=report,
         title=title(report),
+        lead=lead_text(report),
         name=model_name(report),
         criterion=criterion_text(report),
         budget=budget_text(report),
         method=method_text(report),
         family=family_text(report),
+        machine=environment_text(report.environment),
+        alpha_note=alpha_text(report),
+        tried_note=tried_text(report),
         counts=counts_text(report),
         kinds=kinds_text(report),
         kinds_or=kinds_text(report, joined="or"),

@@ -14,7 +14,7 @@ from .style import COLOURS, MARKERS, head_map, new_figure, require_matplotlib, w
 from .text import held_out_rows
 
 # Numbers of a head that have a panel, and their titles.
-MAPS = {"his": "importance (HIS)", "entropy": "attention entropy", "score": "score"}
+MAPS = {"score": "score", "his": "importance (HIS)", "entropy": "attention entropy"}
 CAPTIONS = {
     "head-maps": "Numbers of every head, and the plan; crosses mark the heads that were cut",
     "neurons": "Feed-forward neurons that every layer keeps",
@@ -47,7 +47,7 @@ def draw_report(report: Report, folder: Path) -> list[Path]:
 
 
 def head_maps(report: Report) -> Any:
-    """Draw HIS, entropy, score and plan of all heads, a panel each, with crosses on the heads that were cut.
+    """Draw plan, score, HIS and entropy of all heads, a panel each, with crosses on the heads that were cut.
 
     Returns:
         The figure, or None where the run left heads alone.
@@ -66,14 +66,13 @@ def head_maps(report: Report) -> Any:
     lines_of_panels = -(-(len(shown) + 1) // columns)
     figure = new_figure(columns * width, lines_of_panels * height)
     axes = figure.subplots(lines_of_panels, columns, squeeze=False).flatten()[: len(shown) + 1]
-    for axis, (kind, values) in zip(axes, shown.items(), strict=False):
+    kept = {module: [float(mark == KEPT) for mark in line] for module, line in marks.items()}
+    head_map(axes[0], kept, cut, title=f"plan: {report.heads.removed} of {report.heads.total} removed")
+    for axis, (kind, values) in zip(axes[1:], shown.items(), strict=True):
         limits = (min(v for line in values.values() for v in line), max(v for line in values.values() for v in line))
         name = f"{report.criterion} {MAPS[kind]}" if kind == "score" else MAPS[kind]
         image = head_map(axis, values, {m: cut[m] for m in values}, title=name, limits=limits)
         figure.colorbar(image, ax=axis, fraction=0.05)
-    kept = {module: [float(mark == KEPT) for mark in line] for module, line in marks.items()}
-    plan = f"plan: {report.heads.removed} of {report.heads.total} removed"
-    head_map(axes[-1], kept, cut, title=plan, colours="Blues")
     for axis in axes:
         axis.set(xlabel="head", ylabel="layer")
     return figure
@@ -94,7 +93,7 @@ def neuron_bars(report: Report) -> Any:
         axis.annotate(
             f"{line.kept:,}", (line.total, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
         )
-    # Layers go up, as in the maps of the heads.
+    axis.invert_yaxis()  # layers go down, as in the maps of the heads
     axis.set_yticks(range(0, len(lines), max(1, len(lines) // 6)))
     axis.set(xlabel="neurons", ylabel="layer")
     axis.margins(x=0.12)

@@ -75,7 +75,7 @@ def comparison_table(report: Report) -> Table:
 
 
 def quality_table(report: Report) -> Table:
-    """Return all metrics, benchmarks and the stability; where heads were compensated, also those of the cut alone."""
+    """Return all metrics and benchmarks; where units were compensated, also the metrics of the cut alone."""
     metrics = report.details.get("metrics") or {report.quality.metric: report.quality}
     before = report.details.get("uncompensated")
     alone = before["metrics"] if before else {}
@@ -83,7 +83,6 @@ def quality_table(report: Report) -> Table:
         [*_quality_row(name, values), f"{alone[name]:.4f}" if alone.get(name) is not None else ""]
         for name, values in {**metrics, **report.details.get("benchmarks", {})}.items()
     ]
-    rows.append([agreement(report), "", f"{report.stability:.1%}", "", f"{before['stability']:.1%}" if before else ""])
     columns = 5 if before else 4
     return Table(("", "dense", "slim", "change", "cut alone")[:columns], [row[:columns] for row in rows])
 
@@ -97,17 +96,25 @@ def tried_table(report: Report) -> Table | None:
     if not tried:
         return None
     columns = {
-        "criterion": lambda row: row["criterion"],
-        "alpha": lambda row: _plain(row.get("alpha")),
-        "steps": lambda row: _plain(row.get("steps")),
-        "token weights": lambda row: _plain(row.get("token_weights")),
+        "candidate": _candidate,
         report.quality.metric: lambda row: "" if row.get("quality") is None else f"{row['quality']:.4f}",
         agreement(report): lambda row: "" if row.get("stability") is None else f"{row['stability']:.1%}",
-        "chosen": lambda row: "chosen" if row.get("chosen") else "",
+        "": lambda row: "chosen" if row.get("chosen") else "",
     }
     shown = [(name, [cell(row) for row in tried]) for name, cell in columns.items()]
-    shown = [("" if name == "chosen" else name, cells) for name, cells in shown if any(cells)]
+    shown = [(name, cells) for name, cells in shown if any(cells)]
     return Table([name for name, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
+
+
+def _candidate(row: Mapping[str, Any]) -> str:
+    """Return a candidate by its criterion, and what sets it apart: "hies, alpha 0.3", "compensated, 2 steps"."""
+    alpha, steps, weights = row.get("alpha"), row.get("steps"), row.get("token_weights")
+    parts = [
+        "" if alpha is None else f"alpha {_plain(alpha)}",
+        "" if steps in (None, 1) else f"{_plain(steps)} steps",
+        "" if weights in (None, 1) else f"token weights {_plain(weights)}",
+    ]
+    return ", ".join(filter(None, (row["criterion"], *parts)))
 
 
 def check_table(report: Report) -> Table:
@@ -154,19 +161,22 @@ def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense",
 
 
 def percentile_table(rows: Sequence[LatencyRow]) -> Table:
-    """Return the percentiles of the times in milliseconds, and the realised share."""
+    """Return the percentiles of the times in milliseconds, the ratio beside the control's, and the realised share."""
 
-    def milliseconds(value: float | None) -> str:
-        return "" if value is None else f"{value:.2f}"
+    def milliseconds(values: tuple[float | None, float | None]) -> str:
+        return "" if None in values else f"{values[0]:.2f} → {values[1]:.2f}"
 
-    header = ("milliseconds", "dense p50", "slim p50", "dense p90", "slim p90", "realised")
+    header = ("dense → slim", "p50, ms", "p90, ms", "slim / dense [95 %]", "dense / dense", "realised")
     return Table(
         header,
         [
             [
                 row_name(row),
-                *map(milliseconds, (row.dense_ms, row.slim_ms, row.dense_p90_ms, row.slim_p90_ms)),
-                "noisy" if row.noisy else "" if row.realised is None else f"{row.realised:.0%}",
+                milliseconds((row.dense_ms, row.slim_ms)),
+                milliseconds((row.dense_p90_ms, row.slim_p90_ms)),
+                ratio_text(row),
+                f"[{row.control_low:.3f}, {row.control_high:.3f}]",
+                _realised(row),
             ]
             for row in rows
         ],

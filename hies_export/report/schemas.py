@@ -61,6 +61,7 @@ class _AlphaPoint(Schema):
     alpha: FiniteFloat
     quality: float | None
     stability: FiniteFloat
+    standard_error: float | None = None
 
 
 class _Neurons(Schema):

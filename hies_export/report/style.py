@@ -12,6 +12,8 @@ from ..errors import require_package
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart too; a marker each for print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
+# From nothing to the first colour, as the cells of the pages are shaded.
+SHADES = ("#FFFFFF", COLOURS[0])
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _STYLE: Any = {
     "axes.grid": True,
@@ -47,25 +49,28 @@ def head_map(
     cut: Mapping[str, Sequence[int]],
     *,
     title: str,
-    colours: str = "cividis",
+    colours: Sequence[str] = SHADES,
     limits: tuple[float, float] = (0.0, 1.0),
 ) -> Any:
-    """Draw a number per head, layers up and heads across, with crosses on the heads that are cut.
+    """Draw a number per head, layers down and heads across, with crosses on the heads that are cut.
 
     Args:
         axis: Where to draw.
         values: Per attention module, a number for each head.
         cut: Per attention module, the heads that are cut.
         title: Text over the map.
-        colours: A colour map of matplotlib.
-        limits: The numbers at its two ends.
+        colours: Of the smallest and of the largest number.
+        limits: These two numbers.
 
     Returns:
         The image, for a colour bar.
     """
+    from matplotlib.colors import LinearSegmentedColormap
+
     grid = head_grid(values)
     low, high = limits
-    image = axis.imshow(grid, cmap=colours, aspect="auto", vmin=low, vmax=high, origin="lower")
+    shades = LinearSegmentedColormap.from_list("shades", list(colours))
+    image = axis.imshow(grid, cmap=shades, aspect="auto", vmin=low, vmax=high, origin="upper")
     crosses = [(head, layer) for layer, heads in enumerate(cut.values()) for head in heads]
     # White on a dark rim shows on every colour.
     for colour, width in (("black", 2.8), ("white", 1.4)):

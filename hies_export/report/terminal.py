@@ -8,14 +8,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .lead import lead_text
 from .maps import CUT, KEPT, Map, unit_maps
 from .report import Report
 from .rows import comparison_table, latency_table, tried_table
-from .text import budget_text, family_text, held_out_rows, latency_text
+from .text import alpha_text, budget_text, family_text, held_out_rows, latency_text, tried_text
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the maps of what was cut, and the tables."""
+    """Print the sentence that leads, the maps of what was cut, and the tables."""
+    console.print(f"\n{lead_text(report)}", markup=False, style="bold", soft_wrap=True)
     for units in unit_maps(report):
         console.print()
         console.print(map_text(units))
@@ -25,6 +27,9 @@ def print_report(report: Report, console: Console) -> None:
     if tried:
         console.print(f"\nwhat was tried, on {held_out_rows(report)}", markup=False)
         console.print(plain_table(*tried))
+        console.print(tried_text(report), markup=False, style="dim", soft_wrap=True)
+    if alpha_text(report):
+        console.print(f"\non {held_out_rows(report)}: {alpha_text(report)}", markup=False, soft_wrap=True)
     if budget_text(report):
         console.print(f"\n{budget_text(report)}", markup=False)
     if family_text(report):

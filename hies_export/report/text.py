@@ -61,11 +61,15 @@ def criterion_text(report: Report) -> str:
     return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}") + refitted
 
 
+def prediction_word(report: Report) -> str:
+    """Return what one prediction is called: "prediction", "answer" or "next token"."""
+    return report.details.get("stability_of") or "prediction"
+
+
 def agreement(report: Report) -> str:
     """Return the name of the stability: when two predictions count as the same."""
     tolerance = report.details.get("stability_tolerance")
-    what = report.details.get("stability_of", "prediction")
-    return f"same {what}" if tolerance is None else f"same within {tolerance:g}"
+    return f"same {prediction_word(report)}" if tolerance is None else f"same within {tolerance:g}"
 
 
 def budget_text(report: Report) -> str:
@@ -100,7 +104,7 @@ def family_text(report: Report) -> str:
 
 
 def method_text(report: Report) -> str:
-    """Return which data the units were scored on, which data quality was measured on, and the environment."""
+    """Return which data the units were scored on, and which data quality was measured on."""
     data = report.details.get("data", {})
     lines = []
     if data:
@@ -115,8 +119,52 @@ def method_text(report: Report) -> str:
         )
         if refitted_on := data.get("compensation_samples"):
             lines.append(f"The output projections were refitted on {refitted_on:,} samples.")
-    lines += [_held_out_note(report), environment_text(report.environment), _other_work_note(report)]
+    lines += [_held_out_note(report), _other_work_note(report)]
     return " ".join(filter(None, lines))
+
+
+def alpha_text(report: Report) -> str:
+    """Return why `alpha: auto` chose its alpha, which need not have the best metric; empty where alpha was given."""
+    points = report.details.get("alpha_curve", ())
+    chosen = next((point for point in points if point["alpha"] == report.alpha), None)
+    if chosen is None:
+        return ""
+    said, metric = f"Alpha {chosen['alpha']:g} was chosen: ", report.quality.metric
+    close, among, better = list(points), f"of the {len(points)} alphas", ""
+    if all(point["quality"] is not None for point in points):
+        better = f"the better {metric}, then "
+        sign = 1 if higher_is_better(metric) else -1
+        best = max(points, key=lambda point: sign * point["quality"])
+        error = best.get("standard_error") or 0.0  # older reports may lack it
+        close = [point for point in points if sign * (best["quality"] - point["quality"]) <= error]
+        if close == [chosen]:
+            return (
+                f"{said}no other comes within one standard error ({error:.2g}) of its {metric}, {best['quality']:.4f}."
+            )
+        among = (
+            f"of the {len(close)} alphas within one standard error ({error:.2g}) of the best {metric} "
+            f"({best['quality']:.4f}, at alpha {best['alpha']:g}), which so few rows cannot tell apart,"
+        )
+    if max(close, key=lambda point: point["stability"])["stability"] != chosen["stability"] or chosen not in close:
+        return ""  # of a version that chose in another way
+    said += f"{among} it keeps the most {prediction_word(report)}s ({chosen['stability']:.1%})"
+    as_many = [f"{p['alpha']:g}" for p in close if p["stability"] == chosen["stability"] and p is not chosen]
+    if not as_many:
+        return f"{said}."
+    return f"{said}, as many as {', '.join(as_many)}; of these {better}the larger alpha is taken."
+
+
+def tried_text(report: Report) -> str:
+    """Return why `criterion: auto` chose its candidate, which need not have the best numbers; empty where none was."""
+    tried = report.details.get("tried") or ()
+    chosen = next((row for row in tried if row.get("chosen")), None)
+    if chosen is None:
+        return ""
+    metric = "" if chosen.get("quality") is None else f" and its {report.quality.metric} is not clearly worse"
+    return (
+        "Candidates stand in the order of trust. A later one is taken only if it agrees with the dense model more "
+        f"often by two standard errors{metric}. None after the chosen one is."
+    )
 
 
 def held_out_rows(report: Report, *, otherwise: str = "held-out rows") -> str:

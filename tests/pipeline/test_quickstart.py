@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hies_export.pipeline.quickstart import prepare_quickstart
+from hies_export.pipeline.quickstart import MODEL, prepare_quickstart
 from hies_export.progress import Silent
 
 
@@ -25,7 +25,7 @@ def train(folder: Path, *, threads: int) -> dict[str, torch.Tensor]:
     torch.set_num_threads(threads)
     prepare_quickstart(folder, epochs=1)
     assert torch.get_num_threads() == threads
-    return load_file(folder / "model" / "model.safetensors")
+    return load_file(folder / MODEL / "model.safetensors")
 
 
 @pytest.mark.usefixtures("threads")

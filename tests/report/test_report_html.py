@@ -67,9 +67,8 @@ def test_every_head_is_there_with_its_numbers() -> None:
 def test_noisy_rows_give_no_ratio() -> None:
     text = "".join(Page(render_html(make_report())).words)
     assert "0.810" in text
-    assert "81.0%" in text
     assert "noisy" in text
-    assert "70.0%" not in text
+    assert "0.700" not in text.replace("0.7000", "")  # that is a metric
     markdown = render_markdown(make_report())
     assert "| noisy | [1.030, 1.200] |" in markdown
     assert "0.700" not in markdown
@@ -148,7 +147,8 @@ def test_a_bench_of_several_tables(tmp_path: Path) -> None:
     words = "".join(page.words)
     assert [tag for tag, _ in page.tags].count("section") == 4
     assert "<b>BERT" not in text
-    assert "scoring / plain, with its 95 % interval" in words
+    assert "scoring / plain0" in words  # what the axis is of, and its first tick
+    assert "plain / plain, the control" in words
     assert "2 → 2.1" in words
     assert "ViT: it does not fit" in words
     out = io.StringIO()
@@ -172,11 +172,11 @@ def test_figures_of_a_run_are_drawn_the_same_twice(tmp_path: Path) -> None:
     assert {file: file.read_bytes() for file in files} == before
     maps = [axis for axis in figures.head_maps(report).axes if axis.images]
     assert [axis.get_title() for axis in maps] == [
-        *("importance (HIS)", "attention entropy", "hies score", "plan: 3 of 12 removed"),
+        *("plan: 3 of 12 removed", "hies score", "importance (HIS)", "attention entropy"),
     ]
     for axis in maps:
         assert sorted(map(tuple, axis.collections[0].get_offsets().tolist())) == [(0, 0), (2, 2), (3, 1)]
-    assert maps[0].images[0].get_array()[1].tolist() == pytest.approx([0.04, 0.05, 0.06, 0.07])
+    assert maps[2].images[0].get_array()[1].tolist() == pytest.approx([0.04, 0.05, 0.06, 0.07])
     plot = figures.latency(report.latency).axes[0]
     assert [label.get_text() for label in plot.get_yticklabels()] == [
         *("torch 8 x 128", "onnxruntime-cpu 8 x 128", "onnxruntime-cpu-int8 8 x 128 (noisy)"),

@@ -1,0 +1,112 @@
+"""The sentence that every rendering of a run leads with, for a person to repeat: time, agreement, quality, budget."""
+
+from __future__ import annotations
+
+import statistics
+
+from ..evaluate.metrics import higher_is_better
+from ..measure.rows import LatencyRow
+from .report import Report
+from .text import prediction_word
+
+# How metrics are written in a sentence, where their names in a recipe are not.
+_WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_correlation": "Matthews correlation"}
+
+
+def lead_text(report: Report) -> str:
+    """Return what the run came to, in a sentence.
+
+    An example is "0.82 of the time on ONNX Runtime at 8 x 128; 97 % of the predictions stay; Pearson 0.903 → 0.901;
+    budget kept." A value that was not measured is left out.
+    """
+    parts = [_time(report), _agreement(report), _quality(report), _budget(report)]
+    return "; ".join(filter(None, parts)) + "."
+
+
+def asked_row(report: Report) -> LatencyRow | None:
+    """Return the row of time that was asked for; None where that one is noisy or was not measured.
+
+    It is the budget's where time was the budget. Else it is the row of the first shape of the recipe on ONNX Runtime,
+    for which the run exports the model, or on the first runtime where ONNX Runtime was not timed. It is never picked by
+    its ratio.
+    """
+    rows = [row for row in report.latency if row.phase != "decode"]
+    budget = report.details.get("budget", {})
+    if budget.get("kind") == "latency":
+        asked = (budget["runtime"], budget["batch"], budget["sequence"])
+        found = [row for row in rows if (row.runtime, row.batch, row.sequence) == asked]
+    else:
+        at_shape = [row for row in rows if (row.batch, row.sequence) == tuple(report.flops.shape)]
+        found = [row for row in at_shape if row.runtime.startswith("onnxruntime")] or at_shape
+    return found[0] if found and not found[0].noisy else None
+
+
+def _time(report: Report) -> str:
+    """Return the share of the time of the row that was asked for, else the median; without any, that of the FLOPs."""
+    if not report.latency:
+        return f"{report.flops.ratio:.2f} of the FLOPs"
+    asked = asked_row(report)
+    quiet = [asked] if asked else [row for row in report.latency if not row.noisy]
+    if not quiet:
+        return f"{report.flops.ratio:.2f} of the FLOPs, time too noisy to tell"
+    if len(quiet) > 1:
+        middle = statistics.median(row.ratio for row in quiet)
+        return f"{middle:.2f} of the time (median over {len(quiet)} runtimes and shapes)"
+    (row,) = quiet
+    phase = "" if row.phase == "forward" else f" ({row.phase})"
+    dtype = "" if row.dtype == "float32" else f" in {row.dtype}"
+    return f"{row.ratio:.2f} of the time on {_runtime(row.runtime)} at {row.batch} x {row.sequence}{phase}{dtype}"
+
+
+def _runtime(name: str) -> str:
+    """Return a runtime as a sentence writes it: "ONNX Runtime", "ONNX Runtime (cuda)", "torch"."""
+    if not name.startswith("onnxruntime-"):
+        return name
+    kind = name.removeprefix("onnxruntime-").removeprefix("cpu").removeprefix("-")
+    return f"ONNX Runtime ({kind})" if kind else "ONNX Runtime"
+
+
+def _agreement(report: Report) -> str:
+    """Return how many predictions stay, and for a regression within which tolerance."""
+    what = prediction_word(report)
+    tolerance = report.details.get("stability_tolerance")
+    within = "" if tolerance is None else f" within {tolerance:g}"
+    if report.stability == 1:
+        return f"all {what}s stay{within}"
+    # Not all, so never rounded to all.
+    digits = 0 if report.stability < 0.99 else 1
+    share = min(100 * report.stability, 99.9)
+    return f"{share:.{digits}f} % of the {what}s stay{within}"
+
+
+def _quality(report: Report) -> str:
+    """Return the first metric of both models."""
+    quality = report.quality
+    return f"{_WRITTEN.get(quality.metric, quality.metric)} {quality.dense:.3g} → {quality.slim:.3g}"
+
+
+def _budget(report: Report) -> str:
+    """Return whether the budget was kept; empty where the report does not know it."""
+    budget = report.details.get("budget", {})
+    kind, target = budget.get("kind"), budget.get("target")
+    if kind == "max_drop":
+        lost = (
+            budget["dense"] - budget["slim"] if higher_is_better(budget["metric"]) else budget["slim"] - budget["dense"]
+        )
+        return "budget kept" if round(lost, 12) <= budget["by"] else f"budget missed by {lost - budget['by']:.3g}"
+    if kind is None or target is None:
+        return ""
+    if kind == "heads":
+        heads = report.heads
+        if abs(heads.removed - target * heads.total) < 1:
+            return "budget kept"
+        return f"{heads.removed / heads.total:.0%} of the heads removed for a budget of {target:.0%}"
+    if budget.get("noisy"):
+        return "budget too noisy to confirm"
+    measured = budget["measured"]
+    if measured <= target:
+        return "budget kept"
+    asked = asked_row(report)
+    if kind == "latency" and asked is not None and asked.ratio_low <= target:
+        return f"budget of {target:g} within the interval of the measurement"
+    return f"budget missed, {measured:.3f} where {target:g} was allowed"

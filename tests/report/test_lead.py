@@ -1,0 +1,187 @@
+"""The sentence that leads, and the sentences on why something was chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.reports import latency_row, make_report
+
+from hies_export.report.card import render_card
+from hies_export.report.drawing import Scale, latency_scale
+from hies_export.report.html import render_html
+from hies_export.report.lead import asked_row, lead_text
+from hies_export.report.markdown import render_markdown
+from hies_export.report.report import Quality, Report
+from hies_export.report.terminal import print_report
+from hies_export.report.text import alpha_text, tried_text
+
+LATENCY = {"kind": "latency", "target": 0.85, "predicted": 0.84, "measured": 0.83, "noisy": False}
+LATENCY |= {"runtime": "torch", "batch": 1, "sequence": 128}
+
+
+def with_rows(*rows: dict[str, Any], **details: Any) -> Report:
+    return dataclasses.replace(make_report(**details), latency=rows)
+
+
+def test_every_rendering_leads_with_the_sentence() -> None:
+    report = make_report(budget={"kind": "flops", "target": 0.8, "predicted": 0.8, "measured": 0.8})
+    lead = (
+        "0.81 of the time on ONNX Runtime at 8 x 128; 97 % of the predictions stay; accuracy 0.9 → 0.89; budget kept."
+    )
+    assert lead_text(report) == lead
+    assert render_markdown(report).split("\n\n")[1] == lead
+    assert render_html(report).split("</h1>")[1].startswith(f'\n<p class="lead">{lead.replace(" x ", " × ")}</p>')
+    assert f"## What it costs and saves\n\n{lead}\n" in render_card(report)
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=200))
+    assert out.getvalue().startswith(f"\n{lead}\n")
+
+
+def test_the_time_is_the_one_that_was_asked_for_and_not_the_best() -> None:
+    first, second = {"batch": 8, "sequence": 128}, {"batch": 32, "sequence": 128}
+    torch, ort, best = (
+        latency_row("torch", 0.9, **first),
+        latency_row("onnxruntime-cpu", 0.88, **first),
+        latency_row("onnxruntime-cpu", 0.7, **second),
+    )
+    assert lead_text(with_rows(torch, best, ort)).startswith("0.88 of the time on ONNX Runtime at 8 x 128;")
+    assert lead_text(with_rows(torch, best)).startswith("0.90 of the time on torch at 8 x 128;")
+    noisy = latency_row("onnxruntime-cpu", 0.5, noisy=True, **first)
+    # By hand: 0.9 and 0.7.
+    assert lead_text(with_rows(torch, best, noisy)).startswith("0.80 of the time (median over 2 runtimes and shapes);")
+    assert lead_text(with_rows(best, noisy)).startswith("0.70 of the time on ONNX Runtime at 32 x 128;")
+    assert lead_text(with_rows(noisy)).startswith("0.80 of the FLOPs, time too noisy to tell;")
+    assert lead_text(with_rows()).startswith("0.80 of the FLOPs;")
+    decode = latency_row("onnxruntime-cuda", 0.6, phase="decode", **first)
+    prefill = latency_row("onnxruntime-cuda", 0.65, phase="prefill", dtype="float16", **first)
+    said = "0.65 of the time on ONNX Runtime (cuda) at 8 x 128 (prefill) in float16;"
+    assert lead_text(with_rows(decode, prefill)).startswith(said)
+
+
+def test_a_budget_of_time_names_its_own_row() -> None:
+    asked = latency_row("torch", 0.83, batch=1)
+    report = with_rows(latency_row("onnxruntime-cpu", 0.7), asked, budget=LATENCY)
+    assert asked_row(report) is report.latency[1]
+    assert lead_text(report).startswith("0.83 of the time on torch at 1 x 128;")
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        ({"kind": "heads", "target": 0.25}, "budget kept"),
+        ({"kind": "heads", "target": 0.5}, "25% of the heads removed for a budget of 50%"),
+        ({"kind": "flops", "target": 0.8, "predicted": 0.8, "measured": 0.801}, "missed, 0.801 where 0.8 was allowed"),
+        (LATENCY, "budget kept"),
+        (LATENCY | {"measured": 0.86}, "budget of 0.85 within the interval of the measurement"),
+        (LATENCY | {"measured": 0.9, "target": 0.7}, "budget missed, 0.900 where 0.7 was allowed"),
+        (LATENCY | {"noisy": True}, "budget too noisy to confirm"),
+        ({"kind": "max_drop", "metric": "accuracy", "by": 0.01, "dense": 0.9, "slim": 0.89}, "budget kept"),
+        ({"kind": "max_drop", "metric": "accuracy", "by": 0.01, "dense": 0.9, "slim": 0.88}, "budget missed by 0.01"),
+        ({"kind": "max_drop", "metric": "perplexity", "by": 1.0, "dense": 6.0, "slim": 6.9}, "budget kept"),
+        ({}, "0.89"),  # an older report
+    ],
+)
+def test_a_budget_is_kept_or_it_says_by_how_much_not(budget: dict[str, Any], said: str) -> None:
+    report = with_rows(latency_row("torch", 0.86, ratio_low=0.845, batch=1), budget=budget)
+    assert lead_text(report).endswith(f"{said}.")
+
+
+@pytest.mark.parametrize(
+    ("stability", "said"),
+    [
+        (1.0, "all"),
+        (0.9999, "99.9 % of the"),
+        (0.997, "99.7 % of the"),
+        (0.9866, "99 % of the"),
+        (0.825, "82 % of the"),
+    ],
+)
+def test_predictions_that_stay_are_never_rounded_to_all(stability: float, said: str) -> None:
+    report = dataclasses.replace(make_report(), stability=stability)
+    assert f"; {said} predictions stay; " in lead_text(report)
+
+
+def test_the_sentence_names_what_is_predicted() -> None:
+    tokens = make_report(stability_of="next token")
+    assert "97 % of the next tokens stay; perplexity 6.66 → 12.3" in lead_text(
+        dataclasses.replace(tokens, quality=Quality("perplexity", 6.658, 12.34))
+    )
+    regression = make_report(stability_tolerance=0.25)
+    assert "predictions stay within 0.25; Pearson 0.903 → 0.901." in lead_text(
+        dataclasses.replace(regression, quality=Quality("pearson", 0.9034, 0.9013))
+    )
+
+
+def curve(*points: tuple[float, float | None, float]) -> list[dict[str, float | None]]:
+    return [{"alpha": a, "quality": q, "stability": s, "standard_error": 0.01} for a, q, s in points]
+
+
+@pytest.mark.parametrize(
+    ("points", "said"),
+    [
+        (
+            ((0.1, 0.9, 0.8), (0.5, 0.895, 0.9), (0.9, 0.8, 1.0)),
+            "of the 2 alphas within one standard error (0.01) of the best accuracy (0.9000, at alpha 0.1), which so "
+            "few rows cannot tell apart, it keeps the most predictions (90.0%).",
+        ),
+        (
+            ((0.1, 0.9, 0.9), (0.4, 0.9, 0.9), (0.5, 0.9, 0.9)),
+            "(90.0%), as many as 0.1, 0.4; of these the better accuracy, then the larger alpha is taken.",
+        ),
+        (
+            ((0.1, 0.8, 1.0), (0.5, 0.9, 0.7)),
+            "no other comes within one standard error (0.01) of its accuracy, 0.9000.",
+        ),
+        (((0.1, None, 0.9), (0.5, None, 0.9)), "(90.0%), as many as 0.1; of these the larger alpha is taken."),
+        (((0.1, None, 0.8), (0.5, None, 0.9)), "of the 2 alphas it keeps the most predictions (90.0%)."),
+    ],
+)
+def test_an_alpha_that_is_not_the_highest_dot_says_why(points: Any, said: str) -> None:
+    report = make_report(alpha_curve=curve(*points))
+    assert alpha_text(report).startswith("Alpha 0.5 was chosen: ")
+    assert alpha_text(report).endswith(said)
+    page = render_html(report)
+    assert alpha_text(report) in page
+    assert alpha_text(report) in render_markdown(report)
+    # A curve for each number that there is, and the choice on each.
+    count = 1 if points[0][1] is None else 2
+    assert page.count("<polyline") == page.count('class="chosen"') == count
+
+
+def test_an_alpha_that_was_given_needs_no_reason() -> None:
+    report = make_report(alpha_curve=())
+    assert alpha_text(report) == tried_text(report) == ""
+    assert "<polyline" not in render_html(report)
+
+
+def test_no_reason_is_given_that_does_not_hold() -> None:
+    """As of an older version, which wrote no standard error or chose by another rule."""
+    for points in (((0.1, 0.9, 0.9), (0.5, 0.8, 0.8)), ((0.1, 0.9, 0.9), (0.5, 0.9, 0.8))):
+        assert alpha_text(make_report(alpha_curve=curve(*points))) == ""
+
+
+def test_what_was_chosen_of_criteria_says_why() -> None:
+    tried = [{"criterion": name, "quality": 0.9, "stability": 0.9, "chosen": name == "his"} for name in ("hies", "his")]
+    assert tried_text(make_report(tried=tried)).endswith(
+        "its accuracy is not clearly worse. None after the chosen one is."
+    )
+    unlabelled = [{**row, "quality": None} for row in tried]
+    assert "accuracy" not in tried_text(make_report(tried=unlabelled))
+
+
+def test_one_scale_with_round_ticks_for_all_bars() -> None:
+    scale = latency_scale(make_report().latency)
+    assert scale(0) == 0
+    assert [text for _, text in scale.ticks] == ["0", "0.2", "0.4", "0.6", "0.8", "1", "1.2"]
+    assert [at for at, _ in scale.ticks] == pytest.approx([100 * i * 0.2 / scale.high for i in range(7)])
+    assert scale.high < 1.3  # the noisy row reaches 1.2
+    assert scale(99) == 100
+    wide = latency_scale(with_rows(latency_row("torch", 3.0, ratio_high=3.2)).latency)
+    assert wide(3.0) < 100
+    assert [text for _, text in wide.ticks] == ["0", "0.5", "1", "1.5", "2", "2.5", "3"]
+    assert len(Scale(123456.0).ticks) <= 9
+    assert latency_scale([])(1.0) < 100
