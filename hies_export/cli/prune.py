@@ -39,13 +39,12 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from .terminal import plan_text, print_plan
 
     recipe = read_recipe(options)
-    if options.plan is not None:
-        options.plan = plan_in(options.plan, progress=progress)
-    refuse_output(options, recipe, **({} if options.plan is None else {"plan": options.plan}))
-    given = None if options.plan is None else PruningPlan.from_file(options.plan)
+    plan_file = None if options.plan is None else plan_in(options.plan, progress=progress)
+    refuse_output(options, recipe, **({} if plan_file is None else {"plan": plan_file}))
+    given = None if plan_file is None else PruningPlan.from_file(plan_file)
     refitted = None
-    if given is not None and recipe.prune.compensation is None:
-        file = find_refit(options, given, options.plan)
+    if given is not None and plan_file is not None and recipe.prune.compensation is None:
+        file = find_refit(options, given, plan_file)
         refitted = None if file is None else read_refit(given, file)
     progress.stage("load the model and the data")
     prepared = prepare(recipe)
