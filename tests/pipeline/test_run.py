@@ -82,7 +82,10 @@ def test_run_writes_everything_and_tells_the_truth(project: Path, capsys: pytest
         assert row["provider"] == {"torch": "cpu", "onnxruntime-cpu": "CPUExecutionProvider"}[row["runtime"]]
     # 40 % of 18 heads of width 8 in a 48-wide model: q, k, v rows with bias and o columns.
     assert summary["parameters"]["dense"] - summary["parameters"]["slim"] == 7 * 8 * (3 * 49 + 48)
-    assert summary["bytes"]["slim"] == 4 * summary["parameters"]["slim"]
+    for which, folder in (("dense", project / "model"), ("slim", out / "slim")):
+        stored = (folder / "model.safetensors").stat().st_size
+        assert summary["bytes"][which] == stored
+        assert 0 < stored - 4 * summary["parameters"][which] < 10_000, "float32, and a header"
 
     # Quality and stability, again, by hand.
     rows = [json.loads(line) for line in (project / "validation.jsonl").read_text().splitlines()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import os
@@ -19,9 +18,10 @@ import torch
 import transformers
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from support.checkpoints import MODELS, batch_for, digests
 from support.cuts import random_neurons, random_plan
-from support.families import SMALL, architecture, decoder, gpt2
-from support.models import bert, llama, llava, save_text_model, text_batch, vit
+from support.families import SMALL, architecture, decoder
+from support.models import bert, save_text_model, text_batch
 from support.runs import hies
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -43,33 +43,6 @@ from hies_export.units import Kept
 from hies_export.values import PruningPlan
 
 
-def llava_batch() -> dict[str, Tensor]:
-    ids = torch.cat(
-        [torch.full((2, 16), 4), torch.randint(5, 32, (2, 6))], dim=1
-    )  # 4 is the token of an image's patches
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 16, 16)}
-
-
-def batch_for(model: PreTrainedModel) -> dict[str, Tensor]:
-    return llava_batch() if model.config.model_type == "llava" else synthetic_batch(model, batch=2, sequence=8)
-
-
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama groups": decoder("Llama"),
-    "llama bfloat16, tied": lambda: decoder("Llama", tie_word_embeddings=True)().to(torch.bfloat16),
-    "llama classifier": llama,
-    "bert": bert,
-    "bert masked, tied": architecture("Bert", "ForMaskedLM"),
-    "vit, older names": vit,
-    "gpt2, transposed": gpt2,
-    "phi3, fused": decoder("Phi3"),
-    "gpt-oss, sinks": decoder("GptOss", head_dim=8, num_local_experts=3, num_experts_per_tok=2),
-    "cohere, a norm for every head": decoder("Cohere", use_qk_norm=True),
-    "mixtral, merged experts": decoder("Mixtral", num_local_experts=3),
-    "llava, both towers": llava,
-}
-
-
 def in_memory(source: Path, target: Path, plan: PruningPlan | None = None, **options: Any) -> PruningPlan:
     """Load, cut and save a checkpoint; return the plan."""
     model = load(source)
@@ -77,13 +50,6 @@ def in_memory(source: Path, target: Path, plan: PruningPlan | None = None, **opt
     plan = plan or random_plan(modules, uniform=options.pop("uniform", False))
     prune_units(model, plan, modules).save_pretrained(target, **options)
     return plan
-
-
-def digests(folder: Path) -> dict[str, str]:
-    files = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
-    for ours in ("hies_plan.json", ".hies_export"):
-        files.pop(ours, None)
-    return files
 
 
 @pytest.mark.parametrize("uniform", [False, True], ids=["uneven", "uniform"])

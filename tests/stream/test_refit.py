@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoints import MODELS, batch_for, digests
+from support.cuts import random_neurons, random_plan
 from support.models import bert, text_batch
 from support.runs import hies
 from torch import Tensor
@@ -25,8 +27,6 @@ from hies_export.slim.cut import prune_units
 from hies_export.stream.apply import apply_plan
 from hies_export.units import PrunableModule
 from hies_export.values import PruningPlan
-
-from .test_apply import MODELS, batch_for, digests, random_neurons, random_plan
 
 
 def refitted(slim: PreTrainedModel, modules: Sequence[PrunableModule]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,6 +173,28 @@ def test_what_is_drawn(ran: Path) -> None:
     assert "No quality is predicted" in draw(
         Exploration("m", exploration.statistics, "model", exploration.plan, 0.01, "", "accuracy"), 0.5, 0.5, "global"
     )
+
+
+def test_what_compensation_means_for_a_plan_is_said_loudly(ran: Path, tmp_path: Path) -> None:
+    own = PruningPlan.from_file(ran / "plan.json")
+    folder = Path(shutil.copytree(ran, tmp_path / "out"))
+    compensation = {"method": "least_squares", "refit": "0" * 64}
+    (folder / "plan.json").write_text(replace(own, compensation=compensation).to_json())
+    plain, exploration = read_exploration(ran), read_exploration(folder)
+    assert all("cut and compensated" in measured.how for measured in exploration.measured)
+    assert not any("masked" in measured.how for measured in exploration.measured)
+    for found, said in ((plain, False), (exploration, True)):
+        page = draw(found, 0.5, 0.5, "uniform")
+        assert ("does not compensate a plan that is saved here" in page) is said
+        message = save(found, folder, 0.5, 0.5, "uniform")
+        assert ("apply does NOT compensate this plan" in message) is said
+        saved = PruningPlan.from_file(folder / "plan-alpha0.5-uniform-0.5.json")
+        assert saved.compensation == ({"method": "least_squares"} if said else {}), "so that apply says it as well"
+    assert own.alpha is not None
+    message = save(exploration, folder, own.alpha, 0.4, "global")
+    assert "refit.safetensors beside it" in message
+    saved = PruningPlan.from_file(folder / f"plan-alpha{own.alpha:g}-global-0.4.json")
+    assert (saved.kept, saved.compensation) == (own.kept, compensation)
 
 
 def test_names_are_text_on_the_page(ran: Path, tmp_path: Path) -> None:
