@@ -227,3 +227,12 @@ def test_fewer_rows_than_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCa
         "held_out.samples is 30, but the split 'validation[50%:]' has only 4: all are used",
         "prune.compensation.samples is 21, but the split 'train' has only 20: all are used",
     ]
+
+
+def test_query_units_without_groups_are_said_to_be_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_project(tmp_path, train=20, validation=4, calibration={"samples": 6}, prune={"budget": {"heads": 0.5}})
+    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
+    prepare(recipe)
+    assert "unit: query" not in caplog.text
+    prepare(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", {"prune.unit": "query"}))
+    assert "unit: query is the same as unit: group here, because every head of this model has keys and" in caplog.text

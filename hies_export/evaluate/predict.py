@@ -142,8 +142,8 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     tokens, nll = (torch.cat(values) for values in zip(*outputs, strict=True))
     counts = torch.cat([predicted_positions(batch["labels"]).sum(-1) for batch in batches]).cpu()
     sample = torch.arange(len(counts)).repeat_interleave(counts)
-    predicted = TokenPredictions(tokens, nll, sample, samples=len(counts), answers=_are_answers(batches))
-    return ChoicePredictions.of(predicted, batches) if "choice" in batches[0] else predicted
+    found = TokenPredictions(tokens, nll, sample, samples=len(counts), answers=_are_answers(batches))
+    return ChoicePredictions.of(found, batches) if "choice" in batches[0] else found
 
 
 def _in_order(own: list[Any], count: int) -> list[Any]:

@@ -207,6 +207,11 @@ def _check_kinds(recipe: PruningRecipe, modules: tuple[PrunableModule, ...], cri
     """
     prune = recipe.prune
     grouped = any(module.group_size > 1 for module in modules)
+    if prune.unit == "query" and not grouped:
+        logger.warning(
+            "unit: query is the same as unit: group here, because every head of this model has keys and values of its "
+            "own: a head that goes takes its part of a cache along"
+        )
     for name in criteria:
         criterion = CRITERIA.get(name)
         if criterion and not set(criterion.kinds) & set(prune.modules):

@@ -80,7 +80,8 @@ class DataSection(Section):
             text-generation, and always in image-text-to-text.
         answer: Column of answers; the loss and the quality are those of its tokens.
         label: Label column; without one, the model's own predictions stand in for calibration. Where `answer` holds
-            choices, the column with the number of the right one.
+            choices, the column with the number of the right one, from 0: units are scored on the right choices, and
+            quality and stability are those of the likeliest choice, unless `evaluation.metrics` says otherwise.
         max_length: Longest sequence in tokens; the model's own limit by default, and at most 512 for packed text.
         packing: Whether texts to generate are joined and cut into blocks of max_length, or are a sample each.
     """
@@ -321,7 +322,9 @@ class PruneSection(Section):
             has a head with 0 and one with 1.
         budget: See `BudgetSection`.
         allocation: "uniform" removes as many heads from every layer, "global" those that score lowest anywhere.
-        unit: Of grouped-query attention, "group" removes whole key/value groups, "query" as many query heads from each.
+        unit: Of grouped-query attention, "group" removes whole key/value groups, with their part of the cache, "query"
+            as many query heads from each group, so that the cache keeps its size. Without groups the two are the same:
+            every head is a group of its own, and takes its part of the cache along.
         towers: The parts of a composite model that lose heads; by default the language model where there is one.
         min_heads: Query heads that every layer keeps, however low they score.
         keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
