@@ -131,6 +131,24 @@ def method_label(row: Row, rows: Sequence[Row]) -> str:
     return label + (f" + {COMPENSATIONS[row['compensation']]}" if row["compensation"] != "none" else "")
 
 
+def line_name(row: Row, rows: Sequence[Row]) -> str:
+    """Return the label of a row's method without compensation and number of samples.
+
+    Args:
+        row: The row.
+        rows: All rows; if their modules differ, the label says which are meant.
+    """
+    label = method_label({**row, "compensation": "none"}, [row])
+    several = len({r.get("modules") for r in rows}) > 1
+    return f"{label}, {modules_label(row)}" if several else label
+
+
+def of_first_size(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the first calibration size, and those of criteria with their own number of samples."""
+    size = next((r["calibration_samples"] for r in rows if r["criterion"] not in OWN_SAMPLES), None)
+    return [r for r in rows if r["calibration_samples"] == size or r["criterion"] in OWN_SAMPLES]
+
+
 def grouped(rows: Sequence[Row], quantity: str) -> dict[str, dict[float, list[float]]]:
     """Return the values of all seeds, method -> budget -> values, in the order of the rows.
 
