@@ -263,6 +263,14 @@ class SweepRow(Schema):
     latency_low: FiniteFloat | None = None
     latency_high: FiniteFloat | None = None
 
+    @model_validator(mode="after")
+    def _complete(self) -> SweepRow:
+        if self.sparsity is None and self.flops_target is None:
+            raise ValueError("sparsity or flops_target must be given")
+        if self.alpha_by == "given" and self.alpha is None:
+            raise ValueError("alpha must be given")
+        return self
+
 
 SweepFile = Annotated[list[SweepRow], Field(min_length=1)]
 """Schema of sweep.json."""

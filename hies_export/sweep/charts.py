@@ -222,7 +222,10 @@ def _point(rows: Sequence[Row], quantity: str, scale: float, x: float, place: Ca
     mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
     seeds = f" ± {spread:.2f} over {len(values)} seeds" if len(values) > 1 else ""
     note = f"{method_note(rows[0])}: {quantity} {mean:.2f}{seeds}"
-    return Point(x, place(mean), place(mean + spread), place(mean - spread), note)
+    high, low = mean + spread, mean - spread
+    if quantity == "stability":
+        high, low = min(high, 100.0), max(low, 0.0)
+    return Point(x, place(mean), place(high), place(low), note)
 
 
 def method_note(row: Row) -> str:
@@ -267,7 +270,7 @@ def _heights(values: Iterable[float], *, share: bool, may_be_log: bool) -> tuple
     return place, [Tick(place(number), f"{number:g}") for number in numbers]
 
 
-def _nice(low: float, high: float, *, count: int = 5) -> list[float]:
+def _nice(low: float, high: float, *, count: int = 6) -> list[float]:
     """Return round numbers around a span, about `count` of them in it."""
     rough = (high - low) / count or 1.0
     power = 10.0 ** math.floor(math.log10(rough))

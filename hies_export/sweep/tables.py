@@ -111,7 +111,7 @@ def budgets_of(rows: Sequence[Row]) -> list[float]:
 
 def modules_label(row: Row) -> str:
     """Return what loses units in a row, in words; rows from before neurons have heads only."""
-    return MODULES[row.get("modules", "attention")]
+    return MODULES[row.get("modules") or "attention"]
 
 
 def method_label(row: Row, rows: Sequence[Row]) -> str:
