@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     """Judge every cell of the grid, print the tables, and return rows, seconds and the number of models judged."""
     from ..sweep.latency import LatencyRequest
     from ..sweep.sweep import sweep
-    from ..sweep.tables import sweep_tables, terminal_table
 
     figures = not options.no_figures and find_spec("matplotlib") is not None
     recipe = read_recipe(options)
@@ -62,14 +61,10 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 
         progress.stage("draw")
         draw_figures(recipe.output)
-    for table in sweep_tables(result.rows):
-        console.print(f"\n{table.title}", markup=False)
-        console.print(terminal_table(table))
-    for name, how in table.differences.items():
-        console.print(f"{name} differs from the original: {how}", markup=False, soft_wrap=True)
+    print_tables(result.rows, console)
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(f"\n{result.evaluations} models judged; {spent}", markup=False, soft_wrap=True)
-    console.print(f"written to {recipe.output}: sweep.json, sweep.csv, tables.md, tables.tex", markup=False)
+    console.print(f"written to {recipe.output}: sweep.html, sweep.json, sweep.csv, tables.md, tables.tex", markup=False)
     if not (figures or options.no_figures):
         console.print(
             'no figures: matplotlib is not installed; pip install "hies-export[plots]" and run the same again, which '
@@ -78,6 +73,17 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
             soft_wrap=True,
         )
     return {"rows": result.rows, "seconds": result.seconds, "evaluations": result.evaluations}
+
+
+def print_tables(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the tables of a sweep's rows, and how baselines differ from the originals."""
+    from ..sweep.tables import sweep_tables, terminal_table
+
+    for table in sweep_tables(rows):
+        console.print(f"\n{table.title}", markup=False)
+        console.print(terminal_table(table))
+    for name, how in table.differences.items():
+        console.print(f"{name} differs from the original: {how}", markup=False, soft_wrap=True)
 
 
 def _read_grid(options: Namespace, *, calibration_size: int) -> SweepGrid:

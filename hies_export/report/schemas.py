@@ -277,9 +277,48 @@ class SweepRow(Schema):
     latency_low: FiniteFloat | None = None
     latency_high: FiniteFloat | None = None
 
+    @model_validator(mode="after")
+    def _complete(self) -> SweepRow:
+        if self.sparsity is None and self.flops_target is None:
+            raise ValueError("sparsity or flops_target must be given")
+        if self.alpha_by == "given" and self.alpha is None:
+            raise ValueError("alpha must be given")
+        return self
+
 
 SweepFile = Annotated[list[SweepRow], Field(min_length=1)]
 """Schema of sweep.json."""
+
+
+class SweepAbout(Schema):
+    """`about` of details.json of a sweep: what the rows are of; sweeps of before do not say it.
+
+    Attributes:
+        model: Path or Hub id of the dense model.
+        task: Task of the recipe.
+        calibration_split: Where calibration samples are drawn from.
+        evaluation_split: Where evaluation samples are from.
+        evaluation_samples, evaluation_of: How many of how many there are.
+        evaluation_rows: Which: "drawn" or "first".
+        shape: Batch and sequence at which FLOPs are counted.
+        environment: Hardware and library versions.
+    """
+
+    model: str = ""
+    task: str = ""
+    calibration_split: str = ""
+    evaluation_split: str = ""
+    evaluation_samples: Count = 0
+    evaluation_of: Count = 0
+    evaluation_rows: str = ""
+    shape: list[Count] = Field(default_factory=list)
+    environment: dict[str, Any] = Field(default_factory=dict)
+
+
+class SweepPage(Schema):
+    """What the page of a sweep needs of details.json."""
+
+    about: SweepAbout = Field(default_factory=SweepAbout)
 
 
 class _SweepPlan(Schema):

@@ -15,4 +15,5 @@ In the order of reading:
 - `claims.py`, `remaining.py`: who works on which cell, where several processes share a sweep.
 - `tables.py`: write the rows as JSON, CSV, Markdown and LaTeX.
 - `curves.py`: draw the figures.
+- `page.py`, `charts.py`, `templates/`: sweep.html.
 """

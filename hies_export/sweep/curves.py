@@ -20,8 +20,8 @@ from .tables import (
     budget_of,
     budgets_of,
     grouped,
-    method_label,
-    modules_label,
+    line_name,
+    of_first_size,
     percent,
 )
 
@@ -30,14 +30,15 @@ Row = Mapping[str, Any]
 DASHES = {"attention": ":", "mlp": "--", "attention+mlp": "-"}
 
 
-def draw_figures(folder: Path) -> list[Path]:
-    """Draw the figures of a sweep into `figures/` in its folder.
+def draw_figures(folder: Path, into: Path | None = None) -> list[Path]:
+    """Draw the figures of a sweep.
 
     A figure without data is left out: `calibration-size` needs two sizes, `seeds` two seeds, `alpha-sensitivity` three
     given alphas, `head-maps` the criterion his or hies, and `quality-latency` and `stability-latency` measured times.
 
     Args:
         folder: Folder that `sweep` wrote; sweep.json and details.json are read.
+        into: Where to write; by default `figures/` in that folder.
 
     Returns:
         Paths of the files that were written.
@@ -63,7 +64,7 @@ def draw_figures(folder: Path) -> list[Path]:
         "calibration-size": lambda: calibration_sizes(rows),
         "seeds": lambda: seeds(rows),
     }
-    return write_figures(drawings, folder / "figures")
+    return write_figures(drawings, into or folder / "figures")
 
 
 def curves(rows: Sequence[Row], quantity: str) -> Any:
@@ -71,14 +72,14 @@ def curves(rows: Sequence[Row], quantity: str) -> Any:
 
     There is a panel per compensation and a line per method. Bands are one standard deviation over seeds.
     """
-    shown = _not_too_many(_of_first_size(rows))
+    shown = _not_too_many(of_first_size(rows))
     panels = list(dict.fromkeys(r["compensation"] for r in shown))
     figure = new_figure(1.2 + 4.2 * len(panels), 4.4)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     styles = _styles(shown)
     for axis, compensation in zip(axes, panels, strict=True):
         for name, style in styles.items():
-            chosen = [r for r in shown if r["compensation"] == compensation and _name(r, shown) == name]
+            chosen = [r for r in shown if r["compensation"] == compensation and line_name(r, shown) == name]
             _line(axis, chosen, quantity, name, style)
         if quantity == "quality":
             axis.axhline(rows[0]["quality_dense"] * _scale(rows), color="#555555", linestyle=":", label="dense model")
@@ -98,7 +99,7 @@ def latency_curves(rows: Sequence[Row], quantity: str) -> Any:
     point is the mean over seeds of a budget. Vertical bars are one standard deviation over seeds, and horizontal ones
     the mean 95 % interval of the time. None if nothing was timed.
     """
-    timed = [r for r in _of_first_size(rows) if r.get("latency_ratio") is not None]
+    timed = [r for r in of_first_size(rows) if r.get("latency_ratio") is not None]
     if not timed:
         return None
     shown = _not_too_many(timed)
@@ -108,7 +109,7 @@ def latency_curves(rows: Sequence[Row], quantity: str) -> Any:
     styles = _styles(shown)
     for axis, compensation in zip(axes, panels, strict=True):
         for name, style in styles.items():
-            chosen = [r for r in shown if r["compensation"] == compensation and _name(r, shown) == name]
+            chosen = [r for r in shown if r["compensation"] == compensation and line_name(r, shown) == name]
             _timed_line(axis, chosen, quantity, {"label": name, **style})
         if quantity == "quality":
             axis.axhline(rows[0]["quality_dense"] * _scale(rows), color="#555555", linestyle=":", label="dense model")
@@ -249,7 +250,7 @@ def calibration_sizes(rows: Sequence[Row]) -> Any:
     figure = new_figure(6.0, 4.8)
     axis = figure.subplots()
     for name, style in _styles(at).items():
-        chosen = [r for r in at if _name(r, at) == name]
+        chosen = [r for r in at if line_name(r, at) == name]
         _line(axis, chosen, "stability", name, style, at=lambda r: r["calibration_samples"])
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [str(size) for size in sizes])
@@ -265,7 +266,7 @@ def seeds(rows: Sequence[Row]) -> Any:
     if len({r["seed"] for r in rows}) < 2:
         return None
     budget = _middle(rows)
-    shown = grouped(_of_first_size(rows), "stability")
+    shown = grouped(of_first_size(rows), "stability")
     found = {name: values[budget] for name, values in shown.items() if budget in values}
     figure = new_figure(8.0, 1.3 + 0.34 * len(found))
     axis = figure.subplots()
@@ -321,7 +322,7 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
     Several methods that remove several kinds of units have a colour per method and a dash per kind.
     """
-    lines = {_name(r, rows): (_name(r, [r]), str(r.get("modules", ATTENTION))) for r in rows}
+    lines = {line_name(r, rows): (line_name(r, [r]), str(r.get("modules", ATTENTION))) for r in rows}
     methods, modules = (list(dict.fromkeys(part)) for part in zip(*lines.values(), strict=True))
     if len(methods) == 1 or len(modules) == 1:
         return {name: _style(index) for index, name in enumerate(lines)}
@@ -338,28 +339,10 @@ def _style(index: int) -> dict[str, Any]:
     return {"color": COLOURS[place], "marker": MARKERS[place], **dashed}
 
 
-def _name(row: Row, rows: Sequence[Row]) -> str:
-    """Return the label of a row's method without compensation and number of samples.
-
-    Args:
-        row: The row.
-        rows: All rows; if their modules differ, the label says which are meant.
-    """
-    label = method_label({**row, "compensation": "none"}, [row])
-    several = len({r.get("modules") for r in rows}) > 1
-    return f"{label}, {modules_label(row)}" if several else label
-
-
-def _of_first_size(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the first calibration size, and those of criteria with their own number of samples."""
-    size = next((r["calibration_samples"] for r in rows if r["criterion"] not in OWN_SAMPLES), None)
-    return [r for r in rows if r["calibration_samples"] == size or r["criterion"] in OWN_SAMPLES]
-
-
 def _not_too_many(rows: Sequence[Row]) -> list[Row]:
     """Return all rows; without those of given alphas if there are more methods than colours."""
     chosen = [r for r in rows if r.get("alpha_by") != "given"]
-    return chosen if chosen and len({_name(r, rows) for r in rows}) > len(COLOURS) else list(rows)
+    return chosen if chosen and len({line_name(r, rows) for r in rows}) > len(COLOURS) else list(rows)
 
 
 def _means(rows: Sequence[Row], quantity: str) -> tuple[list[float], list[float]]:

@@ -24,6 +24,7 @@ from ..data.targets import size_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.predict import Predictions, predict
 from ..kinds import ATTENTION, KINDS, MLP
+from ..measure.environment import environment
 from ..pipeline.prepare import constraints_of
 from ..pipeline.quality import Refit, predict_pruned
 from ..progress import SILENT, Progress
@@ -38,6 +39,7 @@ from .claims import Claims
 from .grid import Cell, SweepGrid, compensation_of
 from .journal import Journal
 from .latency import LatencyRequest, Stopwatch
+from .page import PAGE, write_page
 from .remaining import remaining
 from .shared import Clock, Shared
 from .tables import write_results
@@ -70,7 +72,7 @@ def sweep(
     overwrite: bool = False,
     progress: Progress = SILENT,
 ) -> SweepResult:
-    """Evaluate every cell of a grid and write sweep.json, details.json, sweep.csv, tables.md and tables.tex.
+    """Evaluate every cell of a grid and write sweep.html, sweep.json, sweep.csv, details.json and tables.
 
     Without compensation, a selection is evaluated masked. With compensation, the model is cut and refitted from moments
     of the dense model. If the folder has journals of the same recipe, their finished rows are reused, also for another
@@ -114,6 +116,8 @@ def sweep(
             # One writer is enough: details.json needs the statistics of the first seed.
             if _version(folder / "sweep.json") == before or not _holds(folder / "sweep.json", rows):
                 write_results(folder, rows, details=runner.details())
+            if not (folder / PAGE).is_file() or _version(folder / "sweep.json") != before:
+                write_page(folder)
     return SweepResult(rows=rows, seconds=runner.seconds, evaluations=runner.evaluations)
 
 
@@ -220,7 +224,8 @@ class _Runner:
     def details(self) -> dict[str, Any]:
         """Return the content of details.json.
 
-        It has the statistics and selections of the first seed and calibration size, and all alpha curves.
+        It has the statistics and selections of the first seed and calibration size, all alpha curves, and what the rows
+        are of.
         """
         seed, size = self._grid.seeds[0], self._grid.calibration_sizes[0]
         _, statistics = self._shared.calibrated(seed, size)
@@ -244,6 +249,22 @@ class _Runner:
             "entropy": statistics["entropy"],
             "plans": list(plans.values()),
             "alpha_curves": list(self._journal.alphas.values()),
+            "about": self._about(),
+        }
+
+    def _about(self) -> dict[str, Any]:
+        """Return what the rows are of: model, data and environment."""
+        recipe, base = self._recipe, self._base
+        return {
+            "model": recipe.model,
+            "task": recipe.task,
+            "calibration_split": recipe.calibration.split,
+            "evaluation_split": recipe.evaluation.split,
+            "evaluation_samples": sum(map(size_of, base.evaluation)),
+            "evaluation_of": base.evaluation_of,
+            "evaluation_rows": recipe.evaluation.rows,
+            "shape": list(next(iter(base.measured))),
+            "environment": environment(),
         }
 
     def _evaluate(self, cell: Cell) -> dict[str, Any]:

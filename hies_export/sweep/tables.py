@@ -111,7 +111,7 @@ def budgets_of(rows: Sequence[Row]) -> list[float]:
 
 def modules_label(row: Row) -> str:
     """Return what loses units in a row, in words; rows from before neurons have heads only."""
-    return MODULES[row.get("modules", "attention")]
+    return MODULES[row.get("modules") or "attention"]
 
 
 def method_label(row: Row, rows: Sequence[Row]) -> str:
@@ -129,6 +129,24 @@ def method_label(row: Row, rows: Sequence[Row]) -> str:
         parts.append(f"{row['calibration_samples']} samples")
     label = row["criterion"] + (f" ({', '.join(parts)})" if parts else "")
     return label + (f" + {COMPENSATIONS[row['compensation']]}" if row["compensation"] != "none" else "")
+
+
+def line_name(row: Row, rows: Sequence[Row]) -> str:
+    """Return the label of a row's method without compensation and number of samples.
+
+    Args:
+        row: The row.
+        rows: All rows; if their modules differ, the label says which are meant.
+    """
+    label = method_label({**row, "compensation": "none"}, [row])
+    several = len({r.get("modules") for r in rows}) > 1
+    return f"{label}, {modules_label(row)}" if several else label
+
+
+def of_first_size(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the first calibration size, and those of criteria with their own number of samples."""
+    size = next((r["calibration_samples"] for r in rows if r["criterion"] not in OWN_SAMPLES), None)
+    return [r for r in rows if r["calibration_samples"] == size or r["criterion"] in OWN_SAMPLES]
 
 
 def grouped(rows: Sequence[Row], quantity: str) -> dict[str, dict[float, list[float]]]:

@@ -43,6 +43,7 @@ from hies_export.stream.skeleton import build_skeleton, read_tensors
 from hies_export.studies.explore import lost_share, predict, read_exploration
 from hies_export.sweep.curves import draw_figures
 from hies_export.sweep.journal import Journal
+from hies_export.sweep.page import read_sweep, render_sweep
 from hies_export.units import Kept
 from hies_export.values import PruningPlan
 from support.cuts import random_cut
@@ -339,6 +340,13 @@ def _sweeps(folder: Path) -> list[Read]:
             {**plan, "sparsity": 0.5, "kept": {"a": [1, 2], "b": [2, 3]}},
         ],
         "alpha_curves": [],
+        "about": {
+            "model": "m",
+            "evaluation_samples": 8,
+            "evaluation_of": 9,
+            "shape": [1, 8],
+            "environment": {"cpu": "c"},
+        },
     }
     (swept / "sweep.json").write_text(json.dumps(rows))
     (swept / "details.json").write_text(json.dumps(details))
@@ -361,12 +369,17 @@ def _sweeps(folder: Path) -> list[Read]:
     def explore() -> None:
         _use(read_exploration(swept))
 
+    def show() -> None:
+        render_sweep(*read_sweep(swept), name="swept")
+
     (lines,) = journal.glob("journal*.jsonl")
     return [
         Read("sweep.json, ui", "json", swept / "sweep.json", explore, 8),
         Read("details.json, ui", "json", swept / "details.json", explore, 8),
         Read("sweep.json, figures", "json", swept / "sweep.json", lambda: draw_figures(swept), 1),
         Read("details.json, figures", "json", swept / "details.json", lambda: draw_figures(swept), 1),
+        Read("sweep.json, page", "json", swept / "sweep.json", show, 4),
+        Read("details.json, page", "json", swept / "details.json", show, 4),
         Read("journal of a sweep", "lines", lines, resume, 25),
     ]
 

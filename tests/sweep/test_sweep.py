@@ -182,7 +182,7 @@ def test_killed_half_way_it_ends_with_the_same_file(
     with journal.open("ab") as file:
         file.write(b'{"kind": "row", "key": "cut of')  # as a kill in the middle of a line leaves it
     assert main(command("killed")) == 0
-    for name in ("sweep.json", "details.json", "tables.md", "tables.tex", "sweep.csv"):
+    for name in ("sweep.json", "details.json", "tables.md", "tables.tex", "sweep.csv", "sweep.html"):
         assert (killed / name).read_text() == (whole / name).read_text()
     found = [line for path in killed.glob("journal*.jsonl") for line in path.read_bytes().splitlines(keepends=True)]
     lines = [json.loads(line) for line in found if line.endswith(b"\n")]

@@ -193,7 +193,7 @@ def test_a_killed_workers_cell_goes_to_the_other(tmp_path: Path, capsys: pytest.
     expected = sweep(recipe, sweep_worker.GRID, alone)
     assert shared.rows == expected.rows
     assert 0 < shared.evaluations < expected.evaluations
-    for name in ("sweep.json", "details.json", "tables.md", "tables.tex", "sweep.csv"):
+    for name in ("sweep.json", "details.json", "tables.md", "tables.tex", "sweep.csv", "sweep.html"):
         assert (folder / name).read_bytes() == (alone / name).read_bytes()
     # A third worker that comes late finds everything done.
     options = ["--criteria", "his,random,l2,ad", "--sparsities", "0.2,0.5", "--seeds", "0,1", "--no-figures"]
