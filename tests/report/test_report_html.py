@@ -344,6 +344,28 @@ def test_a_browser_shows_it_whole(chromium: str, tmp_path: Path, width: int, dar
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_labels_are_whole(chromium: str, tmp_path: Path, width: int) -> None:
+    speed = {"tokens_per_second": {"dense": 812.3, "slim": 1043.1}, "realised": None}
+    rows = [latency_row("onnxruntime-cpu-int8", 0.78, phase="decode", dtype="bfloat16", **speed)]
+    curve = [
+        {"alpha": a, "quality": 0.8123 + a / 10, "standard_error": 0.02, "stability": 0.9} for a in (0.0, 0.5, 0.9)
+    ]
+    report = dataclasses.replace(make_report(neurons=4096, alpha_curve=curve), latency=rows)
+    script = (
+        "const box=e=>e.getBoundingClientRect(),all=s=>[...document.querySelectorAll(s)];"
+        "const RESULT={tall:Math.max(...all('.share .name,.note').map(e=>e.offsetHeight)),"
+        "cut:all('.share .name,.share b,.note,figcaption,th,td').filter(e=>e.scrollWidth>e.clientWidth+1).length,"
+        "outside:all('svg text').filter(e=>{const a=box(e),b=box(e.closest('svg'));"
+        "return a.left<b.left-1||a.right>b.right+1||a.bottom>b.bottom+1}).map(e=>e.textContent)}"
+    )
+    result = json.loads(browse(chromium, tmp_path, render_html(report), width=width, script=script))
+    assert result["outside"] == []
+    assert result["cut"] == 0
+    assert result["tall"] < 90  # at most four lines
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "heads"), [(3, 4), (24, 16)])
 def test_bars_are_at_the_height_of_their_heads(chromium: str, tmp_path: Path, layers: int, heads: int) -> None:
     page = render_html(make_report(layers=layers, heads=heads, neurons=4096))
