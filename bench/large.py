@@ -29,7 +29,7 @@ from hies_export.measure.counts import count_parameters
 from hies_export.measure.environment import environment
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
-from hies_export.pipeline.run import prune
+from hies_export.pipeline.prune import prune
 from hies_export.recipe import PruningRecipe
 
 T = TypeVar("T")

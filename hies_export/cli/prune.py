@@ -32,7 +32,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from ..checkpoint.refits import read_refit, warn_uncompensated
     from ..pipeline.choose import choose
     from ..pipeline.prepare import prepare
-    from ..pipeline.run import prune
+    from ..pipeline.prune import prune
     from ..slim.fingerprint import fingerprint
     from ..slim.siblings import family_note
     from ..values import PruningPlan

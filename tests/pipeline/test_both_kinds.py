@@ -31,8 +31,8 @@ from hies_export.pipeline import targets
 from hies_export.pipeline.candidates import Candidates
 from hies_export.pipeline.choose import Choice, choose
 from hies_export.pipeline.prepare import Prepared, prepare
+from hies_export.pipeline.prune import prune
 from hies_export.pipeline.quality import predict_pruned
-from hies_export.pipeline.run import prune
 from hies_export.pipeline.search import HeldOut, choose_by_agreement
 from hies_export.progress import Silent
 from hies_export.prunable.find import find_modules

@@ -346,7 +346,7 @@ def test_a_full_disk_stops_with_1_and_leaves_nothing(
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hies_export.pipeline.run.render_markdown", fail)  # the last file of all
+    monkeypatch.setattr("hies_export.pipeline.reporting.render_markdown", fail)  # the last file of all
     assert hies("run", project / "recipe.yaml", "--set", "measure.runtimes=[torch]") == 1
     assert "No space left on device" in capsys.readouterr().err
     assert sorted(p.name for p in project.iterdir()) == ["model", "recipe.yaml", "train.jsonl", "validation.jsonl"]

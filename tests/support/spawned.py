@@ -17,7 +17,8 @@ from hies_export.calibrate.effects import collect_effects
 from hies_export.errors import DataError, HiesError
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
-from hies_export.pipeline.run import evaluate_run, prune
+from hies_export.pipeline.prune import prune
+from hies_export.pipeline.run import evaluate_run
 from hies_export.progress import SILENT
 from hies_export.recipe import PruningRecipe
 from support.runs import hies, without_tracing

@@ -1,0 +1,159 @@
+"""Write what the stages of a run found as its report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..data.targets import samples_of, size_of
+from ..evaluate.metrics import METRICS
+from ..gguf.export import GgufExport
+from ..kinds import ATTENTION
+from ..measure.contention import OtherWork
+from ..measure.environment import environment
+from ..recipe import PruningRecipe
+from ..report.card import read_card, render_card
+from ..report.html import render_html
+from ..report.maps import head_map, neuron_counts
+from ..report.markdown import render_markdown
+from ..report.report import Quality, Report, plan_counts
+from ..slim.config import is_slim
+from ..tasks import TASKS
+from .budgets import BudgetOutcome
+from .choose import Choice, head_numbers
+from .export import Exported
+from .measure import Measurements
+from .prepare import Prepared
+from .provenance import KEY as RECORD
+from .provenance import RunRecord
+from .prune import Pruned
+from .quality import Evaluation
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Everything that the stages of a run returned."""
+
+    prepared: Prepared
+    choice: Choice
+    pruned: Pruned
+    evaluation: Evaluation
+    exported: Exported
+    measured: Measurements
+    budget: BudgetOutcome
+    processes: int
+    other_work: OtherWork | None
+
+
+def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float], command: str | None) -> Report:
+    """Return the report of a run."""
+    plan, measured, evaluation = done.choice.plan, done.measured, done.evaluation
+    metric = done.prepared.metrics[0]
+    heads, neurons = plan_counts(plan)
+    return Report(
+        model=recipe.model,
+        task=recipe.task,
+        criterion=plan.criterion,
+        alpha=plan.alpha,
+        seed=plan.seed,
+        heads=heads,
+        neurons=neurons,
+        parameters=measured.parameters,
+        bytes=measured.bytes,
+        flops=measured.flops,
+        cache_bytes_per_token=measured.cache_bytes_per_token,
+        quality=Quality(metric=metric, **asdict(evaluation.metrics[metric])),
+        stability=evaluation.stability,
+        cut_max_abs=done.pruned.cut_max_abs,
+        reload_max_abs=done.pruned.reload_max_abs,
+        **_export_differences(done.exported),
+        seconds=seconds,
+        latency=measured.latency,
+        environment={**environment(), "processes": done.processes},
+        details=_details(recipe, done, command),
+    )
+
+
+def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> dict[str, Any]:
+    """Return the `details` of a report: what its HTML and Markdown show beyond the summary."""
+    prepared, plan, evaluation = done.prepared, done.choice.plan, asdict(done.evaluation)
+    calibration, split = done.choice.statistics.calibration, recipe.evaluation.split
+    file = recipe.data.files[split.partition("[")[0]].name if recipe.data.files else None
+    # What is known of every neuron would fill megabytes.
+    heads = {name: numbers for name, numbers in head_numbers(done.choice).items() if plan.kept[name].kind == ATTENTION}
+    neurons = neuron_counts(plan)
+    return {
+        "base_model": None if Path(recipe.model).exists() else recipe.model,
+        "head_map": head_map(plan),
+        "heads": heads,
+        **({"neurons": neurons} if neurons else {}),
+        "budget": done.budget.details(),
+        "metrics": evaluation["metrics"],
+        "benchmarks": evaluation["benchmarks"],
+        "uncompensated": evaluation["uncompensated"],
+        "compensation": [asdict(fit) for fit in done.pruned.fits],
+        "alpha_curve": done.choice.alpha_curve,
+        "tried": [asdict(tried) for tried in done.choice.tried],
+        "stability_of": _prediction_name(recipe, prepared.metrics[0]),
+        "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
+        "custom_code": is_slim(done.pruned.slim),
+        "family": {"dense": prepared.model.config.model_type, "slim": done.pruned.slim.config.model_type},
+        "other_work": None if done.other_work is None else asdict(done.other_work),
+        "flops_per_layer": asdict(done.measured.flops_per_layer),
+        "auto_class": TASKS[recipe.task].auto_class,
+        **_export_details(done.exported),
+        "data": {
+            "labels": plan.calibration["labels"],
+            "calibration_samples": calibration.samples,
+            "calibration_batch": calibration.batch_size,
+            "calibration_batch_asked": min(recipe.calibration.batch_size, calibration.samples),
+            "compensation_samples": sum(map(size_of, prepared.compensation)),
+            "evaluation_samples": samples_of(prepared.evaluation),
+            "evaluation_of": prepared.evaluation_of,
+            "evaluation_rows": recipe.evaluation.rows,
+            "evaluation_split": split,
+            "held_out_samples": samples_of(prepared.held_out),
+            "held_out_split": recipe.calibration.split if recipe.held_out is None else recipe.held_out.split,
+            "held_out_further": recipe.held_out is None,
+            "name": recipe.data.name,
+            "file": file,
+            "fingerprint": calibration.fingerprint,
+        },
+        RECORD: asdict(
+            RunRecord.of(recipe, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))
+        ),
+    }
+
+
+def _export_differences(exported: Exported) -> dict[str, float | None]:
+    """Return how far the exported model's outputs are from torch's, as fields of a report."""
+    if not isinstance(exported, GgufExport):
+        return {"onnx_max_abs": exported.max_abs}
+    return {"onnx_max_abs": None, "gguf_max_abs": exported.parity.max_abs if exported.parity else None}
+
+
+def _export_details(exported: Exported) -> dict[str, Any]:
+    """Return what the details of a report say of the exported model."""
+    if isinstance(exported, GgufExport):
+        parity = asdict(exported.parity) if exported.parity else None
+        return {"gguf": {"architecture": exported.architecture, "types": exported.types, "parity": parity}}
+    return {"onnx": {"inputs": exported.inputs, "outputs": exported.outputs, "fused": exported.fused_ops}}
+
+
+def write_report(folder: Path, report: Report, recipe: PruningRecipe) -> None:
+    """Write report.json, report.html and report.md, and the model card of slim/."""
+    origin = read_card(recipe.model) if Path(recipe.model).exists() else {"base_model": recipe.model}
+    (folder / "slim" / "README.md").write_text(render_card(report, origin=origin), encoding="utf-8")
+    (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+    (folder / "report.html").write_text(render_html(report), encoding="utf-8")
+    (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
+
+
+def _prediction_name(recipe: PruningRecipe, metric: str) -> str:
+    """Return the report's word for one prediction: "choice", "answer", "next token" or "prediction"."""
+    if METRICS[metric].of == "choices":
+        return "choice"
+    if recipe.data.answer is not None:
+        return "answer"
+    return "next token" if recipe.task == "text-generation" else "prediction"
