@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.console import Console
 from transformers import ViTImageProcessorPil
 
 from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit, write_refit
 from hies_export.checkpoint.version4 import load_version4
 from hies_export.cli.arguments import read_recipe
 from hies_export.cost.latency import TimedCut, _read
@@ -38,7 +39,7 @@ from hies_export.report.terminal import map_text, print_report
 from hies_export.runtimes.ort import CACHE_SIZES, cache_sizes
 from hies_export.slim.check import check_selection
 from hies_export.slim.cut import prune_units
-from hies_export.stream.apply import apply_plan
+from hies_export.stream.apply import _read_refit, apply_plan
 from hies_export.stream.skeleton import build_skeleton, read_tensors
 from hies_export.studies.explore import lost_share, predict, read_exploration
 from hies_export.sweep.curves import draw_figures
@@ -130,6 +131,7 @@ def _tiny(**options: Any) -> Any:
 def _plans(folder: Path) -> list[Read]:
     model = _tiny()
     _, plan, modules = random_cut(model, text_batch())
+    plan = replace(plan, compensation={"method": "least_squares"})
     files = {name: folder / name for name in ("plan.json", "streamed.json", "plan-1.json")}
     files["plan.json"].write_text(plan.to_json())
     files["streamed.json"].write_text(plan.to_json())
@@ -152,7 +154,12 @@ def _plans(folder: Path) -> list[Read]:
     def stream() -> None:
         apply_plan(PruningPlan.from_file(files["streamed.json"]), folder / "dense", folder / "cut", overwrite=True)
 
+    layers = {"a.weight": torch.randn(4, 6), "a.bias": torch.randn(4).half()}
+    of_plan = replace(plan, compensation={"method": "bias", "refit": digest_tensors(layers)})
+    write_refit(layers, folder / REFIT)
     return [
+        Read("refitted layers, prune", "safetensors", folder / REFIT, lambda: read_refit(of_plan, folder / REFIT), 6),
+        Read("refitted layers, apply", "safetensors", folder / REFIT, lambda: _read_refit(of_plan, folder / REFIT), 6),
         Read("plan, shown and cut", "json", files["plan.json"], lambda: cut(files["plan.json"]), 30),
         Read("plan of format 1", "json", files["plan-1.json"], show, 10),
         Read("plan, apply", "json", files["streamed.json"], stream, 2),
