@@ -129,13 +129,18 @@ def counts(table: Table) -> dict[str, int]:
     }
 
 
-def markdown(table: Table) -> str:
-    """Return the table as a Markdown page: how many types pass each step, then every type with its results."""
+def markdown(table: Table, siblings: Mapping[str, Sequence[str]]) -> str:
+    """Return the table as a Markdown page: how many types pass each step, then every type with its results.
+
+    Args:
+        table: From `TABLE`.
+        siblings: Model type -> the types that its uniform cuts may be written as.
+    """
     groups: dict[str, dict[str, Any]] = {"whole": {}, "partly": {}, "refused": {}, "failed": {}, "not tried": {}}
     for name, entry in table["types"].items():
         kind = entry["kind"]
         groups[kind if kind != "tried" else "whole" if whole(entry) else "partly"][name] = entry
-    lines = [*_summary(table), *_whole(groups["whole"])]
+    lines = [*_summary(table), *_siblings(siblings), *_whole(groups["whole"])]
     partly = [
         [name, entry["class"], ", ".join(step for step in STEPS if holds(entry, step)), why_not(entry)]
         for name, entry in groups["partly"].items()
@@ -178,6 +183,24 @@ def _summary(table: Table) -> list[str]:
         "tested with a class for a task, such as `BertForSequenceClassification`, or with the base model if there is "
         "none. `config alone` means that stock transformers loads a uniform cut of heads without code from this "
         "package. The column `neurons` says which steps fail for neurons; the last table says why.",
+    ]
+
+
+def _siblings(siblings: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the lines that say which types are written as others."""
+    return [
+        "",
+        "## Written as another type",
+        "",
+        "The configs of these types take only numbers of heads that divide the width of the model. A uniform cut to "
+        "another number is written as a type that computes the same of the same tensors, unless the model uses a field "
+        "which that type lacks, such as a bias. Then, as for a type without such a sibling, the folder needs "
+        "`modeling_hies.py`. `tests/slim/test_siblings.py` runs every pair on the same weights: their outputs are "
+        "equal to the last bit.",
+        "",
+        "| model type | written as |",
+        "| --- | --- |",
+        *(f"| {own} | {', '.join(others)} |" for own, others in siblings.items()),
     ]
 
 

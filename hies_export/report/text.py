@@ -212,7 +212,7 @@ def _evaluation_rows(data: Mapping[str, Any]) -> str:
 def environment_text(environment: Mapping[str, Any]) -> str:
     """Return the hardware and the libraries that decide about time, in a sentence."""
     names = {
-        **{name: name for name in ("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime")},
+        **{name: name for name in ("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime", "openvino")},
         **{"onnxruntime_gpu": "onnxruntime-gpu", "gpu_driver": "driver"},
     }
     return ", ".join(f"{shown} {environment[name]}" for name, shown in names.items() if environment.get(name)) + "."
