@@ -34,7 +34,8 @@ class LatencyRow(Record):
         ratio_high: Upper end of it.
         realised: Share of time saved / share of FLOPs saved; None for a decode step, or if no FLOPs were saved.
         flops_ratio: FLOPs slim / dense; None for a decode step.
-        tokens_per_second: Tokens per second over all rows, new ones in a decode step, read ones in a prefill; else None.
+        tokens_per_second: Tokens per second over all rows: new ones in a decode step, those read in a prefill; else
+            None.
         dense_p90_ms: 90th percentile of the dense model's time.
         dense_p99_ms: 99th percentile of the dense model's time.
         slim_p90_ms: 90th percentile of the slim model's time.
