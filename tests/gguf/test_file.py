@@ -1,7 +1,8 @@
-"""What is in a GGUF file: every tensor, read back with the gguf package, against torch's; sizes, types and tokenizer."""
+"""What is in a GGUF file: every tensor, read back with the gguf package, against torch's; sizes, types, tokenizer."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def field(reader: Any, name: str) -> Any:
 
 
 def rows_of_torch(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of the rows of a head, row by row: its row 2i is torch's i, its 2i + 1 torch's i + half."""
+    """Undo llama.cpp's order of a head's rows one by one: its row 2i is torch's i, its 2i + 1 torch's i + half."""
     half = len(rows) // heads // 2
     back = np.empty_like(rows)
     for head in range(heads):
@@ -138,7 +139,8 @@ def test_matrices_are_stored_in_the_dtype_and_norms_in_float32(dtype: str, kind:
 def test_rows_that_q8_0_cannot_hold_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     exported = export_gguf(cut(llama()), tmp_path / "out", tokenizer=sentence_piece_tokenizer(), dtype="q8_0")
     count = exported.types["F16"]
-    assert count and f"{count} of {count + exported.types['Q8_0']} matrices have rows whose length" in caplog.text
+    assert count
+    assert f"{count} of {count + exported.types['Q8_0']} matrices have rows whose length" in caplog.text
 
 
 def test_a_weight_beyond_float16_leaves_no_file(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def joined_by_score(text: str, tokens: list[str], scores: dict[str, float]) -> l
     """Do what SentencePiece does: join the neighbours with the highest score until none are a token."""
     parts = list(text)
     while True:
-        pairs = [(scores[a + b], -i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in scores]
+        pairs = [(scores[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]
         if not pairs:
             break
         place = -max(pairs)[1]

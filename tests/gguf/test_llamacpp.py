@@ -102,7 +102,8 @@ def test_the_real_llama_writes_what_torch_writes(
     assert exported.parity is not None
     if dtype == "float32":
         assert (equal, exported.parity.equal) == (NEW_TOKENS, 3 * NEW_TOKENS)
-        assert difference < 2e-3 and exported.parity.max_abs < 1e-5
+        assert difference < 2e-3
+        assert exported.parity.max_abs < 1e-5
 
 
 ROPE: dict[str, Any] = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -285,7 +286,8 @@ def test_a_recipe_exports_and_times_in_llama_cpp(tmp_path: Path, capsys: pytest.
     assert {row["runtime"] for row in summary["latency"]} == {"torch", "llamacpp"}
     assert not (tmp_path / "out" / "onnx").exists()
     report = (tmp_path / "out" / "report.md").read_text()
-    assert "| next-token probabilities in llama.cpp against torch |" in report and "| GGUF file |" in report
+    assert "| next-token probabilities in llama.cpp against torch |" in report
+    assert "| GGUF file |" in report
 
 
 def test_without_it_the_message_is_the_command_that_installs_it(
