@@ -35,7 +35,9 @@ from ..report.text import model_name, title
 MAIN = "main"
 # Files of an earlier push, deleted if this push does not write them.
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
-_REPLACED_FOLDERS = ("onnx", "images")
+# Folders of what the slim model was exported to; a run has one of them.
+_EXPORTS = ("onnx", "gguf")
+_REPLACED_FOLDERS = (*_EXPORTS, "images")
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,10 @@ def push_to_hub(
 
 def _read_run(folder: Path) -> Report:
     """Return the report of a run's folder, after checking that the folder has the files that a push needs."""
-    needed = ("report.json", "slim/config.json", "slim/hies_plan.json", "onnx/config.json")
+    needed = ("report.json", "slim/config.json", "slim/hies_plan.json")
     missing = [name for name in needed if not (folder / name).is_file()]
+    if not any((folder / name / "config.json").is_file() for name in _EXPORTS):
+        missing.append("onnx/config.json")
     if missing:
         raise RequestError(
             f"a push needs the folder of a finished run, but {folder} has no {missing[0]}; give the folder that "
@@ -248,7 +252,7 @@ def _contents(
 ) -> dict[str, str | bytes]:
     """Return all files of a push: name in the repository -> local path, or the content as bytes."""
     contents: dict[str, str | bytes] = {}
-    for source, prefix in ((folder / "slim", ""), (folder / "onnx", "onnx/")):
+    for source, prefix in ((folder / "slim", ""), *((folder / name, f"{name}/") for name in _EXPORTS)):
         for file in sorted(path for path in source.rglob("*") if path.is_file() and not path.name.startswith(".")):
             contents[prefix + file.relative_to(source).as_posix()] = str(file)
     contents["report.json"] = report.to_json().encode()

@@ -36,7 +36,8 @@ class LatencyRow(Record):
         ratio_high: Upper end of it.
         realised: Share of time saved / share of FLOPs saved; None for a decode step, or if no FLOPs were saved.
         flops_ratio: FLOPs slim / dense; None for a decode step.
-        tokens_per_second: New tokens per second over all rows in a decode step; else None.
+        tokens_per_second: Tokens per second over all rows: new ones in a decode step, those read in a prefill; else
+            None.
         dense_p90_ms: 90th percentile of the dense model's time.
         dense_p99_ms: 99th percentile of the dense model's time.
         slim_p90_ms: 90th percentile of the slim model's time.
@@ -99,7 +100,8 @@ class LatencyRow(Record):
     ) -> LatencyRow:
         """Return a comparison as a row; without `flops`, `realised` and `flops_ratio` are None."""
         dense, slim, batch = found.dense, found.slim, shape[0]
-        decoded = Both(1000 * batch / dense.p50_ms, 1000 * batch / slim.p50_ms) if phase == "decode" else None
+        tokens = {"decode": batch, "prefill": batch * shape[1]}.get(phase)
+        speed = None if tokens is None else Both(1000 * tokens / dense.p50_ms, 1000 * tokens / slim.p50_ms)
         return cls(
             runtime=runtime,
             provider=found.provider,
@@ -114,7 +116,7 @@ class LatencyRow(Record):
             ratio_high=found.ratio.high,
             realised=None if flops is None else realised_share(found.ratio.median, flops.ratio),
             flops_ratio=None if flops is None else flops.ratio,
-            tokens_per_second=decoded,
+            tokens_per_second=speed,
             dense_p90_ms=dense.p90_ms,
             dense_p99_ms=dense.p99_ms,
             slim_p90_ms=slim.p90_ms,

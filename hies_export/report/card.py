@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,15 @@ def render_card(
         on_hub="/" in location,
         # A further argument, where there is one.
         revision=f", revision={json.dumps(revision)}" if revision else "",
+        download=_download(location, revision),
         ort_class=ORT_CLASSES.get(report.task),
     )
+
+
+def _download(location: str, revision: str | None) -> str:
+    """Return the command that fetches the GGUF file of a repository."""
+    branch = ["--revision", revision] if revision else []
+    return shlex.join(["hf", "download", location, *branch, "--include", "gguf/*", "--local-dir", "."])
 
 
 def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:

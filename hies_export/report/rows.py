@@ -151,8 +151,8 @@ def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense",
         second: lambda row: f"{row.slim_ms:.2f} ms",
         f"{second} / {first} [95 %]": ratio_text,
         f"{first} / {first}": lambda row: f"[{row.control_low:.3f}, {row.control_high:.3f}]",
-        # A decode step has no realised share, and only a decode step has tokens per second.
-        "realised" + ", tokens/s" * any(row.tokens_per_second for row in rows): _realised,
+        "realised": _realised,
+        "tokens/s": lambda row: pair_text(row.tokens_per_second),
         "device GB": lambda row: pair_text(row.peak_bytes, scale=1e-9),
     }
     shown = {name: [cell(row) for row in rows] for name, cell in columns.items()}
@@ -229,9 +229,7 @@ def si(number: float) -> str:
 
 
 def _realised(row: LatencyRow) -> str:
-    """Return tokens per second of a decode step, else the share of the saved FLOPs that was saved in time."""
-    if row.tokens_per_second:
-        return pair_text(row.tokens_per_second)
+    """Return the share of the saved FLOPs that was saved in time; empty for a decode step."""
     if row.realised is None or row.noisy:
         return ""
     return f"{row.realised:.0%}" + (f" of {1 - row.flops_ratio:.1%}" if row.flops_ratio else "")

@@ -225,9 +225,10 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     # Loads of one model differ in time, and the interval is over these differences too.
     loads = dict.fromkeys(f"{row.loads} times on {row.runtime}" for row in rows if row.loads > 1)
     loaded = f"The models were loaded anew {' and '.join(loads)}. " if loads else ""
+    apart = ", on llamacpp in a process for each," if any(row.runtime == "llamacpp" for row in rows) else ""
     sentences = [
-        f"Timed interleaved in one process with two copies of {first}; the ratio is the median of paired ratios to "
-        f"their mean, and its 95 % interval is that of a bootstrap over loads, copies and runs. {loaded}"
+        f"Timed interleaved in one process{apart} with two copies of {first}; the ratio is the median of paired ratios "
+        f"to their mean, and its 95 % interval is that of a bootstrap over loads, copies and runs. {loaded}"
         f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."
     ]
     if any(row.noisy for row in rows):

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 import weakref
@@ -28,6 +29,8 @@ GGUF_FILE = "model.gguf"
 # Names the folder in whose node_modules node-llama-cpp is; by default the working directory or one above it.
 FOLDER_VARIABLE = "HIES_NODE_LLAMA_CPP"
 VERSION = "3.22"
+# Tensors, or values, of a file; a model of 1,000 layers has 10,000.
+MOST_ENTRIES = 10**6
 _SCRIPT = Path(__file__).with_name("llamacpp.mjs")
 # Numbers of file types in llama.cpp. Source: https://github.com/ggml-org/llama.cpp, include/llama.h, llama_ftype
 _DTYPES = {0: "float32", 1: "float16", 7: "q8_0", 32: "bfloat16"}
@@ -96,6 +99,7 @@ class LlamaCppRuntime(Runtime):
         file = find_gguf(source)
         if file is None:
             raise DataError(f"runtime {self.name!r} needs a GGUF file or a folder with {GGUF_FILE}, got {source}")
+        _check_header(file)
         self.threads = threads
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = _start(self._errors)
@@ -213,6 +217,21 @@ class LlamaCppRuntime(Runtime):
             return "it was closed"
         self._errors.seek(0)
         return " ".join(self._errors.read().decode(errors="replace").split())[-300:]
+
+
+def _check_header(file: Path) -> None:
+    """Refuse a file that is no GGUF, on which node-llama-cpp would not return.
+
+    Raises:
+        DataError: It does not begin as a GGUF file does.
+    """
+    with file.open("rb") as stream:
+        header = stream.read(24)
+    if len(header) == 24:
+        magic, version, tensors, values = struct.unpack("<4sIQQ", header)
+        if magic == b"GGUF" and version in (2, 3) and max(tensors, values) <= MOST_ENTRIES:
+            return
+    raise DataError(f"a GGUF file must begin with its magic number, version and sizes, and {file} does not")
 
 
 def _start(errors: IO[bytes]) -> Any:

@@ -1,0 +1,225 @@
+"""What is in a GGUF file: every tensor, read back with the gguf package, against torch's; sizes, types, tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.gguf import VOCABULARY, byte_level_tokenizer, cut, llama, mistral, qwen2, qwen3, sentence_piece_tokenizer
+from transformers import PreTrainedModel
+
+from hies_export.errors import NonFiniteError
+from hies_export.gguf import export
+from hies_export.gguf.export import export_gguf
+from hies_export.gguf.tensors import interleave_halves
+
+gguf = pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
+
+NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+@pytest.fixture(autouse=True)
+def _without_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is here holds without llama.cpp, and takes less time."""
+    monkeypatch.setattr(export, "is_installed", lambda: False)
+
+
+def written(model: PreTrainedModel, folder: Path, tokenizer: Any = None, **options: Any) -> Any:
+    exported = export_gguf(model, folder, tokenizer=tokenizer or sentence_piece_tokenizer(), **options)
+    return gguf.GGUFReader(exported.file)
+
+
+def field(reader: Any, name: str) -> Any:
+    value = reader.get_field(name)
+    return None if value is None else value.contents()
+
+
+def rows_of_torch(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Undo llama.cpp's order of a head's rows one by one: its row 2i is torch's i, its 2i + 1 torch's i + half."""
+    half = len(rows) // heads // 2
+    back = np.empty_like(rows)
+    for head in range(heads):
+        for i in range(half):
+            for part in range(2):
+                back[2 * half * head + half * part + i] = rows[2 * half * head + 2 * i + part]
+    return back
+
+
+CASES: dict[str, Any] = {
+    "llama": (lambda: llama(), "llama"),
+    "llama, uneven": (lambda: cut(llama()), "deci"),
+    "llama, uniform": (lambda: cut(llama(), uniform=True), "llama"),
+    "llama, all biases, uneven": (lambda: cut(llama(attention_bias=True, mlp_bias=True)), "deci"),
+    "mistral, uneven": (lambda: cut(mistral()), "deci"),
+    "mistral, heads wider than the model": (lambda: mistral(head_dim=24), "llama"),
+    "qwen2": (lambda: qwen2(), "qwen2"),
+    "qwen2, uneven": (lambda: cut(qwen2()), "deci"),
+    "qwen2, uniform": (lambda: cut(qwen2(), uniform=True), "llama"),
+    "qwen3, uniform": (lambda: cut(qwen3(), uniform=True), "qwen3"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_file_has_every_tensor_of_the_model_and_its_sizes(case: str, tmp_path: Path) -> None:
+    make, architecture = CASES[case]
+    model = make()
+    reader = written(model, tmp_path / "out")
+    assert field(reader, "general.architecture") == architecture
+    wanted = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del wanted["lm_head.weight"]
+    layers = model.model.layers
+    heads = [layer.self_attn.q_proj.out_features // layer.self_attn.head_dim for layer in layers]
+    groups = [layer.self_attn.k_proj.out_features // layer.self_attn.head_dim for layer in layers]
+    for tensor in reader.tensors:
+        first, *middle, last = tensor.name.split(".")
+        if first == "blk":
+            number, part = int(middle[0]), middle[1]
+            name, counts = f"model.layers.{number}.{NAMES[part]}.{last}", {"attn_q": heads, "attn_k": groups}
+            data = np.array(tensor.data)
+            if part in counts and architecture in ("llama", "deci"):
+                data = rows_of_torch(data, counts[part][number])
+        else:
+            name, data = f"{OUTER[first]}.{last}", tensor.data
+        np.testing.assert_array_equal(data, wanted.pop(name), err_msg=tensor.name)
+    assert wanted == {}
+    neurons = [layer.mlp.gate_proj.out_features for layer in layers]
+    names = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+    found = [field(reader, f"{architecture}.{name}") for name in names]
+    uneven = architecture == "deci"
+    assert found == ([heads, groups, neurons] if uneven else [heads[0], groups[0], neurons[0]])
+    assert uneven == (len(set(zip(heads, groups, neurons, strict=True))) > 1)
+    widths = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    assert {field(reader, f"{architecture}.{name}") for name in widths} == {layers[0].self_attn.head_dim}
+    assert field(reader, f"{architecture}.block_count") == len(layers)
+    assert field(reader, f"{architecture}.embedding_length") == 64
+
+
+def test_interleaving_is_what_the_independent_formula_undoes() -> None:
+    rows = torch.randn(24, 5)
+    np.testing.assert_array_equal(rows_of_torch(interleave_halves(rows, 3).numpy(), 3), rows.numpy())
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float16", "F16"), ("bfloat16", "BF16"), ("q8_0", "Q8_0")])
+def test_matrices_are_stored_in_the_dtype_and_norms_in_float32(dtype: str, kind: str, tmp_path: Path) -> None:
+    model = cut(llama())
+    reader = written(model, tmp_path / "out", dtype=dtype)
+    down = {f"blk.{i}.ffn_down.weight": layer.mlp.down_proj.weight for i, layer in enumerate(model.model.layers)}
+    for tensor in reader.tensors:
+        stored = gguf.GGMLQuantizationType(tensor.tensor_type).name
+        divisible = tensor.shape[0] % 32 == 0
+        assert stored == ("F32" if len(tensor.shape) == 1 else kind if divisible or kind != "Q8_0" else "F16")
+        if tensor.name in down:
+            back = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+            weight = down[tensor.name].detach()
+            # A rounding of 11, 8 or 7 bits, of the number itself or of the largest of its block.
+            bits = {"F16": 11, "BF16": 8, "Q8_0": 7}[stored]
+            assert float((back - weight).abs().max()) <= float(weight.abs().max()) * 2.0**-bits
+    assert field(reader, "general.file_type") == {"float16": 1, "bfloat16": 32, "q8_0": 7}[dtype]
+
+
+def test_rows_that_q8_0_cannot_hold_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    exported = export_gguf(cut(llama()), tmp_path / "out", tokenizer=sentence_piece_tokenizer(), dtype="q8_0")
+    count = exported.types["F16"]
+    assert count
+    assert f"{count} of {count + exported.types['Q8_0']} matrices have rows whose length" in caplog.text
+
+
+def test_a_weight_beyond_float16_leaves_no_file(tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = 1e5
+    with pytest.raises(NonFiniteError, match=r"weights must fit into float16, but blk.1.ffn_up.weight has 100000"):
+        written(model, tmp_path / "out", dtype="float16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scaled_rotary_frequencies_are_factors_of_the_plain_ones(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = llama(rope_parameters={**rope, "original_max_position_embeddings": 64})
+    reader = written(model, tmp_path / "out")
+    (factors,) = (tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    # The definition of LLaMA 3.1: long wavelengths are stretched by 8, short ones not, and a blend in between.
+    for i, factor in enumerate(factors):
+        wavelength = 2 * np.pi * 5e5 ** (2 * i / 8)
+        blend = np.clip((64 / wavelength - 1) / (4 - 1), 0, 1)
+        assert factor == pytest.approx(1 / ((1 - blend) / 8 + blend), rel=1e-5)
+    assert field(reader, "llama.rope.freq_base") == 5e5
+
+
+def test_yarn_also_scales_what_is_rotated(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    reader = written(llama(rope_parameters=rope), tmp_path / "out")
+    assert field(reader, "llama.rope.scaling.attn_factor") == pytest.approx(0.1 * np.log(4) + 1)
+
+
+def test_a_tokenizer_of_bytes_is_written_with_its_merges(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = "{{ messages }}"
+    reader = written(qwen2(), tmp_path / "out", tokenizer)
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    assert field(reader, "tokenizer.ggml.model") == "gpt2"
+    assert field(reader, "tokenizer.ggml.pre") == "qwen2"
+    assert field(reader, "tokenizer.ggml.merges") == [" ".join(merge) for merge in described["model"]["merges"]]
+    tokens, types = field(reader, "tokenizer.ggml.tokens"), field(reader, "tokenizer.ggml.token_type")
+    assert len(tokens) == len(types) == VOCABULARY > len(tokenizer)
+    assert all(tokens[number] == token for token, number in tokenizer.get_vocab().items())
+    # Three control tokens, normal ones, and unused ones up to the embedding's rows.
+    count = len(tokenizer)
+    assert types == [3] * 3 + [1] * (count - 3) + [5] * (VOCABULARY - count)
+    assert field(reader, "tokenizer.ggml.eos_token_id") == tokenizer.eos_token_id
+    assert field(reader, "tokenizer.ggml.padding_token_id") == tokenizer.pad_token_id
+    assert field(reader, "tokenizer.ggml.bos_token_id") is None
+    assert field(reader, "tokenizer.ggml.add_bos_token") is False
+    assert field(reader, "tokenizer.chat_template") == "{{ messages }}"
+
+
+def test_a_tokenizer_like_sentence_pieces_is_written_with_scores(tmp_path: Path) -> None:
+    tokenizer = sentence_piece_tokenizer()
+    reader = written(llama(), tmp_path / "out", tokenizer)
+    assert field(reader, "tokenizer.ggml.model") == "llama"
+    tokens, types = field(reader, "tokenizer.ggml.tokens"), field(reader, "tokenizer.ggml.token_type")
+    assert [types[tokens.index(token)] for token in ("<unk>", "<s>", "</s>", "<0x41>", "▁")] == [2, 3, 3, 6, 1]
+    scores = dict(zip(tokens, field(reader, "tokenizer.ggml.scores"), strict=True))
+    assert field(reader, "tokenizer.ggml.add_bos_token") is True
+    assert field(reader, "tokenizer.ggml.add_space_prefix") is True
+    for text in ("Once upon a time", "I'm 12345 days;  old\n", "日本 café"):
+        wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert joined_by_score("▁" + text.replace(" ", "▁"), tokens, scores) == wanted
+
+
+def joined_by_score(text: str, tokens: list[str], scores: dict[str, float]) -> list[int]:
+    """Do what SentencePiece does: join the neighbours with the highest score until none are a token."""
+    parts = list(text)
+    while True:
+        pairs = [(scores[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]
+        if not pairs:
+            break
+        place = -max(pairs)[1]
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    pieces = [[part] if part in scores else [f"<0x{byte:02X}>" for byte in part.encode()] for part in parts]
+    return [tokens.index(piece) for inner in pieces for piece in inner]
+
+
+def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
+    model, tokenizer = cut(llama()), sentence_piece_tokenizer()
+    files = [export_gguf(model, tmp_path / name, tokenizer=tokenizer).file.read_bytes() for name in "ab"]
+    assert files[0] == files[1]

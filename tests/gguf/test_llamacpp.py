@@ -1,0 +1,316 @@
+"""Our GGUF files in a stock llama.cpp, compared with torch; and the runtime `llamacpp`.
+
+`scripts/llamacpp` installs it and runs this; `HIES_NODE_LLAMA_CPP` names the folder that has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.gguf import (
+    LLAMA_SPLIT,
+    VOCABULARY,
+    byte_level_tokenizer,
+    cut,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    sentence_piece_tokenizer,
+)
+from support.models import SHARED
+from support.runs import hies
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hies_export.errors import DataError, ExportError, MissingRuntimeError, ParityError
+from hies_export.gguf import parity
+from hies_export.gguf.export import export_gguf
+from hies_export.gguf.vocabulary import _SPLITS
+from hies_export.measure.environment import environment
+from hies_export.runtimes import llamacpp
+from hies_export.runtimes.llamacpp import LlamaCppRuntime, is_installed
+from hies_export.runtimes.registry import load_runtime
+
+pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
+pytestmark = pytest.mark.llamacpp
+here = pytest.mark.skipif(not is_installed(), reason="no node-llama-cpp: run scripts/llamacpp")
+
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[tuple[str, ...]]]:
+    """Rows of what was found, printed at the end; into a file where HIES_LLAMACPP_TABLE names one."""
+    rows = [("model", "architecture", "dtype", "greedy tokens equal", "probabilities differ by")]
+    yield rows
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    text = "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    print(f"\n{text}")
+    if "HIES_LLAMACPP_TABLE" in os.environ:
+        Path(os.environ["HIES_LLAMACPP_TABLE"]).write_text(text + "\n", encoding="utf-8")
+
+
+def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """Continue a prompt by torch's own generation."""
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, **options)
+    return tokens[0, len(prompt) :].tolist()
+
+
+def compare(model: PreTrainedModel, file: Path, prompt: list[int]) -> tuple[int, float, LlamaCppRuntime]:
+    """Return how many greedy tokens are equal, the largest difference of a probability, and the runtime."""
+    runtime = LlamaCppRuntime(file, threads=1)
+    found, wanted = runtime.generate(prompt, NEW_TOKENS), greedy(model, prompt)
+    equal = next((i for i, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1]), NEW_TOKENS)
+    ids = torch.tensor([prompt])
+    probabilities = runtime.fetch(runtime.run(runtime.prepare({"input_ids": ids})))["probabilities"]
+    with torch.no_grad():
+        differences = probabilities - model(ids).logits[:, -1].softmax(-1).numpy()
+    return equal, float(np.abs(differences).max()), runtime
+
+
+def real() -> tuple[PreTrainedModel, Any]:
+    folder = SHARED / "data" / "checkpoints" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip("no ../shared: the small real LLaMA is not here")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(
+        folder
+    )
+
+
+@here
+@pytest.mark.parametrize(("how", "architecture"), [("dense", "llama"), ("uniform", "llama"), ("uneven", "deci")])
+@pytest.mark.parametrize("dtype", ["float32", "q8_0"])
+def test_the_real_llama_writes_what_torch_writes(
+    how: str, architecture: str, dtype: str, tmp_path: Path, table: list[tuple[str, ...]]
+) -> None:
+    model, tokenizer = real()
+    if how != "dense":
+        model = cut(model, uniform=how == "uniform")
+    exported = export_gguf(model, tmp_path / "out", tokenizer=tokenizer, dtype=dtype)
+    equal, difference, runtime = compare(model, exported.file, tokenizer("Once upon a time")["input_ids"])
+    table.append((f"stories260K, {how}", runtime.architecture, runtime.dtype, f"{equal} of 64", f"{difference:.1e}"))
+    assert (runtime.architecture, runtime.dtype) == (architecture, dtype)
+    assert exported.parity is not None
+    if dtype == "float32":
+        assert (equal, exported.parity.equal) == (NEW_TOKENS, 3 * NEW_TOKENS)
+        assert difference < 2e-3
+        assert exported.parity.max_abs < 1e-5
+
+
+ROPE: dict[str, Any] = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {**ROPE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CASES: dict[str, Any] = {
+    "llama, uneven": (lambda: cut(llama()), "deci"),
+    "llama, biases, uneven": (lambda: cut(llama(attention_bias=True, mlp_bias=True)), "deci"),
+    "llama, scaled as LLaMA 3.1, uneven": (lambda: cut(llama(rope_parameters=LLAMA3)), "deci"),
+    "llama, yarn, uneven": (lambda: cut(llama(rope_parameters={**ROPE, "rope_type": "yarn"})), "deci"),
+    "llama, linear": (lambda: llama(rope_parameters={**ROPE, "rope_type": "linear"}), "llama"),
+    "mistral, uneven": (lambda: cut(mistral()), "deci"),
+    "mistral, heads wider than the model": (lambda: mistral(head_dim=24), "llama"),
+    "qwen2": (lambda: qwen2(), "qwen2"),
+    "qwen2, uniform": (lambda: cut(qwen2(), uniform=True), "llama"),
+    "qwen2, uneven": (lambda: cut(qwen2()), "deci"),
+    "qwen3, uniform": (lambda: cut(qwen3(), uniform=True), "qwen3"),
+}
+
+
+@here
+@pytest.mark.parametrize("case", CASES)
+def test_every_architecture_computes_what_torch_does(case: str, tmp_path: Path, table: list[tuple[str, ...]]) -> None:
+    make, architecture = CASES[case]
+    model = make()
+    tokenizer = byte_level_tokenizer() if "qwen" in case else sentence_piece_tokenizer()
+    exported = export_gguf(model, tmp_path / "out", tokenizer=tokenizer)
+    found = exported.parity
+    assert found is not None
+    table.append((f"tiny {case}", architecture, "float32", f"{found.equal} of 192", f"{found.max_abs:.1e}"))
+    assert (exported.architecture, found.equal) == (architecture, 3 * NEW_TOKENS)
+    assert found.max_share < 1e-4
+
+
+@here
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
+def test_other_dtypes_run(dtype: str, tmp_path: Path, table: list[tuple[str, ...]]) -> None:
+    model = cut(qwen2())
+    found = export_gguf(model, tmp_path / "out", tokenizer=byte_level_tokenizer(), dtype=dtype).parity
+    assert found is not None
+    table.append(("tiny qwen2, uneven", "deci", dtype, f"{found.equal} of 192", f"{found.max_abs:.1e}"))
+    assert LlamaCppRuntime(tmp_path / "out", threads=1).dtype == dtype
+
+
+SPLITS: dict[str, Any] = {
+    "gpt-2": lambda: byte_level_tokenizer(None),
+    "smollm": lambda: byte_level_tokenizer(None, digits=True),
+    "llama-bpe": lambda: byte_level_tokenizer(LLAMA_SPLIT, ignore_merges=True),
+    "smaug-bpe": lambda: byte_level_tokenizer(LLAMA_SPLIT),
+    "qwen2": byte_level_tokenizer,
+    "tekken": lambda: byte_level_tokenizer(_SPLITS["tekken"][0], ignore_merges=True),
+    "gpt-4o": lambda: byte_level_tokenizer(_SPLITS["gpt-4o"][0]),
+    "default": sentence_piece_tokenizer,
+}
+
+
+@here
+@pytest.mark.parametrize("name", SPLITS)
+def test_llama_cpp_splits_texts_as_the_tokenizer_does(name: str, tmp_path: Path) -> None:
+    tokenizer = SPLITS[name]()
+    export_gguf(llama(num_hidden_layers=1), tmp_path / "out", tokenizer=tokenizer)
+    texts = [*parity.TEXTS, " ", "  x", "HTTPServer's camelCase ABCs", "3.14159 1e10 ²", "tab\tand \n\n\nlines  "]
+    found = LlamaCppRuntime(tmp_path / "out", threads=1).tokenize(texts)
+    assert found == [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+@here
+def test_a_wrong_file_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hies_export.gguf.export.check_same_function", lambda *_: None)
+    monkeypatch.setattr("hies_export.gguf.tensors.interleave_halves", lambda rows, heads: rows)
+    with pytest.raises(ParityError, match=r"next-token probabilities in llama.cpp must be torch's within 0.001"):
+        export_gguf(cut(llama()), tmp_path / "out", tokenizer=sentence_piece_tokenizer())
+    assert list(tmp_path.iterdir()) == []
+
+
+@here
+def test_a_wrong_tokenizer_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hies_export.gguf.vocabulary._pre_tokenizer", lambda described: "gpt-2")
+    with pytest.raises(ParityError, match="llama.cpp's tokenizer must split texts as the model's does, but of"):
+        export_gguf(llama(), tmp_path / "out", tokenizer=byte_level_tokenizer())
+    assert list(tmp_path.iterdir()) == []
+
+
+@here
+def test_the_runtime_computes_prompts_and_steps_of_a_padded_batch(tmp_path: Path) -> None:
+    model = cut(llama())
+    export_gguf(model, tmp_path / "out", tokenizer=sentence_piece_tokenizer())
+    ids = torch.randint(3, VOCABULARY, (3, 12))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        wanted = np.stack(
+            [model(row[real.bool()][None]).logits[0, -1].softmax(-1) for row, real in zip(ids, mask, strict=True)]
+        )
+    runtime = load_runtime("llamacpp", tmp_path / "out", threads=1)
+    assert (runtime.provider, runtime.dtype, runtime.threads, runtime.decodes) == ("cpu", "float32", 1, True)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    prompt, step = runtime.prepare(batch), runtime.prepare_step(batch)
+    for feed in (prompt, step, prompt, step):
+        assert runtime.time_ns(feed) > 0
+        found = runtime.fetch(runtime.run(feed))["probabilities"]
+        assert found.shape == (3, VOCABULARY)
+        np.testing.assert_allclose(found, wanted, atol=2e-3)
+    with pytest.raises(DataError, match="runs decoders on input_ids, got pixel_values"):
+        runtime.prepare({"pixel_values": ids})
+
+
+@here
+def test_a_process_that_ends_is_an_error_and_a_closed_one_leaves_none(tmp_path: Path) -> None:
+    file = export_gguf(llama(), tmp_path / "out", tokenizer=sentence_piece_tokenizer()).file
+    (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:20000])
+    with pytest.raises(ExportError, match="llama.cpp must run the file, and refused: Failed to load model"):
+        LlamaCppRuntime(tmp_path / "cut.gguf", threads=1)
+    (tmp_path / "none.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 40)
+    with pytest.raises(DataError, match="a GGUF file must begin with its magic number, version and sizes, and"):
+        LlamaCppRuntime(tmp_path / "none.gguf", threads=1)
+    runtime = LlamaCppRuntime(tmp_path / "out", threads=1)
+    runtime._process.kill()
+    with pytest.raises(ExportError, match="and stopped"):
+        runtime.generate([1], 1)
+    runtime.close()
+    assert runtime._process.poll() is not None
+    assert environment()["node_llama_cpp"] == llamacpp.installed_version()
+
+
+@here
+@pytest.mark.slow
+def test_bench_times_checkpoints_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = {}
+    for name, model in (("dense", llama()), ("slim", cut(llama()))):
+        model.save_pretrained(tmp_path / name)
+        sentence_piece_tokenizer().save_pretrained(tmp_path / name)
+        out = folders[name] = tmp_path / f"{name}-gguf"
+        assert hies("export", tmp_path / name, "--format", "gguf", "-o", out) == 0
+    capsys.readouterr()
+    timing = ("--shape", "2x16", "--repeats", 3, "--json")
+    pairs = [(tmp_path / "dense", tmp_path / "slim", "--runtime", "llamacpp"), (*folders.values(),)]
+    pairs.append((folders["dense"] / "model.gguf", folders["slim"] / "model.gguf"))
+    for pair in pairs:
+        assert hies("bench", *pair, *timing) == 0
+        rows = json.loads(capsys.readouterr().out.splitlines()[-1])["latency"]
+        assert [(row["runtime"], row["phase"], row["provider"], row["dtype"]) for row in rows] == [
+            ("llamacpp", phase, "cpu", "float32") for phase in ("prefill", "decode")
+        ]
+        assert all(row["tokens_per_second"]["slim"] > 0 and row["control_low"] > 0 for row in rows)
+    for options, message in (
+        (("--runtime", "torch"), "runtime torch needs a checkpoint, but"),
+        (("--runtime", "onnxruntime-cpu"), "runtime onnxruntime-cpu needs an ONNX folder, but"),
+        (("--dtype", "q8_0"), "a dtype can be chosen for checkpoints, but"),
+    ):
+        assert hies("bench", folders["dense"], *options) == 2
+        assert message in capsys.readouterr().err
+    (folders["dense"] / "config.json").unlink()
+    assert hies("bench", folders["dense"]) == 2
+    assert "must have the config.json beside it" in capsys.readouterr().err
+
+
+@here
+@pytest.mark.slow
+def test_a_recipe_exports_and_times_in_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    sentence_piece_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.txt").write_text("Once upon a time there was a cat who sat on the mat.\n" * 40)
+    fields = {
+        "model": "model",
+        "task": "text-generation",
+        "data": {"files": {"train": "rows.txt", "validation": "rows.txt"}, "text": "text", "max_length": 16},
+        "calibration": {"samples": 4},
+        "evaluation": {"samples": 4},
+        "prune": {"budget": {"latency": {"ratio": 0.99, "runtime": "llamacpp", "batch": 1, "sequence": 8}}},
+        "export": {"format": "gguf"},
+        "measure": {"runtimes": ["torch", "llamacpp"], "shapes": [[1, 8]], "repeats": 2},
+        "output": "out",
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(fields))
+    assert hies("run", tmp_path / "recipe.yaml", "--json", "--set", "prune.budget={heads: 0.25}") == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    size = (tmp_path / "out" / "gguf" / "model.gguf").stat().st_size
+    assert (summary["bytes"]["gguf"], summary["bytes"]["onnx"], summary["onnx_max_abs"]) == (size, None, None)
+    assert summary["gguf_max_abs"] < 1e-5
+    assert {row["runtime"] for row in summary["latency"]} == {"torch", "llamacpp"}
+    assert not (tmp_path / "out" / "onnx").exists()
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| next-token probabilities in llama.cpp against torch |" in report
+    assert "| GGUF file |" in report
+
+
+def test_without_it_the_message_is_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(llamacpp.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr("shutil.which", lambda name: "node")
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    command = "npm i --omit=optional --ignore-scripts node-llama-cpp@3.22 @node-llama-cpp/linux-x64@3.22"
+    with pytest.raises(MissingRuntimeError, match=f"no node_modules/node-llama-cpp in {tmp_path}; .*: {command}, and"):
+        load_runtime("llamacpp", tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(MissingRuntimeError, match=r"Node \(20 or newer\) is not installed"):
+        load_runtime("llamacpp", tmp_path)
+
+
+def test_without_it_a_file_is_written_and_said_not_to_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hies_export.gguf.export.is_installed", lambda: False)
+    llama().save_pretrained(tmp_path / "model")
+    sentence_piece_tokenizer().save_pretrained(tmp_path / "model")
+    assert hies("export", tmp_path / "model", "--format", "gguf", "-o", tmp_path / "out") == 0
+    assert "not compared with llama.cpp, which is not installed" in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "out" / "model.gguf").is_file()

@@ -1,0 +1,248 @@
+"""What no GGUF file can hold is refused in a sentence, with exit code 2, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from support.gguf import SIZES, byte_level_tokenizer, cut, llama, mistral, qwen2, qwen3, sentence_piece_tokenizer
+from support.models import bert, generative_tokenizer, shake
+from support.runs import hies
+from tokenizers import models, normalizers, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from hies_export.errors import RecipeError, RequestError, UnsupportedModelError
+from hies_export.gguf.architecture import find_layout
+from hies_export.gguf.export import check_exportable, export_gguf
+from hies_export.gguf.vocabulary import find_vocabulary
+from hies_export.recipe import PruningRecipe
+
+pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
+
+
+def of(model_type: str, **options: Any) -> PreTrainedModel:
+    sizes = {**SIZES, "pad_token_id": 0, "tie_word_embeddings": False}
+    return shake(AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**sizes, **options})))
+
+
+def with_act(name: str) -> PreTrainedModel:
+    return llama(hidden_act=name)
+
+
+def scaled_layer() -> PreTrainedModel:
+    model = llama()
+    model.model.layers[2].self_attn.scaling = 0.5
+    return model
+
+
+def half_rotated() -> PreTrainedModel:
+    model = llama()
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:2]
+    return model
+
+
+ROPE = {"rope_theta": 1e4, "factor": 4.0}
+REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "no decoder": (bert, "of BertForSequenceClassification llama.cpp generates no text"),
+    "other modules": (lambda: of("gpt2"), "of GPT2LMHeadModel the decoder has no embed_tokens"),
+    "sliding window": (
+        lambda: mistral(sliding_window=128),
+        "of MistralForCausalLM layer 0 attends within a sliding window of 128 tokens",
+    ),
+    "sliding window in some layers": (
+        lambda: qwen2(use_sliding_window=True, sliding_window=32, max_window_layers=2, num_hidden_layers=3),
+        "of Qwen2ForCausalLM layer 2 attends within a sliding window of 32 tokens",
+    ),
+    "query and key norms": (
+        lambda: cut(qwen3()),
+        r"layer 0 has a norm of queries and keys \(self_attn.q_norm\), and llama.cpp's deci, which takes layers of "
+        r"different sizes, reads no such norm; cut it uniformly \(allocation: uniform\)",
+    ),
+    "biases beside them": (
+        lambda: qwen3(attention_bias=True),
+        r"self_attn.k_proj.bias, and llama.cpp's qwen3 reads no biases",
+    ),
+    "further norms": (lambda: of("olmo2"), r"layer 0 has post_feedforward_layernorm.weight \(a further norm\)"),
+    "mixture of experts": (lambda: of("mixtral"), r"layer 0 has mlp.experts.down_proj \(a mixture of experts\)"),
+    "biases of norms": (lambda: of("stablelm"), "model.norm.bias is a weight that llama.cpp's llama and deci do not"),
+    "partial rotation": (half_rotated, "layer 0 rotates 4 of the 8 columns of a head"),
+    "capped logits": (lambda: of("gemma2", head_dim=16), r"logits are capped \(attn_logit_softcapping: 50.0\)"),
+    "activation": (lambda: with_act("gelu"), "layer 0 has the activation GELUActivation, and llama.cpp's llama"),
+    "frequencies that depend on the length": (
+        lambda: llama(rope_parameters={"rope_type": "dynamic", **ROPE}),
+        r"rotary frequencies are of type 'dynamic', and llama.cpp's llama and deci hold only those that do not depend",
+    ),
+    "scale": (scaled_layer, r"layer 2 scales scores by 0.5 and not by 1/sqrt\(8\)"),
+    "a type whose code was not read": (lambda: of("cwm", sliding_window=256), "the type 'cwm' was not compared"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_llama_cpp_does_not_compute_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(UnsupportedModelError, match=message) as refusal:
+        export_gguf(make(), tmp_path / "out", tokenizer=sentence_piece_tokenizer())
+    assert refusal.value.exit_code == 2
+    assert "\n" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Louder(LlamaForCausalLM):
+    """A LLaMA of stock modules whose forward does something more."""
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        output = super().forward(input_ids, **options)
+        output.logits = output.logits * 1.5
+        return output
+
+
+def test_a_model_that_computes_something_else_with_the_same_modules_is_refused(tmp_path: Path) -> None:
+    model = shake(_Louder(LlamaConfig(**SIZES)))
+    with pytest.raises(UnsupportedModelError, match=r"logits differ by \S+ from what llama.cpp's llama computes"):
+        export_gguf(model, tmp_path / "out", tokenizer=sentence_piece_tokenizer())
+
+
+def test_a_model_that_will_be_cut_unevenly_is_refused_before_the_cut() -> None:
+    model, tokenizer = qwen3(), byte_level_tokenizer()
+    check_exportable(model, tokenizer, uneven=False)
+    with pytest.raises(UnsupportedModelError, match="reads no such norm"):
+        check_exportable(model, tokenizer, uneven=True)
+    assert find_layout(qwen2(), uneven=True).architecture == "deci"
+
+
+def fast(backend: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+def changed(make: Callable[[], PreTrainedTokenizerFast], **parts: Any) -> PreTrainedTokenizerFast:
+    tokenizer = make()
+    for name, value in parts.items():
+        setattr(tokenizer.backend_tokenizer, name, value)
+    return tokenizer
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    return fast(tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0)))
+
+
+def sentence_piece(*, merges: list[tuple[str, str]], tokens: str = "abc") -> PreTrainedTokenizerFast:
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *tokens]
+    vocabulary = {word: number for number, word in enumerate([*words, *dict.fromkeys(a + b for a, b in merges)])}
+    return fast(tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True)))
+
+
+UNKNOWN: dict[str, tuple[Callable[[], Any], str]] = {
+    "words": (generative_tokenizer, "its model is of type WordLevel"),
+    "unigram": (unigram, "its model is of type Unigram"),
+    "split": (
+        lambda: byte_level_tokenizer(r"\w+|\W+"),
+        r"it splits texts by '\\\\w\+\|\\\\W\+', which is none of llama-bpe, smaug-bpe, qwen2",
+    ),
+    "merges that are ignored": (lambda: byte_level_tokenizer(ignore_merges=True), "which is none of llama-bpe"),
+    "no bytes": (
+        lambda: changed(byte_level_tokenizer, pre_tokenizer=pre_tokenizers.Whitespace()),
+        "by Whitespace, not",
+    ),
+    "lower case": (
+        lambda: changed(byte_level_tokenizer, normalizer=normalizers.Lowercase()),
+        "it changes texts by Lowercase before it splits them",
+    ),
+    "lower case of pieces": (
+        lambda: changed(sentence_piece_tokenizer, normalizer=normalizers.NFKC()),
+        "it changes texts by NFKC before it splits them",
+    ),
+    "pieces that are split": (
+        lambda: changed(sentence_piece_tokenizer, pre_tokenizer=pre_tokenizers.Digits()),
+        "it splits texts by Digits",
+    ),
+    "a pair that is no merge": (
+        lambda: sentence_piece(merges=[("a", "b"), ("b", "c"), ("a", "bc")]),
+        "'ab' and 'c' are no merge, and SentencePiece would join them",
+    ),
+    "merges apart": (
+        lambda: sentence_piece(merges=[("a", "b"), ("b", "c"), ("ab", "c"), ("c", "a"), ("a", "bc")]),
+        "merges of the token 'abc' stand apart",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused(case: str, tmp_path: Path) -> None:
+    make, message = UNKNOWN[case]
+    with pytest.raises(RequestError, match=f"a GGUF file needs a tokenizer that llama.cpp knows.*{message}"):
+        export_gguf(llama(), tmp_path / "out", tokenizer=make())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"it has token \d+ and the model's embedding 300 rows"):
+        find_vocabulary(byte_level_tokenizer(), size=300)
+
+
+def save(folder: Path, model: PreTrainedModel, tokenizer: Any) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_command_refuses_in_a_line_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = save(tmp_path / "good", llama(), sentence_piece_tokenizer())
+    window = save(tmp_path / "window", mistral(sliding_window=64), sentence_piece_tokenizer())
+    cases = {
+        (window,): "sliding window of 64 tokens",
+        (good, "--dtype", "q4_0"): "the dtype of a GGUF file must be one of float32, float16, bfloat16, q8_0, got",
+        (good, "--provider", "cuda"): "--provider is of --format onnx, got cuda with gguf; leave it out",
+    }
+    for arguments, message in cases.items():
+        assert hies("export", *arguments, "--format", "gguf", "-o", tmp_path / "out") == 2
+        assert message in capsys.readouterr().err
+    (good / "tokenizer.json").unlink()
+    (good / "tokenizer_config.json").unlink()
+    assert hies("export", good, "--format", "gguf", "-o", tmp_path / "out") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def recipe(**sections: Any) -> PruningRecipe:
+    files = {"train": "a.txt", "validation": "b.txt"}
+    fields = {"task": "text-generation", "data": {"files": files, "text": "text"}, "prune": {"budget": {"heads": 0.3}}}
+    return PruningRecipe(**{"model": "m", **fields, **sections})
+
+
+def test_a_recipe_is_held_to_what_the_format_knows() -> None:
+    assert recipe(export={"format": "gguf", "dtype": "q8_0"}).export.dtype == "q8_0"
+    refused = {
+        "dtype must be float32 or float16 for format: onnx, got q8_0; set format: gguf": {"export": {"dtype": "q8_0"}},
+        "provider is of format: onnx, got cuda": {"export": {"format": "gguf", "provider": "cuda"}},
+        "export.format gguf is for text-generation, got task: text-classification": {
+            "export": {"format": "gguf"},
+            "task": "text-classification",
+            "data": {"files": {"train": "a.jsonl"}, "text": "text", "label": "label"},
+        },
+    }
+    for message, sections in refused.items():
+        with pytest.raises(RecipeError, match=message):
+            recipe(**sections)
+
+
+def test_without_the_package_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r'a GGUF file needs gguf, .* pip install "hies-export\[gguf\]"'):
+        export_gguf(llama(), tmp_path / "out", tokenizer=sentence_piece_tokenizer())
+
+
+def test_the_check_keeps_the_model_as_it_is(tmp_path: Path) -> None:
+    model = llama().to(torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    check_exportable(model, sentence_piece_tokenizer(), uneven=True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
