@@ -352,6 +352,7 @@ class SweepDetails(SweepFigures):
     calibration_samples: int
     key_value_heads: dict[str, Annotated[Count, Field(ge=1)]]
     kinds: dict[str, Literal["attention", "mlp"]] = Field(default_factory=dict)
+    about: SweepAbout = Field(default_factory=SweepAbout)
 
     @model_validator(mode="after")
     def _whole_groups(self) -> SweepDetails:

@@ -21,13 +21,14 @@ from ..errors import RequestError, root_cause
 from ..files import read_json
 from ..kinds import ATTENTION, MLP
 from ..report.report import Report
-from ..report.schemas import SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepDetails, SweepFile
+from ..report.schemas import SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
 from ..report.text import held_out_rows
 from ..score.criteria import score_units
 from ..select.constraints import Constraints
 from ..select.select import select_units
 from ..units import Kept, Units
 from ..values import Calibration, PruningPlan, Scores, Statistics, library_versions
+from .trials import Result, Trial, compensation_how, row_label, same_units
 
 # The criteria whose plans quality is predicted from. At equal HIS lost, plans of other criteria lose other quality.
 FAMILY = ("hies", "his")
@@ -64,6 +65,7 @@ class Exploration:
         shape: Shape at which FLOPs were counted, as "batch x sequence"; empty if the folder does not name it.
         metric: Name of the metric of quality.
         measured: The evaluated plans that quality is predicted from.
+        trials: All evaluated plans that the folder has the units of, of any criterion.
     """
 
     model: str
@@ -75,6 +77,7 @@ class Exploration:
     metric: str
     measured: tuple[Measured, ...] = ()
     flops_per_neuron: float = 0.0
+    trials: tuple[Trial, ...] = ()
 
     @property
     def modules(self) -> tuple[Units, ...]:
@@ -165,9 +168,13 @@ class Exploration:
         )
 
     def flops_ratio(self, plan: PruningPlan) -> float:
-        """Return the FLOPs of a plan's model as a share of the dense model's; exact if all units of a
-        kind cost the same.
+        """Return the FLOPs of a plan's model as a share of the dense model's.
+
+        They are exact if the folder counted them, or all units of a kind cost the same.
         """
+        counted = [trial.flops_ratio for trial in self.trials if same_units(trial.plan, plan)]
+        if counted and counted[0] is not None:
+            return counted[0]
         return 1 - self.flops_per_head * plan.removed - self.flops_per_neuron * plan.removed_neurons
 
 
@@ -282,6 +289,9 @@ def _of_run(folder: Path) -> Exploration:
         stability = _numbers((1.0, report.stability))
         how = "the dense model and this run's slim one" + (", cut and compensated" if compensated else "")
         measured.append(Measured(how, lost, quality, stability))
+    how = measured[0].how if measured else "this run's slim model, on the evaluation rows"
+    result = Result.of(how, report.quality["slim"], report.stability)
+    trials = [Trial(plan, "this run's plan", (result,), report.flops.slim / report.flops.dense)]
     curve, budget = written["alpha_curve"], report.details["budget"]
     judged = "cut and compensated" if compensated else "masked"
     plans = [found.plan_at(p["alpha"], budget["target"], found.allocation) for p in curve if budget["kind"] == "heads"]
@@ -296,7 +306,11 @@ def _of_run(folder: Path) -> Exploration:
                 tuple(point["stability"] for point in curve),
             )
         )
-    return replace(found, measured=tuple(measured))
+        trials += [
+            Trial(p, f"alpha {point['alpha']:g}", (Result.of(measured[-1].how, point["quality"], point["stability"]),))
+            for p, point in zip(plans, curve, strict=True)
+        ]
+    return replace(found, measured=tuple(measured), trials=tuple(trials))
 
 
 def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
@@ -353,10 +367,9 @@ def _of_sweep(folder: Path) -> Exploration:
     for compensation in dict.fromkeys(row["compensation"] for row in own):
         alike = [row for row in own if row["compensation"] == compensation]
         lost = [lost_share(his, plans[_sweep_key(row)]) for row in alike]
-        made = "masked" if compensation == "none" else f"cut and compensated ({compensation})"
         measured.append(
             Measured(
-                f"the dense model and the sweep's plans: {made}, on the evaluation rows",
+                compensation_how(compensation),
                 (0.0, *lost),
                 _numbers([alike[0]["quality_dense"], *(row["quality"] for row in alike)]),
                 (1.0, *(row["stability"] for row in alike)),
@@ -368,16 +381,37 @@ def _of_sweep(folder: Path) -> Exploration:
     for plan in plans.values():
         _check_units(statistics, plan)
     per_head, per_neuron = _flops_by_rows(rows)
+    about = SweepAbout(**details.get("about", {}))
     return Exploration(
-        model="",
+        model=about.model,
         statistics=statistics,
         normalize="model",
         plan=next(iter(plans.values())),
         flops_per_head=per_head,
         flops_per_neuron=per_neuron,
-        shape="",
+        shape=" x ".join(map(str, about.shape)),
         metric=rows[0]["metric"],
         measured=tuple(measured),
+        trials=_trials(rows, plans, seed=details["seed"]),
+    )
+
+
+def _trials(
+    rows: Sequence[Mapping[str, Any]], plans: Mapping[tuple[Any, ...], PruningPlan], *, seed: int
+) -> tuple[Trial, ...]:
+    """Return the plans of a sweep with the rows of their seed; of several calibration sizes, the first is theirs."""
+    found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["seed"] == seed and _sweep_key(row) in plans:
+            found.setdefault(_sweep_key(row), {}).setdefault(row["compensation"], row)
+    return tuple(
+        Trial(
+            plans[key],
+            row_label(next(iter(of.values()))),
+            tuple(Result.of(compensation_how(c), row["quality"], row["stability"]) for c, row in of.items()),
+            next(iter(of.values()))["flops_ratio"],
+        )
+        for key, of in found.items()
     )
 
 

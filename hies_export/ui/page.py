@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,21 @@ from ..checkpoint.folders import replace_file
 from ..checkpoint.refits import REFIT
 from ..errors import PlanError, require_package
 from ..evaluate.metrics import higher_is_better
-from ..report.drawing import BarFigure, Curve, Dot, MapFigure, bar_figure, curve_places, shaded
+from ..report.drawing import BarFigure, Curve, Dot, MapFigure, bar_figure, curve_places, plan_figure, shaded
 from ..report.jinja import environment, escape_markdown
 from ..report.maps import UnitBars, UnitMap, plan_maps
 from ..report.report import plan_counts
 from ..report.rows import Table
 from ..report.text import removed_text
-from ..studies.explore import Exploration, Measured, fit, lost_share, predict, read_exploration
+from ..studies.explore import FAMILY, Exploration, Measured, fit, lost_share, predict, read_exploration
+from ..studies.trials import Result, results_of, same_units
 from ..values import PruningPlan
 from .guard import THIS_MACHINE, Guard
+
+# What the list of measured plans begins with.
+BY_SLIDERS = "by the sliders (HIES)"
+# Title of the numbers of a plan that was evaluated itself.
+MEASURED = "Measured, of this plan itself"
 
 
 def require_gradio() -> None:
@@ -85,39 +92,12 @@ def serve(page: Any, *, port: int | None = None, open_browser: bool = False) -> 
 def _page(exploration: Exploration, folder: Path) -> Any:
     import gradio
 
-    plan = exploration.plan
     with gradio.Blocks(title=f"hies-export: {folder.name}", analytics_enabled=False) as page:
         gradio.Markdown(
             f"## {escape_markdown(folder.name)}\nOther plans: what they keep and cost, and their predicted quality."
         )
-        with gradio.Row():
-            controls = [
-                gradio.Slider(
-                    0,
-                    0.99,
-                    plan.alpha or 0.5,
-                    step=0.01,
-                    label="alpha (0: entropy, 1: importance)",
-                    visible=plan.heads > 0,
-                ),
-                gradio.Slider(
-                    0.01,
-                    0.99,
-                    round(min(0.95, max(0.05, plan.removed / max(1, plan.heads))), 2),
-                    step=0.01,
-                    label="sparsity (share of heads to remove)",
-                    visible=plan.heads > 0,
-                ),
-                gradio.Radio(["global", "uniform"], value=exploration.allocation, label="allocation"),
-                gradio.Slider(
-                    0,
-                    0.99,
-                    round(min(0.95, plan.removed_neurons / max(1, plan.neurons)), 2),
-                    step=0.01,
-                    label="share of feed-forward neurons to remove",
-                    visible=exploration.ranks_neurons,
-                ),
-            ]
+        controls = _controls(exploration)
+        *sliders, chosen = controls
         drawn = gradio.HTML(draw(exploration, *(control.value for control in controls)))
         button, saved = gradio.Button("Save this plan", variant="primary"), gradio.HTML()
         gradio.on(
@@ -128,19 +108,76 @@ def _page(exploration: Exploration, folder: Path) -> Any:
             show_progress="hidden",
             trigger_mode="always_last",
         )
+        chosen.change(
+            lambda plan: [gradio.update(interactive=plan == BY_SLIDERS)] * len(sliders),
+            *(chosen, sliders),
+            show_progress="hidden",
+        )
+        if len(exploration.trials) > 1:
+            gradio.HTML(_render("trials.html.j2", table=_trial_table(exploration)))
         button.click(lambda *values: save(exploration, folder, *values), controls, saved, show_progress="hidden")
     return page
 
 
-def draw(exploration: Exploration, alpha: float, sparsity: float, allocation: str, neurons: float | None = None) -> str:
-    """Return as HTML what a plan keeps, its cost and predicted quality; or why there is no such plan.
+def _controls(exploration: Exploration) -> list[Any]:
+    """Return the sliders, which make a plan, and the list of the measured plans."""
+    import gradio
+
+    plan = exploration.plan
+    with gradio.Row():
+        sliders = [
+            gradio.Slider(
+                0,
+                0.99,
+                plan.alpha or 0.5,
+                step=0.01,
+                label="alpha (0: entropy, 1: importance)",
+                visible=plan.heads > 0,
+            ),
+            gradio.Slider(
+                0.01,
+                0.99,
+                round(min(0.95, max(0.05, plan.removed / max(1, plan.heads))), 2),
+                step=0.01,
+                label="sparsity (share of heads to remove)",
+                visible=plan.heads > 0,
+            ),
+            gradio.Radio(["global", "uniform"], value=exploration.allocation, label="allocation"),
+            gradio.Slider(
+                0,
+                0.99,
+                round(min(0.95, plan.removed_neurons / max(1, plan.neurons)), 2),
+                step=0.01,
+                label="share of feed-forward neurons to remove",
+                visible=exploration.ranks_neurons,
+            ),
+        ]
+    chosen = gradio.Dropdown(
+        [BY_SLIDERS, *(trial.label for trial in exploration.trials)],
+        value=BY_SLIDERS,
+        label="plan",
+        visible=len(exploration.trials) > 1,
+    )
+    return [*sliders, chosen]
+
+
+def draw(
+    exploration: Exploration,
+    alpha: float,
+    sparsity: float,
+    allocation: str,
+    neurons: float | None = None,
+    chosen: str = BY_SLIDERS,
+) -> str:
+    """Return as HTML what a plan keeps, its cost, and its measured or predicted quality; or why there is no such plan.
 
     Args:
         exploration: The finished run or sweep.
         alpha, sparsity, allocation, neurons: See `Exploration.plan_at`.
+        chosen: Label of a plan that was measured, instead of these.
     """
     try:
-        plan = exploration.plan_at(alpha, sparsity, allocation, neurons=neurons)
+        plan = _plan(exploration, alpha, sparsity, allocation, neurons, chosen)
     except PlanError as error:
         return _render("message.html.j2", text=str(error))
     lost = lost_share(exploration.statistics["his"], plan)
@@ -151,30 +188,55 @@ def draw(exploration: Exploration, alpha: float, sparsity: float, allocation: st
         (f"FLOPs{at}, of dense", f"{exploration.flops_ratio(plan):.3f}"),
         ("importance (HIS) removed", f"{lost:.1%}"),
     ]
-    figure, bars = _figures(exploration, plan, alpha)
-    note = (
-        ""
-        if not plan.compensation
-        else (
+    note = ""
+    if plan.compensation:
+        note = (
             f"Predictions are of models that are compensated after the cut ({plan.compensation['method']}). "
             "hies-export apply does not compensate a plan that is saved here, unless it is the run's own."
         )
-    )
-    predictions = [_predicted(exploration, measured, lost) for measured in exploration.measured]
+    figure, bars = _figures(exploration, plan, alpha if chosen == BY_SLIDERS else None)
+    results = {result.how: result for result in results_of(exploration.trials, plan)}
+    by_his = chosen == BY_SLIDERS or plan.criterion in FAMILY
+    predictions = [
+        _predicted(exploration, measured, lost, results.pop(measured.how, None))
+        for measured in exploration.measured
+        if by_his or measured.how in results
+    ]
+    predictions = [*(_only_measured(exploration, result) for result in results.values()), *predictions]
     return _render(
         "plan.html.j2",
         cost=Table((), rows),
         figure=figure,
         bars=bars,
         ranks_neurons=exploration.ranks_neurons,
+        chosen=chosen != BY_SLIDERS,
+        counted=any(trial.flops_ratio is not None and same_units(trial.plan, plan) for trial in exploration.trials),
         predictions=predictions,
         note=note,
     )
 
 
-def _figures(exploration: Exploration, plan: PruningPlan, alpha: float) -> tuple[MapFigure | None, BarFigure | None]:
-    """Return the map of the heads and the bars of the neurons; None for what the folder's plan leaves alone."""
-    scores, known = exploration.scores(alpha).scores, exploration.statistics["his"]
+def _plan(
+    exploration: Exploration, alpha: float, sparsity: float, allocation: str, neurons: float | None, chosen: str
+) -> PruningPlan:
+    """Return the plan of the sliders, or the measured one that was chosen.
+
+    Raises:
+        PlanError: The allocation does not allow the share of heads.
+    """
+    if chosen == BY_SLIDERS:
+        return exploration.plan_at(alpha, sparsity, allocation, neurons=neurons)
+    return next(trial.plan for trial in exploration.trials if trial.label == chosen)
+
+
+def _figures(
+    exploration: Exploration, plan: PruningPlan, alpha: float | None
+) -> tuple[MapFigure | None, BarFigure | None]:
+    """Return the map of the heads and the bars of the neurons; None for what the folder's plan leaves alone.
+
+    The map is shaded by HIES where an alpha is given.
+    """
+    known = exploration.statistics["his"]
     figure: MapFigure | None = None
     bars: BarFigure | None = None
     modules: list[str] = []
@@ -182,7 +244,11 @@ def _figures(exploration: Exploration, plan: PruningPlan, alpha: float) -> tuple
         if isinstance(units, UnitMap):
             marks = {name: line for name, line in units.marks.items() if name in known}
             modules = list(marks)
-            figure = MapFigure("score", "Score", "", shaded(marks, [scores[name].tolist() for name in marks]))
+            if alpha is None:
+                figure = plan_figure(units)
+            else:
+                scores = exploration.scores(alpha).scores
+                figure = MapFigure("score", "Score", "", shaded(marks, [scores[name].tolist() for name in marks]))
         if isinstance(units, UnitBars):
             bars = bar_figure(units, beside=modules)
     return figure, bars
@@ -195,14 +261,18 @@ def save(
     sparsity: float,
     allocation: str,
     neurons: float | None = None,
+    chosen: str = BY_SLIDERS,
 ) -> str:
     """Write a plan into the folder; return as HTML where it is and the commands that cut by it."""
     try:
-        plan = exploration.plan_at(alpha, sparsity, allocation, neurons=neurons)
+        plan = _plan(exploration, alpha, sparsity, allocation, neurons, chosen)
     except PlanError as error:
         return _render("message.html.j2", text=str(error))
     share = f"-neurons-{neurons:g}" if neurons is not None and exploration.ranks_neurons else ""
-    file = folder / f"plan-alpha{alpha:g}-{allocation}-{sparsity:g}{share}.json"
+    name = f"alpha{alpha:g}-{allocation}-{sparsity:g}{share}"
+    if chosen != BY_SLIDERS:
+        name = re.sub(r"[^\w.]+", "-", chosen.replace("%", "")).strip("-")
+    file = folder / f"plan-{name}.json"
     replace_file(file, plan.to_json())
     model = exploration.model or "MODEL"
     commands = f"hies-export apply {file} {model} -o SLIM\nhies-export prune RECIPE.yaml --plan {file} -o SLIM"
@@ -232,50 +302,112 @@ def _compensation_note(plan: PruningPlan) -> str:
 
 @dataclass(frozen=True)
 class _Prediction:
-    """What one kind of measurement predicts of a plan.
+    """What one kind of measurement says of a plan.
 
     Attributes:
-        models: Number of models that were measured.
-        how: How they were measured.
-        table: The predictions.
+        title: What the table shows: what was measured of the plan itself, or what is predicted.
+        how: The models and rows.
+        table: The numbers.
         curves: Name of a number -> what was measured of it, and the line that the prediction lies on.
     """
 
-    models: int
+    title: str
     how: str
     table: Table
     curves: Mapping[str, Curve]
 
 
-def _predicted(exploration: Exploration, measured: Measured, lost: float) -> _Prediction:
-    """Return what one kind of measurement predicts for a plan that removes the share `lost` of the importance."""
+def _predicted(exploration: Exploration, measured: Measured, lost: float, exact: Result | None) -> _Prediction:
+    """Return what one kind of measurement says of a plan that removes the share `lost` of the importance.
+
+    Args:
+        exploration: The finished run or sweep.
+        measured: The kind of measurement.
+        lost: Share of the importance.
+        exact: What was measured of the plan itself, if it was.
+    """
     kinds = (
-        (exploration.metric, measured.quality, higher_is_better(exploration.metric), ".4f"),
-        ("same predictions", measured.stability, True, ".1%"),
+        (
+            *(exploration.metric, measured.quality, exact.quality if exact else None),
+            higher_is_better(exploration.metric),
+            ".4f",
+        ),
+        (*("same predictions", measured.stability, exact.stability if exact else None), True, ".1%"),
     )
     rows, curves = [], {}
-    for name, values, more_is_better, form in kinds:
+    for name, values, known, more_is_better, form in kinds:
         if not values:
             continue
         found = predict(measured.lost, values, lost, higher_is_better=more_is_better)
-        error = "" if found.error is None else f"± {found.error:{form}}"
-        rows.append([name, f"{found.bound} {found.value:{form}}".strip(), error])
-        curves[name] = _curve(name, measured.lost, values, lost, more_is_better)
-    header = ("", "predicted", "mean error" if any(row[2] for row in rows) else "")
-    return _Prediction(len(measured.lost), measured.how, Table(header, rows), curves)
+        if known is None:
+            error = "" if found.error is None else f"± {found.error:{form}}"
+            rows.append([name, f"{found.bound} {found.value:{form}}".strip(), error])
+        else:
+            rows.append([name, f"{known:{form}}", ""])
+        curves[name] = _curve(name, measured.lost, values, lost, more_is_better, at=known)
+    said = "predicted" if exact is None else "measured"
+    header = ["", said, "mean error" if any(row[2] for row in rows) else ""]
+    title = MEASURED if exact is not None else f"Predicted from {len(measured.lost)} models"
+    if not header[2]:
+        header, rows = header[:2], [row[:2] for row in rows]
+    return _Prediction(title, measured.how, Table(header, rows), curves)
 
 
-def _curve(name: str, lost: Sequence[float], values: Sequence[float], at: float, higher_is_better: bool) -> Curve:
-    """Return what was measured by the share of importance removed, the fitted line, and on it the plan, at `at`."""
+def _only_measured(exploration: Exploration, result: Result) -> _Prediction:
+    """Return what was measured of a plan in a way that predicts nothing of others."""
+    rows = [["same predictions", f"{result.stability:.1%}"]]
+    if result.quality is not None:
+        rows.insert(0, [exploration.metric, f"{result.quality:.4f}"])
+    return _Prediction(MEASURED, result.how, Table(("", "measured"), rows), {})
+
+
+def _trial_table(exploration: Exploration) -> Table:
+    """Return all plans that were measured, and what of them."""
+    rows = [
+        [
+            trial.label,
+            _made(result.how),
+            "" if result.quality is None else f"{result.quality:.4f}",
+            f"{result.stability:.1%}",
+            "" if trial.flops_ratio is None else f"{trial.flops_ratio:.3f}",
+            f"{trial.plan.removed:,}" if trial.plan.heads else "",
+            f"{trial.plan.removed_neurons:,}" if trial.plan.neurons else "",
+        ]
+        for trial in exploration.trials
+        for result in trial.results
+    ]
+    header = ("plan", "", exploration.metric, "same predictions", "FLOPs", "heads removed", "neurons removed")
+    columns = [column for column in range(len(header)) if any(row[column] for row in rows)]
+    return Table([header[c] for c in columns], [[row[c] for c in columns] for row in rows])
+
+
+def _made(how: str) -> str:
+    """Return how models were made, without the models and rows."""
+    return how.partition(": ")[2].partition(", on ")[0]
+
+
+def _curve(
+    name: str, lost: Sequence[float], values: Sequence[float], share: float, higher_is_better: bool, at: float | None
+) -> Curve:
+    """Return what was measured by the share of importance removed, the fitted line, and the plan.
+
+    Args:
+        name: What was measured.
+        lost, values: The measured plans.
+        share: Share of importance that the plan removes.
+        higher_is_better: As in `fit`.
+        at: What was measured of the plan; None to place it on the line.
+    """
     line = fit(lost, values, higher_is_better=higher_is_better)
-    left, height, most = 60, 84, max(*lost, at) or 1.0
-    place, ends = curve_places(values, left=left, height=height, scale=most)
+    left, height, most = 60, 84, max(*lost, share) or 1.0
+    spanned = values if at is None else [*values, at]
+    place, ends = curve_places(spanned, left=left, height=height, scale=most)
     dots = [Dot(*place(*pair), chosen=False) for pair in zip(lost, values, strict=True)]
     return Curve(
         label=f"{name} by importance removed",
         left=left,
-        line=[place(share, line(share)) for share in sorted(lost)],
-        dots=[*dots, Dot(*place(at, line(at)), chosen=True)],
+        line=[place(removed, line(removed)) for removed in sorted(lost)],
+        dots=[*dots, Dot(*place(share, line(share) if at is None else at), chosen=True)],
         ends=ends,
         axis=("no importance removed", f"{most:.0%} removed"),
         bottom=128,

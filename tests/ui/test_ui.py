@@ -213,7 +213,7 @@ def test_a_folder_that_is_not_a_run(tmp_path: Path, ran: Path, capsys: pytest.Ca
         with pytest.raises(RequestError, match=r"must be"):
             read_exploration(tmp_path)
     assert main(["ui", str(ran.parent / "nothing")]) == 2
-    assert "is neither" in " ".join(capsys.readouterr().err.split())
+    assert "nothing is not there" in " ".join(capsys.readouterr().err.split())
 
 
 def test_without_gradio_the_error_names_the_extra(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:

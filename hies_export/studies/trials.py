@@ -1,0 +1,79 @@
+"""The plans that a run or a sweep evaluated, and what it measured of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..values import PruningPlan
+
+_REMOVES = {"attention": "heads only", "mlp": "neurons only", "attention+mlp": "heads and neurons"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured of a plan.
+
+    Attributes:
+        how: The models and rows, in words; as in `Measured` where it is one of these.
+        quality: The metric; None where there is none.
+        stability: Share of predictions that equal the dense model's.
+    """
+
+    how: str
+    quality: float | None
+    stability: float
+
+    @classmethod
+    def of(cls, how: str, quality: float | None, stability: float) -> Result:
+        """Return a result whose metric is None where it is not defined."""
+        return cls(how, quality if quality is not None and math.isfinite(quality) else None, stability)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan that was evaluated.
+
+    Attributes:
+        plan: The plan.
+        label: What it is called.
+        results: What was measured: one for every compensation.
+        flops_ratio: FLOPs of its model as a share of the dense model's; None where they were not counted.
+    """
+
+    plan: PruningPlan
+    label: str
+    results: tuple[Result, ...]
+    flops_ratio: float | None = None
+
+
+def row_label(row: Mapping[str, Any]) -> str:
+    """Return what the plan of a row of a sweep is called."""
+    alpha = "" if row["alpha"] is None else f", alpha {row['alpha']:g}"
+    target = row.get("flops_target")
+    budget = f"{row['sparsity']:.0%} of the heads removed" if target is None else f"{target:.0%} of the FLOPs left"
+    removes = "" if target is None else f", {_REMOVES[row.get('modules') or 'attention']}"
+    return f"{row['criterion']}{alpha}: {budget}{removes}"
+
+
+def compensation_how(compensation: str) -> str:
+    """Return how a sweep made the models of a compensation, and what they were judged on."""
+    made = "masked" if compensation == "none" else f"cut and compensated ({compensation})"
+    return f"the dense model and the sweep's plans: {made}, on the evaluation rows"
+
+
+def same_units(one: PruningPlan, other: PruningPlan) -> bool:
+    """Return whether two plans keep the same units."""
+    return {name: kept.units for name, kept in one.kept.items()} == {n: kept.units for n, kept in other.kept.items()}
+
+
+def results_of(trials: Sequence[Trial], plan: PruningPlan) -> list[Result]:
+    """Return what was measured of the plans that keep the same units, each way of measuring once."""
+    found: dict[str, Result] = {}
+    for trial in trials:
+        if same_units(trial.plan, plan):
+            for result in trial.results:
+                found.setdefault(result.how, result)
+    return list(found.values())
