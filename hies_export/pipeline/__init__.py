@@ -1,7 +1,7 @@
 """Run a recipe from start to end: load, score, select, cut, save, export, measure, report.
 
-In goes a `PruningRecipe`; out comes the folder of a run (scores.json, plan.json, slim/, onnx/ or gguf/, report.*) and its
-`Report`. Only these files read the recipe; the functions that they call take plain arguments.
+In goes a `PruningRecipe`; out comes the folder of a run (scores.json, plan.json, slim/, onnx/ or gguf/, report.*) and
+its `Report`. Only these files read the recipe; the functions that they call take plain arguments.
 
 In the order of reading:
 
