@@ -1,4 +1,4 @@
-"""Explore other plans of a finished run or sweep in the browser."""
+"""Explore measured and other plans of a finished run or sweep in the browser."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ threads.py         small work on one thread
 watch.py           inputs and outputs of layers, recorded or replaced inside a block
 attention.py       the attention function of a model, replaced inside a block
 kernels.py         attention and the entropy of its rows, without attention maps
+online.py          whether the Hub answers; its cache where it does not
 internals.py       private parts of transformers, for loading and saving
 modeling_hies.py   the slim model classes; this file travels with slim checkpoints
 """

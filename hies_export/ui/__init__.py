@@ -1,4 +1,4 @@
-"""Explore a finished run or sweep in the browser: other plans, what they keep and cost, and their predicted quality.
+"""Explore a finished run or sweep in the browser: plans, what they keep and cost, their measured or predicted quality.
 
 In comes the folder that `hies-export run` or `sweep` wrote; out comes a page served on this machine, and the plans that
 a reader saves from it. What the page shows is computed in `studies/explore.py`.
