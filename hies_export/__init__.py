@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .generate.text import generate_text
+    from .gguf.export import export_gguf
     from .hub.push import push_to_hub
     from .legacy import (
         AttentionSite,
@@ -125,6 +126,7 @@ _HOMES = {
     "count_flops": "measure.counts",
     "count_parameters": "measure.counts",
     "criterion": "score.criteria",
+    "export_gguf": "gguf.export",
     "export_onnx": "onnx.export",
     "find_attention": "prunable.attention",
     "generate_text": "generate.text",

@@ -52,7 +52,7 @@ class TimedOn:
         runtime: A name in `hies_export.runtimes.base.RUNTIMES`.
         batch: The batch to run.
         timing: Number of runs of the dense model and of each cut.
-        export: Exports a model into a new ONNX folder; called if the runtime reads ONNX.
+        export: Exports a model into a new folder, to what the runtime reads; called if that is no model.
     """
 
     runtime: str

@@ -87,11 +87,6 @@ def export_gguf(
         RequestError: llama.cpp does not know the tokenizer.
         NonFiniteError: A weight does not fit into float16.
         ParityError: llama.cpp's outputs differ from torch's beyond the tolerance.
-
-    Examples:
-        >>> exported = export_gguf(slim, folder / "gguf", tokenizer=tokenizer)
-        >>> exported.file.name, exported.architecture
-        ('model.gguf', 'deci')
     """
     target = Path(folder)
     if dtype not in STORED_AS:

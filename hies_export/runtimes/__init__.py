@@ -1,8 +1,8 @@
-"""Run and time a model on torch, ONNX Runtime or OpenVINO through one interface.
+"""Run and time a model on torch, ONNX Runtime, OpenVINO or llama.cpp through one interface.
 
-In goes a `PreTrainedModel` or an ONNX folder; out comes a `Runtime`: `prepare(batch)` once, `run(prepared)` any number
-of times, `fetch(result)` for the outputs. A runtime never falls back to another device: if the device in its name is
-missing, it raises.
+In goes a `PreTrainedModel`, an ONNX folder or a GGUF file; out comes a `Runtime`: `prepare(batch)` once,
+`run(prepared)` any number of times, `fetch(result)` for the outputs. A runtime never falls back to another device: if
+the device in its name is missing, it raises.
 
 In the order of reading:
 
@@ -11,6 +11,7 @@ In the order of reading:
 - `ort.py`: `onnxruntime-cpu` and `onnxruntime-cpu-int8`; also the names of the files in an ONNX folder.
 - `ort_gpu.py`: `onnxruntime-cuda` and `onnxruntime-tensorrt`.
 - `openvino.py`: `openvino`.
+- `llamacpp.py`: `llamacpp`, with `llamacpp.mjs`, which runs in Node beside the model and takes the times.
 - `registry.py`: import these modules, which registers them; `load_runtime`.
 
 To add a runtime, write one module and name it in one line:
@@ -23,6 +24,6 @@ To add a runtime, write one module and name it in one line:
 
 Recipes, `bench`, latency budgets and the report then accept it, and a test compares every registered runtime with
 torch. If it needs a package, add an extra to pyproject.toml, name the extra in `require`, and list the package in
-`measure/environment.py`, so that reports show its version. A runtime that reads neither models nor ONNX also needs an
-export, in `pipeline/measure.py` and `pipeline/bench.py`.
+`measure/environment.py`, so that reports show its version. A runtime that reads neither models nor ONNX nor GGUF also
+needs a `Format` in `base.py` and an export to it, in `pipeline/export.py` and `pipeline/bench.py`.
 """

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..errors import DataError, ExportError, MissingRuntimeError
-from ..files import Rule, read_json
+from ..files import Rule, Schema, read_json
 from .base import Format, Runtime, register_runtime
 
 GGUF_FILE = "model.gguf"
@@ -42,7 +42,13 @@ _BUILDS = {
     ("Darwin", "x86_64"): "mac-x64",
     ("Windows", "AMD64"): "win-x64",
 }
-_PACKAGE = Rule("node-llama-cpp must be what npm installed", "install it again")
+_PACKAGE = Rule("node-llama-cpp must be what npm installed", "install it again", shown=True)
+
+
+class _Package(Schema):
+    """A package.json."""
+
+    version: str
 
 
 def is_installed() -> bool:
@@ -53,7 +59,16 @@ def is_installed() -> bool:
 def installed_version() -> str | None:
     """Return the version of node-llama-cpp; None where it is not installed."""
     folder = _package_folder()
-    return None if folder is None else read_json(folder / "package.json", dict[str, Any], _PACKAGE).get("version")
+    return None if folder is None else read_version(folder / "package.json")
+
+
+def read_version(package: Path) -> str:
+    """Return the version that a package.json names.
+
+    Raises:
+        RequestError: It is damaged.
+    """
+    return str(read_json(package, _Package, _PACKAGE)["version"])
 
 
 def _package_folder() -> Path | None:

@@ -27,6 +27,7 @@ from hies_export.gguf.architecture import find_layout
 from hies_export.gguf.export import check_exportable, export_gguf
 from hies_export.gguf.vocabulary import find_vocabulary
 from hies_export.recipe import PruningRecipe
+from hies_export.runtimes.registry import check_task
 
 pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 
@@ -233,6 +234,13 @@ def test_a_recipe_is_held_to_what_the_format_knows() -> None:
     for message, sections in refused.items():
         with pytest.raises(RecipeError, match=message):
             recipe(**sections)
+
+
+def test_a_runtime_of_decoders_is_refused_for_other_tasks() -> None:
+    check_task("llamacpp", "text-generation")
+    check_task("torch", "text-classification")
+    with pytest.raises(RecipeError, match=r"runtime llamacpp runs decoders \(text-generation\), got task: image-class"):
+        check_task("llamacpp", "image-classification")
 
 
 def test_without_the_package_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from hies_export.report.markdown import render_markdown
 from hies_export.report.plots import draw_report
 from hies_export.report.report import Report
 from hies_export.report.terminal import map_text, print_report
+from hies_export.runtimes.llamacpp import read_version
 from hies_export.runtimes.ort import CACHE_SIZES, cache_sizes
 from hies_export.slim.check import check_selection
 from hies_export.slim.cut import prune_units
@@ -403,6 +404,9 @@ def _small(folder: Path) -> list[Read]:
     card.mkdir()
     (card / "README.md").write_text("---\nlicense: mit\nbase_model: some/model\n---\n# Title\n")
 
+    package = folder / "package.json"
+    package.write_text(json.dumps({"name": "node-llama-cpp", "version": "3.22.1"}))
+
     def points() -> None:
         for point in _read(cached, {"format": 4}) or ():
             assert isinstance(point.ratio, int | float)
@@ -411,6 +415,7 @@ def _small(folder: Path) -> list[Read]:
         Read("questions of VizWiz", "json", questions, lambda: read_questions(questions), 15),
         Read("questions of MM-Vet", "json", vet, lambda: read_questions(vet), 10),
         Read("cached times", "json", cached, points, 10),
+        Read("version of node-llama-cpp", "json", package, lambda: read_version(package), 5),
         Read(
             "metadata of ONNX",
             "json",
