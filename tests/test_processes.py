@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from support.spawned import free_port, outcome, statistics, work
 
 from hies_export import processes
 from hies_export.calibrate.stream import grouped
+from hies_export.checkpoint.refits import REFIT, read_refit
 from hies_export.errors import RequestError
+from hies_export.values import PruningPlan
 
 BOTH = ["attention", "mlp"]
 SMALL = {"repeats": 2, "shapes": [[1, 8]], "runtimes": ["torch"]}
@@ -123,7 +126,10 @@ def test_one_process_writes(found: dict[str, Any]) -> None:
     assert all(results["command"]["code"] == 0 for results in found["two"])
     report = json.loads((found["folder"] / "bert" / "run" / "report.json").read_text())
     assert report["environment"]["processes"] == 2
-    assert (found["folder"] / "bert" / "run" / "plan.json").read_text() == found["one"]["bert"]["plan"]
+    written = PruningPlan.from_file(found["folder"] / "bert" / "run" / "plan.json")
+    chosen = PruningPlan.from_json(found["one"]["bert"]["plan"])
+    assert replace(written, compensation=chosen.compensation) == chosen
+    read_refit(written, found["folder"] / "bert" / "run" / REFIT)
 
 
 @pytest.mark.slow
