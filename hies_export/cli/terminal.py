@@ -41,7 +41,8 @@ class TerminalProgress:
         """Print the time since the start, and the stage's name."""
         from rich.text import Text
 
-        self.console.print(Text.assemble((f"{minutes(time.monotonic() - self._started)} ·", "dim"), f" {name}"))
+        so_far = minutes(time.monotonic() - self._started)
+        self.console.print(Text.assemble((f"{so_far} ·", "dim"), f" {name}"), soft_wrap=True)
 
     def track(self, items: Sequence[T], name: str) -> Iterable[T]:
         """Return the items of a loop, and show how far it is, for how long it has run, and how long it will."""
@@ -70,7 +71,7 @@ class TerminalProgress:
                 last, so_far = now, now - started
                 left = so_far / done * (len(items) - done)
                 text = f"  {name}: {done:,} of {len(items):,}, {minutes(so_far)} so far, about {minutes(left)} left"
-                self.console.print(text, markup=False, style="dim")
+                self.console.print(text, markup=False, style="dim", soft_wrap=True)
             yield item
 
 

@@ -133,7 +133,7 @@ class Candidates:
         names = {module.name for module in prepared.scored}
         known = iter(()) if moments is None else moments.each(names)
         chains = {}
-        self.progress.stage("remove units greedily, to rank them by what least squares cannot make up for")
+        self.progress.stage("rank units by greedy removal")
         # Both streams yield the modules in the model's order.
         with threads_for(prepared.model, self.effect_batches):
             for (module, layer), pair in zip_longest(effects.each(None), known):
