@@ -15,6 +15,7 @@ class Contents(Enum):
     NOTHING = "not there"
     CHECKPOINT = "a checkpoint"
     ONNX = "an ONNX folder"
+    GGUF = "a GGUF file"
     RUN = "the folder of a run"
     SCORED = "the folder of 'hies-export score'"
     QUICKSTART = "the folder of a quickstart"
@@ -24,6 +25,8 @@ class Contents(Enum):
 
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+# An export has a config too.
+_EXPORTS = {"*.onnx": Contents.ONNX, "*.gguf": Contents.GGUF}
 # Files that tell what a folder without a config is, the most telling first.
 _TELLING = {
     "sweep.json": Contents.SWEEP,
@@ -37,10 +40,14 @@ _TELLING = {
 def contents(path: str | Path) -> Contents:
     """Return what a path holds; nothing for a Hub id."""
     folder = Path(path)
+    if folder.is_file():
+        return Contents.GGUF if folder.suffix == ".gguf" else Contents.FILE
     if not folder.is_dir():
-        return Contents.FILE if folder.is_file() else Contents.NOTHING
-    if any(folder.glob("*.onnx")) and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
-        return Contents.ONNX
+        return Contents.NOTHING
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        for pattern, what in _EXPORTS.items():
+            if any(folder.glob(pattern)):
+                return what
     # First: what was pushed has the files of the checkpoint and the report in one folder.
     if (folder / "config.json").is_file():
         return Contents.CHECKPOINT
@@ -48,12 +55,12 @@ def contents(path: str | Path) -> Contents:
     return next(known, Contents.SWEEP if any(folder.glob("journal*.jsonl")) else Contents.OTHER)
 
 
-def checkpoint_in(path: str, *, onnx: bool = False, progress: Progress = SILENT) -> str:
+def checkpoint_in(path: str, *welcome: Contents, progress: Progress = SILENT) -> str:
     """Return where the checkpoint is that a path means: the path itself, or `slim/` of a run's folder.
 
     Args:
         path: A folder or Hub id. What is not known here is returned for the loader to judge.
-        onnx: Whether an ONNX folder will do too.
+        welcome: What will do beside a checkpoint.
         progress: Is told which part of a run's folder was taken.
 
     Raises:
@@ -63,8 +70,8 @@ def checkpoint_in(path: str, *, onnx: bool = False, progress: Progress = SILENT)
     if contents(path) is Contents.RUN and (slim / "config.json").is_file():
         progress.stage(f"{path} is {Contents.RUN.value}: its slim/ is taken")
         return str(slim)
-    wanted = "a checkpoint, an ONNX folder or the folder of a run" if onnx else "a checkpoint or the folder of a run"
-    refuse_other(path, *[Contents.ONNX] * onnx, must=f"the model must be {wanted}")
+    wanted = ", ".join(("a checkpoint", *(what.value for what in welcome)))
+    refuse_other(path, *welcome, must=f"the model must be {wanted} or the folder of a run")
     return path
 
 
@@ -92,14 +99,14 @@ def _instead(path: Path, found: Contents) -> str:
     if found is Contents.RUN:
         return f"give {slim}" if (slim / "config.json").is_file() else "its slim/ has no config.json: run it again"
     if found is Contents.QUICKSTART:
-        return f"give its run, {path / 'run'}, or its dense model, {path / 'model'}"
+        return f"give its run, {path / 'run'}, or its dense model, {path / 'vit-digits'}"
     if found is Contents.SCORED:
         return f"cut the dense model by its plan, with 'hies-export apply {path} MODEL -o SLIM', and give SLIM"
     if found is Contents.SWEEP:
         return "it keeps no models: run its recipe with the criterion and the budget of the row you want"
-    if found is Contents.ONNX:
+    if found in _EXPORTS.values():
         return f"give {beside}" if beside.is_dir() else "give the checkpoint that it was exported from"
-    whole = contents(path.parent) in (Contents.CHECKPOINT, Contents.RUN, Contents.ONNX)
+    whole = contents(path.parent) in (Contents.CHECKPOINT, Contents.RUN, *_EXPORTS.values())
     return f"give the folder it is in, {path.parent}" if whole else "give a folder"
 
 

@@ -88,7 +88,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
     """Return what is compared: of a single run its dense model and its slim one, else what was given.
 
-    Of a run, `slim/` is taken; `onnx/` where only graphs are timed.
+    Of a run, `slim/` is taken; `onnx/` or `gguf/` where all runtimes read that.
     """
     from ..checkpoint.contents import Contents, checkpoint_in, contents
     from ..pipeline.provenance import dense_model
@@ -103,32 +103,41 @@ def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
             progress.stage(f"A is its dense model, {dense}; B is {slim}")
         return dense or slim, slim
     second = second or first
-    if _on_graphs(options, first, second):
-        return _graph_in(first, progress), _graph_in(second, progress)
-    return tuple(checkpoint_in(str(path), onnx=True, progress=progress) for path in (first, second))  # type: ignore[return-value]
+    name = _format(options, first, second)
+    if name is not None:
+        return _export_in(first, name, progress), _export_in(second, name, progress)
+    welcome = (Contents.ONNX, Contents.GGUF)
+    return (
+        checkpoint_in(str(first), *welcome, progress=progress),
+        checkpoint_in(str(second), *welcome, progress=progress),
+    )
 
 
-def _on_graphs(options: Namespace, *paths: Path) -> bool:
-    """Return whether graphs that are there already will be timed: both models have one, and all runtimes read it."""
+def _format(options: Namespace, *paths: Path) -> str | None:
+    """Return the format, onnx or gguf, of exports that are there already and that all runtimes read; None if none."""
     from ..checkpoint.contents import Contents, contents
     from ..runtimes.registry import RUNTIMES
 
-    given = [contents(path) is Contents.ONNX for path in paths]
-    there = [one or _graph_of_run(path).is_file() for one, path in zip(given, paths, strict=True)]
-    reading = [not RUNTIMES[name].reads_models for name in options.runtimes if name in RUNTIMES]
-    return all(there) and not options.dtypes and (all(reading) if reading else any(given))
+    reading = [RUNTIMES[name] for name in options.runtimes if name in RUNTIMES]
+    for name, what in (("onnx", Contents.ONNX), ("gguf", Contents.GGUF)):
+        given = [contents(path) is what for path in paths]
+        there = all(one or _is_in_run(path, name) for one, path in zip(given, paths, strict=True))
+        read = all(not one.reads_models and one.format == name for one in reading) if reading else any(given)
+        if there and read and not options.dtypes:
+            return name
+    return None
 
 
-def _graph_of_run(run: Path) -> Path:
-    return run / "onnx" / "model.onnx"
+def _is_in_run(run: Path, name: str) -> bool:
+    return (run / name / f"model.{name}").is_file()
 
 
-def _graph_in(path: Path, progress: Progress) -> str:
-    """Return an ONNX folder, or that of a run."""
-    if not _graph_of_run(path).is_file():
+def _export_in(path: Path, name: str, progress: Progress) -> str:
+    """Return an ONNX folder or a GGUF file, or that of a run."""
+    if not _is_in_run(path, name):
         return str(path)
-    progress.stage(f"{path} is the folder of a run: its onnx/ is taken")
-    return str(path / "onnx")
+    progress.stage(f"{path} is the folder of a run: its {name}/ is taken")
+    return str(path / name)
 
 
 def _parse_shape(text: str) -> tuple[int, ...]:

@@ -49,9 +49,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Continue prompts, or answer a file of questions, and return the texts."""
-    from ..checkpoint.contents import checkpoint_in
+    from ..checkpoint.contents import Contents, checkpoint_in
 
-    options.folder = checkpoint_in(options.folder, onnx=True, progress=progress)
+    options.folder = checkpoint_in(options.folder, Contents.ONNX, progress=progress)
     if options.questions is not None:
         return _answer(options, console, progress)
     from ..generate.text import generate_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,25 @@ def test_bench_of_runs_takes_graphs_where_only_graphs_are_timed(ran: Path, monke
     told("bench", graph, ran)
     told("bench", slim, ran, "--runtime", "onnxruntime-cpu")
     assert taken == [(graph, graph), (slim, slim), (slim, slim), (slim, slim), (graph, graph), (slim, slim)]
+
+
+def test_bench_of_runs_takes_gguf_files_where_only_those_are_timed(
+    ran: Path, tmp_path: Path, monkeypatch: Any, told: Any
+) -> None:
+    taken: list[tuple[str, str]] = []
+    monkeypatch.setattr("hies_export.pipeline.bench.bench", lambda a, b, **_: taken.append((a, b)) or [])
+    run, alone = tmp_path / "run", tmp_path / "alone.gguf"
+    shutil.copytree(ran, run)
+    (run / "gguf").mkdir()
+    for file in (run / "gguf" / "model.gguf", run / "gguf" / "config.json", alone):
+        file.write_bytes(b"{}")
+    gguf, slim = str(run / "gguf"), str(run / "slim")
+    told("bench", run, run, "--runtime", "llamacpp")
+    told("bench", run, run, "--runtime", "llamacpp", "--runtime", "onnxruntime-cpu")
+    told("bench", alone, run)
+    assert taken == [(gguf, gguf), (slim, slim), (str(alone), gguf)]
+    code, err, _ = told("generate", gguf, "--prompt", "a")
+    assert (code, f"{gguf} is a GGUF file; give {slim}" in err) == (2, True)
 
 
 @pytest.fixture(scope="module")
