@@ -167,6 +167,11 @@ def _source(folder: Path, runtime: str, dtype: str, temporary: Path) -> PreTrain
     if RUNTIMES[runtime].format == "gguf":
         tokenizer = load_processor(folder, task="text-generation")
         return export_gguf(model, temporary / "gguf", tokenizer=tokenizer, dtype=dtype).folder
+    return export_for(runtime, model, temporary, dtype)
+
+
+def export_for(runtime: str, model: PreTrainedModel, temporary: Path, dtype: str) -> Path:
+    """Export a model for a runtime that reads ONNX, into a folder inside the temporary one, and return that folder."""
     batch = synthetic_batch(model, batch=2, sequence=16)
     provider = RUNTIMES[runtime].fused_for
     return export_onnx(model, temporary / "onnx", batch=batch, provider=provider, dtype=dtype).folder
