@@ -33,10 +33,13 @@ from hies_export.errors import DataError, ExportError, MissingRuntimeError, Pari
 from hies_export.gguf import parity
 from hies_export.gguf.export import export_gguf
 from hies_export.gguf.vocabulary import _SPLITS
+from hies_export.kinds import MLP
 from hies_export.measure.environment import environment
+from hies_export.prunable.find import find_modules
 from hies_export.runtimes import llamacpp
 from hies_export.runtimes.llamacpp import LlamaCppRuntime, is_installed
 from hies_export.runtimes.registry import load_runtime
+from hies_export.slim.cut import prune_units
 
 pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
 pytestmark = pytest.mark.llamacpp
@@ -86,6 +89,24 @@ def real() -> tuple[PreTrainedModel, Any]:
     )
 
 
+# Of every layer: key/value groups of 4, a quarter of them removed in all, and neurons of 172.
+KEPT = {
+    "uniform": ((3, 129), (3, 129), (3, 129), (3, 129), (3, 129)),
+    "uneven": ((3, 100), (4, 172), (2, 150), (4, 96), (2, 127)),
+}
+
+
+def quarter(model: PreTrainedModel, kept: tuple[tuple[int, int], ...]) -> PreTrainedModel:
+    """Return a model with the first groups and neurons of every layer."""
+    modules = find_modules(model, {"input_ids": torch.randint(3, 100, (2, 9))}, kinds=("attention", "mlp"))
+    selection = {}
+    for module in modules:
+        groups, neurons = kept[int(module.name.split(".")[2])]
+        count = neurons if module.kind == MLP else groups * module.group_size
+        selection[module.name] = module.kept(range(count))
+    return prune_units(model, selection, modules)
+
+
 @here
 @pytest.mark.parametrize(("how", "architecture"), [("dense", "llama"), ("uniform", "llama"), ("uneven", "deci")])
 @pytest.mark.parametrize("dtype", ["float32", "q8_0"])
@@ -94,7 +115,7 @@ def test_the_real_llama_writes_what_torch_writes(
 ) -> None:
     model, tokenizer = real()
     if how != "dense":
-        model = cut(model, uniform=how == "uniform")
+        model = quarter(model, KEPT[how])
     exported = export_gguf(model, tmp_path / "out", tokenizer=tokenizer, dtype=dtype)
     equal, difference, runtime = compare(model, exported.file, tokenizer("Once upon a time")["input_ids"])
     table.append((f"stories260K, {how}", runtime.architecture, runtime.dtype, f"{equal} of 64", f"{difference:.1e}"))
