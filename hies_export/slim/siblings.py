@@ -113,4 +113,5 @@ def _with_weights(twin: PreTrainedModel, model: PreTrainedModel) -> PreTrainedMo
         from accelerate import dispatch_model
 
         twin = dispatch_model(twin, model.hf_device_map)
+        twin.hf_device_map = model.hf_device_map  # which accelerate sets for several devices only
     return twin.train(model.training)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.cuts import random_cut, random_neurons
+from support.families import decoder
 from support.models import bert, causal_lm, text_batch
 from transformers import AutoConfig, BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel
 
@@ -63,9 +65,10 @@ def test_only_what_differs_is_said() -> None:
     assert slim.config.hies_export["per_layer_config"] == {"1": {"intermediate_size": 5}}
 
 
-def test_a_config_without_a_width_of_heads_says_nothing() -> None:
-    """BERT takes hidden size / heads for the width of a head, so that fewer heads would be wider ones."""
-    slim, _, _ = random_cut(bert(), text_batch(labels=False))
+@pytest.mark.parametrize("make", [bert, decoder("Qwen2")], ids=["bert", "qwen2"])
+def test_a_config_without_a_width_of_heads_says_nothing(make: Callable[[], PreTrainedModel]) -> None:
+    """By default it is hidden size / heads, so that fewer heads would be wider ones."""
+    slim, _, _ = random_cut(make(), text_batch(labels=False))
     assert "per_layer_config" not in slim.config.hies_export
     # Nor after a cut that could be said, because the first one was not.
     modules = find_modules(slim, text_batch(labels=False), kinds=(MLP,))

@@ -145,3 +145,12 @@ def test_the_folder_is_plain_by_every_way_and_goes_on(tmp_path: Path) -> None:
     export_onnx(again, tmp_path / "onnx", batch=BATCH)
     ids = again.generate(**BATCH, max_new_tokens=4, do_sample=False)
     assert torch.equal(ids, slim.float().generate(**BATCH, max_new_tokens=4, do_sample=False))
+
+
+def test_a_model_spread_over_devices_stays_so() -> None:
+    """transformers sets the map for several devices only, which are not at hand here."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    dense = causal_lm(**ODD)
+    dense.hf_device_map = {"model": "cpu", "lm_head": "cpu"}
+    slim, _ = uniform_cut(dense, BATCH)
+    assert (slim.config.model_type, slim.hf_device_map) == ("mistral", dense.hf_device_map)
