@@ -1,4 +1,7 @@
-"""What is in a GGUF file: every tensor, read back with the gguf package, against torch's; sizes, types, tokenizer."""
+"""What is in a GGUF file: every tensor, read back with the gguf package, against torch's; sizes, types, tokenizer.
+
+The folder is not called gguf: `tests` is on the path, where it would stand for the package that is not installed.
+"""
 
 from __future__ import annotations
 
