@@ -312,7 +312,7 @@ TOLERANCE = {"onnxruntime-cpu-int8": 0.05}
     [
         pytest.param(name, marks=pytest.mark.slow if name == "torch-compile" else ())
         for name, runtime in RUNTIMES.items()
-        if runtime.format != "gguf"  # decoders alone, and probabilities alone: tests/gguf/test_llamacpp.py
+        if runtime.format != "gguf"  # decoders alone, and probabilities alone: tests/gguf_export/test_llamacpp.py
     ],
 )
 def test_every_runtime_computes_what_torch_does(model, tmp_path, name):

@@ -1,9 +1,13 @@
-"""What is in a GGUF file: every tensor, read back with the gguf package, against torch's; sizes, types, tokenizer."""
+"""What is in a GGUF file: every tensor, read back with the gguf package, against torch's; sizes, types, tokenizer.
+
+The folder is not called gguf: `tests` is on the path, where it would stand for the package that is not installed.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +205,10 @@ def test_a_tokenizer_like_sentence_pieces_is_written_with_scores(tmp_path: Path)
     scores = dict(zip(tokens, field(reader, "tokenizer.ggml.scores"), strict=True))
     assert field(reader, "tokenizer.ggml.add_bos_token") is True
     assert field(reader, "tokenizer.ggml.add_space_prefix") is True
-    for text in ("Once upon a time", "I'm 12345 days;  old\n", "日本 café"):
+    # Letters at random, which can be joined in several orders.
+    chance = random.Random(0)
+    letters = ["".join(chance.choices("aeoinrst hwd", k=30)) for _ in range(50)]
+    for text in ("Once upon a time", "I'm 12345 days;  old\n", "日本 café", *letters):
         wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert joined_by_score("▁" + text.replace(" ", "▁"), tokens, scores) == wanted
 
