@@ -316,7 +316,7 @@ class _PlanHead(Schema):
 class _Compensation(Schema):
     model_config = ConfigDict(extra="forbid")
 
-    method: Annotated[str, Field(max_length=100)]
+    method: Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]
     refit: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = ""
 
 
@@ -329,7 +329,7 @@ class _PlanFields(Schema):
     calibration: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     model: dict[_Name, FiniteFloat | _Fingerprint] = Field(default_factory=dict)
-    compensation: _Compensation = _Compensation(method="")
+    compensation: _Compensation | None = None
 
 
 class _PlanOfFormat2(_PlanFields):

@@ -7,8 +7,11 @@ folders.py    folders and files that appear whole or not at all
 contents.py   what a path holds; the part of a run's folder that a command needs
 classes.py    the config and the model class of a checkpoint
 schema.py     what the JSON files of a checkpoint must hold
+stored.py     the files of a checkpoint's weights, and their dtype
 weights.py    `from_pretrained`, its objections as ours
+refits.py     `refit.safetensors`: the refitted layers beside a plan
 version4.py   checkpoints whose heads were pruned by transformers 4
 loading.py    `load` and `HIESModel`: folder or Hub id -> model
+marker.py     what marks a folder as written by this package; leftovers.py: folders of killed runs
 save.py       `save_slim`: slim model -> folder, loaded again in every way and compared
 """

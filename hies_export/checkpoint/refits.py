@@ -173,12 +173,13 @@ def warn_uncompensated(plan: PruningPlan, folder: Path | None = None) -> None:
         plan: The plan.
         folder: The slim checkpoint, whose card shall say it too.
     """
+    remedy = "" if plan.refit is None else f"give the {REFIT} of the run that made the plan as --refit, or "
     logger.warning(
         "the plan is of a model that is refitted after the cut (compensation: %s), and the layers are NOT refitted "
-        "here: quality is that of cutting alone; give the %s of the run that made the plan as --refit, or refit anew "
-        "with hies-export prune RECIPE --plan PLAN",
+        "here: quality is that of cutting alone; %srefit anew with hies-export prune RECIPE --plan PLAN, where the "
+        "recipe compensates",
         plan.compensation.get("method"),
-        REFIT,
+        remedy,
     )
     if folder is not None:
         (folder / "README.md").write_text(_CARD.format(method=plan.compensation.get("method")), encoding="utf-8")

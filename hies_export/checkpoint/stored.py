@@ -16,6 +16,7 @@ from transformers.utils import (
     cached_file,
 )
 
+from ..model.online import hub_or_cache
 from .schema import read_weight_map
 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -31,12 +32,13 @@ def weight_files(path: str | Path, **hub: Any) -> list[Path]:
     Raises:
         RequestError: The index of the shards is damaged.
     """
-    for name, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if (whole := _file(path, name, **hub)) is not None:
-            return [whole]
-        if (listing := _file(path, index, **hub)) is not None:
-            shards = [_file(path, shard, **hub) for shard in sorted(set(read_weight_map(listing).values()))]
-            return [shard for shard in shards if shard is not None]
+    with hub_or_cache(path, "model", local_files_only=hub.get("local_files_only", False)):
+        for name, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+            if (whole := _file(path, name, **hub)) is not None:
+                return [whole]
+            if (listing := _file(path, index, **hub)) is not None:
+                shards = [_file(path, shard, **hub) for shard in sorted(set(read_weight_map(listing).values()))]
+                return [shard for shard in shards if shard is not None]
     return []
 
 

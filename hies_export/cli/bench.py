@@ -129,7 +129,9 @@ def _format(options: Namespace, *paths: Path) -> str | None:
 
 
 def _is_in_run(run: Path, name: str) -> bool:
-    return (run / name / f"model.{name}").is_file()
+    from ..checkpoint.contents import Contents, contents
+
+    return contents(run) is Contents.RUN and (run / name / f"model.{name}").is_file()
 
 
 def _export_in(path: Path, name: str, progress: Progress) -> str:

@@ -90,13 +90,15 @@ def _export_gguf(options: Namespace, console: Console, progress: Progress) -> di
     from ..checkpoint.loading import load
     from ..data.processors import load_processor
     from ..errors import RequestError
-    from ..gguf.export import export_gguf, require_gguf
+    from ..gguf.export import check_dtype, export_gguf, require_gguf
+    from ..gguf.parity import PROMPTS
 
     if options.provider is not None:
-        raise RequestError(f"--provider is of --format onnx, got {options.provider} with gguf; leave it out")
+        raise RequestError(f"--provider belongs to --format onnx, got {options.provider} with gguf; leave it out")
     require_gguf()
-    model = load(options.model, dtype=torch.float32)
+    check_dtype(options.dtype)
     tokenizer = load_processor(options.model, task="text-generation")
+    model = load(options.model, dtype=torch.float32)
     progress.stage("export to GGUF, and compare with torch")
     exported = export_gguf(model, options.output, tokenizer=tokenizer, dtype=options.dtype, overwrite=options.overwrite)
     parity = exported.parity
@@ -113,6 +115,7 @@ def _export_gguf(options: Namespace, console: Console, progress: Progress) -> di
         "types": exported.types,
         "gguf_max_abs": None if parity is None else parity.max_abs,
         "greedy_tokens_equal": None if parity is None else parity.equal,
+        "greedy_tokens": None if parity is None else PROMPTS * parity.tokens,
     }
 
 

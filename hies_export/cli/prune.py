@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ..errors import RequestError
 from ..progress import Progress
 from .arguments import a_path, add_force, add_recipe, add_refit, find_refit, read_recipe, refuse_output
+
+if TYPE_CHECKING:
+    from ..recipe import PruningRecipe
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -40,8 +44,10 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
 
     recipe = read_recipe(options)
     plan_file = None if options.plan is None else plan_in(options.plan, progress=progress)
-    refuse_output(options, recipe, **({} if plan_file is None else {"plan": plan_file}))
+    files = {"plan": plan_file, "refit": options.refit}
+    refuse_output(options, recipe, **{name: file for name, file in files.items() if file is not None})
     given = None if plan_file is None else PruningPlan.from_file(plan_file)
+    _check_refit(options, recipe)
     refitted = None
     if given is not None and plan_file is not None and recipe.prune.compensation is None:
         file = find_refit(options, given, plan_file)
@@ -70,3 +76,20 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     note = family_note(prepared.model.config.model_type, pruned.slim.config.model_type)
     if note:
         console.print(note, markup=False)
+
+
+def _check_refit(options: Namespace, recipe: PruningRecipe) -> None:
+    """Refuse options about refitted layers that have no effect.
+
+    Raises:
+        RequestError: There is no plan, or the recipe refits anew.
+    """
+    if (options.refit is None and not options.no_refit) or (
+        options.plan is not None and recipe.prune.compensation is None
+    ):
+        return
+    why = "there is no --plan" if options.plan is None else "this recipe compensates, which refits anew"
+    raise RequestError(
+        f"--refit and --no-refit are about a --plan under a recipe that does not compensate, but {why}; leave them "
+        "out, or add --set prune.compensation=null"
+    )

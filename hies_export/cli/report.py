@@ -75,10 +75,13 @@ def _show_sweep(options: Namespace, console: Console, progress: Progress) -> dic
     """Print the tables of a sweep, render its page, and return its rows."""
     from ..checkpoint.folders import refuse_other_file, replace_file
     from ..report.html import is_page
+    from ..report.plots import require_matplotlib
     from ..sweep.curves import draw_figures
     from ..sweep.page import PAGE, lead_text, read_sweep, render_sweep
     from .sweep import print_tables
 
+    if options.figures:
+        require_matplotlib()
     page = options.html or options.folder / PAGE
     refuse_other_file(page, "a page of hies-export", is_page)
     rows, about = read_sweep(options.folder)

@@ -39,7 +39,7 @@ LEVELS = (0.75, 0.5, 0.25, 0.0)
 # Timed cuts are cached only if no 95 % interval of a ratio is wider than this. Widths were 0.04 to 0.07 on an idle
 # machine, and twice that on a busy one.
 WIDEST_INTERVAL = 0.08
-TABLE_FORMAT = 4
+TABLE_FORMAT = 5
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,14 @@ class TimedOn:
         batch: The batch to run.
         timing: Number of runs of the dense model and of each cut.
         export: Exports a model into a new folder, to what the runtime reads; called if that is no model.
+        exported_as: What `export` writes, in words: times of another format or dtype are not taken from the cache.
     """
 
     runtime: str
     batch: Mapping[str, Tensor]
     timing: Timing
     export: Callable[[PreTrainedModel, Path], object]
+    exported_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,7 @@ def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: Timed
         "format": TABLE_FORMAT,
         "environment": environment(),
         "runtime": where.runtime,
+        "export": where.exported_as,
         "device": str(model.device),
         "batch": {name: list(value.shape) for name, value in sorted(where.batch.items())},
         "model": [type(model).__name__, str(model.dtype)],

@@ -283,7 +283,7 @@ def _check_norms(model: PreTrainedModel, layers: list[Any], biases: set[str], *,
         raise refused(
             model,
             f"layer 0 has {norm}, and llama.cpp's deci, which takes layers of different sizes, reads no such norm",
-            "cut it uniformly (allocation: uniform), or export it to ONNX",
+            "cut it uniformly (allocation: uniform, without keep_layers), or export it to ONNX",
         )
     if biases:
         raise refused(model, f"layer 0 has {norm} and {min(biases)}, and llama.cpp's qwen3 reads no biases")

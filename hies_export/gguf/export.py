@@ -89,8 +89,7 @@ def export_gguf(
         ParityError: llama.cpp's outputs differ from torch's beyond the tolerance.
     """
     target = Path(folder)
-    if dtype not in STORED_AS:
-        raise RecipeError([f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}"])
+    check_dtype(dtype)
     refuse_existing(target, overwrite=overwrite)
     require_gguf()
     layout, vocabulary = _find(model, tokenizer)
@@ -133,6 +132,16 @@ def _rows(model: PreTrainedModel) -> int:
     return int(embedding.weight.shape[0])
 
 
+def check_dtype(dtype: str) -> None:
+    """Refuse an unknown dtype of matrices.
+
+    Raises:
+        RecipeError: It is none of `STORED_AS`.
+    """
+    if dtype not in STORED_AS:
+        raise RecipeError([f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}"])
+
+
 def require_gguf() -> None:
     """Refuse to go on without the package that writes GGUF files.
 
@@ -161,10 +170,9 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
     if dtype == "q8_0" and types.get("F16"):
         logger.warning(
             "%d of %d matrices have rows whose length is no multiple of %d, and are stored in float16 instead of q8_0; "
-            "prune with multiple_of: {neurons: %d} to keep all divisible",
+            "prune with multiple_of, of heads and neurons, so that all rows are",
             types["F16"],
             types["F16"] + types.get("Q8_0", 0),
-            BLOCK,
             BLOCK,
         )
     return types

@@ -165,7 +165,7 @@ def _read_run(folder: Path) -> Report:
     needed = ("report.json", "slim/config.json", "slim/hies_plan.json")
     missing = [name for name in needed if not (folder / name).is_file()]
     if not any((folder / name / "config.json").is_file() for name in _EXPORTS):
-        missing.append("onnx/config.json")
+        missing.append("onnx/ or gguf/")
     if missing:
         raise RequestError(
             f"a push needs the folder of a finished run, but {folder} has no {missing[0]}; give the folder that "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, get_session
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
 from ..errors import HiesError, RequestError, root_cause
@@ -43,7 +43,7 @@ def hub_or_cache(
         error: What is raised where neither the Hub nor the cache has it.
 
     Raises:
-        RequestError: Of the class `error`: the Hub does not answer, and the block raised an error of a library.
+        RequestError: Of the class `error`: the Hub does not answer, and the cache lacks what the block reads.
     """
     missing = None if local_files_only or not _is_hub_id(name) else _unreachable()
     if missing is None:
@@ -52,9 +52,9 @@ def hub_or_cache(
     try:
         with _offline():
             yield
-    except HiesError:
-        raise
     except Exception as failure:  # of the clients, each its own kind
+        if isinstance(failure, HiesError) or not _is_absent(failure):
+            raise
         raise error(
             f"a {what} must be on this machine, on the Hub or whole in its cache, but {name} is not here, and the Hub "
             f"at {constants.ENDPOINT} {missing}; give a local path, or fetch it once where the Hub can be reached, and "
@@ -62,6 +62,15 @@ def hub_or_cache(
         ) from failure
     if not constants.is_offline_mode():
         logger.warning("the Hub at %s %s: what its cache has of %s is used", constants.ENDPOINT, missing, name)
+
+
+def _is_absent(failure: BaseException | None) -> bool:
+    """Return whether an error says that the cache lacks something, and not that what it has is damaged."""
+    while failure is not None:
+        if isinstance(failure, (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)):
+            return True
+        failure = failure.__cause__ or failure.__context__
+    return False
 
 
 def _is_hub_id(name: str | Path) -> bool:

@@ -57,7 +57,7 @@ def threads_for(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Abstr
 
 
 def chosen_by_hand() -> bool:
-    """Return whether the environment says the number of threads, or `torch.set_num_threads` has changed it."""
+    """Return whether the environment says the number of threads, or it was set after this module was imported."""
     return any(os.environ.get(name) for name in _VARIABLES) or torch.get_num_threads() != _AT_START
 
 

@@ -16,7 +16,7 @@ from ..checkpoint.loading import load
 from ..checkpoint.schema import empty_model
 from ..data.processors import load_processor
 from ..errors import RequestError, quoted, root_cause
-from ..gguf.export import export_gguf
+from ..gguf.export import check_exportable, export_gguf, require_gguf
 from ..measure.compare import time_on
 from ..measure.counts import FlopCount, Shape, count_both_flops, count_flops
 from ..measure.rows import LatencyRow
@@ -76,6 +76,8 @@ def bench(
     _check_request(folders, runtimes, dtypes)
     skeletons = [_skeleton(folder) for folder in folders]
     _check_inputs(skeletons)
+    if any(not RUNTIMES[name].reads_models and RUNTIMES[name].format == "gguf" for name in runtimes):
+        _check_gguf(folders)
     # The second model may have fewer positions than the first.
     wanted, _ = (model_shapes(model, shapes) for model in skeletons)
     # The tokens of the smaller vocabulary are tokens of both.
@@ -138,6 +140,8 @@ def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Seq
         refuse_parts(folder)
     for runtime in runtimes:
         check_runtime(runtime)
+        if not RUNTIMES[runtime].reads_models and RUNTIMES[runtime].format == "gguf":
+            require_gguf()
     for folder in folders:
         format = _format(folder)
         if format is None:
@@ -157,6 +161,18 @@ def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Seq
                 f"writes, but {folder} has none; export the checkpoint again"
             )
     check_dtypes(dtypes, runtimes)
+
+
+def _check_gguf(folders: Sequence[Path]) -> None:
+    """Refuse, before anything is timed, checkpoints that no GGUF file can hold.
+
+    Raises:
+        RequestError: There is one; the message names the layer or the tokenizer, and the reason.
+    """
+    for folder in folders:
+        if _format(folder) is None:
+            tokenizer = load_processor(folder, task="text-generation")
+            check_exportable(load(folder, dtype=torch.float32), tokenizer, uneven=False)
 
 
 def _described(folder: Path) -> Path:

@@ -60,9 +60,11 @@ def require_exporters(recipe: PruningRecipe) -> None:
     Raises:
         MissingRuntimeError: One of them is missing.
     """
-    if recipe.export.format == "onnx":
+    latency = recipe.prune.budget.latency
+    formats = _formats(recipe, (*recipe.measure.runtimes, *([] if latency is None else [latency.runtime])))
+    if "onnx" in formats:
         require_onnxruntime()
-    if "gguf" in _formats(recipe, recipe.measure.runtimes):
+    if "gguf" in formats:
         require_gguf()
 
 
@@ -73,7 +75,8 @@ def check_exports(prepared: Prepared, recipe: PruningRecipe) -> None:
         RequestError: It cannot be written; the message names the layer and the reason.
     """
     if "gguf" in _formats(recipe, prepared.runtimes):
-        check_exportable(prepared.model, prepared.processor, uneven=recipe.prune.allocation == "global")
+        uneven = recipe.prune.allocation == "global" or bool(recipe.prune.keep_layers)
+        check_exportable(prepared.model, prepared.processor, uneven=uneven)
 
 
 def _formats(recipe: PruningRecipe, runtimes: Iterable[str]) -> set[Format]:

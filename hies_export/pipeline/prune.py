@@ -165,7 +165,7 @@ def _warn_if_larger(size: int, source: Source) -> None:
     if size > source.bytes:
         logger.warning(
             "the slim checkpoint has %.1f MB, more than the %.1f MB of its source, because it is saved in %s; set "
-            "save_dtype: auto to save in the dtype of the source",
+            "save_dtype to the dtype of the source",
             size / 1e6,
             source.bytes / 1e6,
             str(source.dtype).removeprefix("torch."),

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.targets import samples_of, size_of
+from ..data.targets import samples_of
 from ..evaluate.metrics import METRICS
 from ..gguf.export import GgufExport
 from ..kinds import ATTENTION
@@ -108,7 +108,7 @@ def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> dict
             "calibration_samples": calibration.samples,
             "calibration_batch": calibration.batch_size,
             "calibration_batch_asked": min(recipe.calibration.batch_size, calibration.samples),
-            "compensation_samples": sum(map(size_of, prepared.compensation)),
+            "compensation_samples": samples_of(prepared.compensation),
             "evaluation_samples": samples_of(prepared.evaluation),
             "evaluation_of": prepared.evaluation_of,
             "evaluation_rows": recipe.evaluation.rows,

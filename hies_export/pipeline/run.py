@@ -166,7 +166,7 @@ def confirm_max_drop(
         The outcome with the slim model's metric; the outcome of any other budget unchanged.
 
     Raises:
-        DropError: The metric is worse than the budget allows: compensation did harm.
+        DropError: The metric is worse than the budget allows: compensation, or rounding to `save_dtype`, did harm.
     """
     if not isinstance(budget, MaxDropOutcome):
         return budget
@@ -175,8 +175,11 @@ def confirm_max_drop(
     value = judge.of(predict(slim, prepared.held_out)).metrics[budget.metric]
     lost = quality_loss(budget.metric, budget.dense, value)
     if lost > budget.by:
+        what, remedy = "compensated", "compensate on more samples, or not at all"
+        if recipe.prune.compensation is None:
+            what, remedy = "rounded", "set save_dtype: float32"
         raise DropError(
             f"{budget.metric} on the held-out rows may get worse by {budget.by:g}, and the model that was judged kept "
-            f"to it, but the compensated one lost {lost:.4g}; compensate on more samples, or not at all"
+            f"to it, but the {what} one lost {lost:.4g}; {remedy}"
         )
     return replace(budget, slim=value)

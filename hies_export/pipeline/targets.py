@@ -166,6 +166,7 @@ class Targets:
                 batch=prepared.measured[self._budget_shape()],
                 timing=Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds),
                 export=lambda model, folder: export(prepared, model, recipe, folder, format=RUNTIMES[runtime].format),
+                exported_as=f"{RUNTIMES[runtime].format} {recipe.export.dtype} {recipe.export.provider}",
             )
             # Times differ between processes, and what they choose must not.
             table = processes.on_main(

@@ -35,7 +35,7 @@ class PruningRecipe(Section):
         dtype: What the model is loaded, scored and, but for `save_dtype`, saved in: float32 (default on CPU), float16,
             bfloat16, or "auto" for the checkpoint's own (default on GPU).
         save_dtype: What the slim checkpoint is saved in, as for `dtype`. By default that of `dtype` where it is given,
-            else the checkpoint's own, so that the slim one is never the larger. What is evaluated, exported and timed
+            else the checkpoint's own, so that the slim one is not the larger. What is evaluated, exported and timed
             is rounded to it.
         device_map: Where the layers go, as in `from_pretrained`: "auto" spreads a model over all GPUs. By default the
             GPU if there is one.

@@ -57,12 +57,17 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         uncompensated=report.details.get("uncompensated"),
         alpha_curves=_alpha_curves(report),
         sizes=size_rows(report),
-        place=latency_scale(report.latency),
+        place=_common_scale(report),
         whole=Scale(1.0),
         percentiles=percentile_table(report.latency),
         checks=check_table(report).rows,
         environment=environment_table(report.environment),
     )
+
+
+def _common_scale(report: Report) -> Scale:
+    """Return the scale of all bars of times and sizes, which a slim model larger than its source fits too."""
+    return Scale(max(latency_scale(report.latency).high, *(row.ratio + 0.01 for row in size_rows(report))))
 
 
 def is_page(text: str) -> bool:

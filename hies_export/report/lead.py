@@ -11,6 +11,7 @@ from .text import prediction_word
 
 # How metrics are written in a sentence, where their names in a recipe are not.
 _WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_correlation": "Matthews correlation"}
+_WRITTEN |= {"choice_accuracy": "accuracy of choices", "exact_match": "exact matches"}
 
 
 def lead_text(report: Report) -> str:
@@ -46,7 +47,7 @@ def _time(report: Report) -> str:
     if not report.latency:
         return f"{report.flops.ratio:.2f} of the FLOPs"
     asked = asked_row(report)
-    quiet = [asked] if asked else [row for row in report.latency if not row.noisy]
+    quiet = [asked] if asked else [row for row in report.latency if not row.noisy and row.phase != "decode"]
     if not quiet:
         return f"{report.flops.ratio:.2f} of the FLOPs, time too noisy to tell"
     if len(quiet) > 1:
@@ -82,7 +83,12 @@ def _agreement(report: Report) -> str:
 def _quality(report: Report) -> str:
     """Return the first metric of both models."""
     quality = report.quality
-    return f"{_WRITTEN.get(quality.metric, quality.metric)} {quality.dense:.3g} → {quality.slim:.3g}"
+    return f"{_WRITTEN.get(quality.metric, quality.metric)} {_number(quality.dense)} → {_number(quality.slim)}"
+
+
+def _number(value: float) -> str:
+    """Return a metric with three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
 
 
 def _budget(report: Report) -> str:

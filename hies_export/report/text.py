@@ -193,7 +193,7 @@ def _held_out_note(report: Report) -> str:
 def _other_work_note(report: Report) -> str:
     """Return how much processor time other work took while the run computed, where that matters; else nothing."""
     found = report.details.get("other_work")
-    others = OtherWork(**found) if found else None
+    others = OtherWork(found["used"], found["cores"]) if found else None
     return f"{str(others).capitalize()} while the run computed." if others and others.matters else ""
 
 
@@ -213,7 +213,7 @@ def environment_text(environment: Mapping[str, Any]) -> str:
     """Return the hardware and the libraries that decide about time, in a sentence."""
     names = {
         **{name: name for name in ("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime", "openvino")},
-        **{"onnxruntime_gpu": "onnxruntime-gpu", "gpu_driver": "driver"},
+        **{"onnxruntime_gpu": "onnxruntime-gpu", "node_llama_cpp": "node-llama-cpp", "gpu_driver": "driver"},
     }
     return ", ".join(f"{shown} {environment[name]}" for name, shown in names.items() if environment.get(name)) + "."
 

@@ -71,7 +71,10 @@ async function run({feed, probabilities}) {
 
 // Return probabilities by token as base64 of 32-bit floats.
 function encoded(probabilities) {
-    const values = new Float32Array(Math.max(...probabilities.keys()) + 1);
+    // Not by spreading the keys: a function takes fewer arguments than large vocabularies have tokens.
+    let size = 0;
+    for (const token of probabilities.keys()) size = Math.max(size, token + 1);
+    const values = new Float32Array(size);
     for (const [token, value] of probabilities) values[token] = value;
     return Buffer.from(values.buffer).toString("base64");
 }

@@ -21,7 +21,7 @@ from typing import IO, Any, ClassVar
 import numpy as np
 import torch
 
-from ..errors import DataError, ExportError, MissingRuntimeError
+from ..errors import DataError, ExportError, MissingRuntimeError, RequestError
 from ..files import Rule, Schema, read_json
 from .base import Format, Runtime, register_runtime
 
@@ -57,9 +57,12 @@ def is_installed() -> bool:
 
 
 def installed_version() -> str | None:
-    """Return the version of node-llama-cpp; None where it is not installed."""
+    """Return the version of node-llama-cpp; None where it is not installed, or is damaged."""
     folder = _package_folder()
-    return None if folder is None else read_version(folder / "package.json")
+    try:
+        return None if folder is None else read_version(folder / "package.json")
+    except RequestError:
+        return None
 
 
 def read_version(package: Path) -> str:

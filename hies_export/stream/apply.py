@@ -108,7 +108,8 @@ def apply_plan(
     """
     start = time.perf_counter()
     layers = {} if refit is None else _read_refit(plan, Path(refit))
-    refuse_existing(folder, overwrite=overwrite, inputs={"model": model})
+    given = {"model": model} if refit is None else {"model": model, "refitted layers": refit}
+    refuse_existing(folder, overwrite=overwrite, inputs=given)
     source = fetch(model)
     tensors = read_tensors(source)
     dense, origins = build_skeleton(source, tensors)

@@ -102,7 +102,9 @@ def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[P
     config = class_config(folder, model_class)
     if getattr(config, "quantization_config", None) is not None:
         raise RequestError(f"the weights must be plain numbers, but {folder} is quantised; dequantise it first")
-    dtype = checkpoint_dtype((t.dtype for t in tensors.values()), config) or torch.float32
+    # In the order of `from_pretrained`.
+    names = sorted(tensors, key=lambda name: (tensors[name].file, name))
+    dtype = checkpoint_dtype((tensors[name].dtype for name in names), config) or torch.float32
     stored = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     model = empty_model(model_class, config, folder, dtype)
     info = internals.load_shapes(model, stored, dtype)

@@ -53,9 +53,10 @@ def row_label(row: Mapping[str, Any]) -> str:
     """Return what the plan of a row of a sweep is called."""
     alpha = "" if row["alpha"] is None else f", alpha {row['alpha']:g}"
     target = row.get("flops_target")
-    budget = f"{row['sparsity']:.0%} of the heads removed" if target is None else f"{target:.0%} of the FLOPs left"
+    budget = "of the heads removed" if target is None else "of the FLOPs left"
+    share = f"{100 * (row['sparsity'] if target is None else target):g}%"
     removes = "" if target is None else f", {_REMOVES[row.get('modules') or 'attention']}"
-    return f"{row['criterion']}{alpha}: {budget}{removes}"
+    return f"{row['criterion']}{alpha}: {share} {budget}{removes}"
 
 
 def compensation_how(compensation: str) -> str:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..cost.cut import cut_bundles
 from ..errors import RequestError
+from ..gguf.export import require_gguf
 from ..measure.compare import compare_loads
 from ..measure.timing import Timing
 from ..model.tokens import longest_sequence, synthetic_batch
@@ -51,6 +52,8 @@ class LatencyRequest:
         if self.runtime not in RUNTIMES:
             raise RequestError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {self.runtime!r}")
         check_runtime(self.runtime)
+        if RUNTIMES[self.runtime].format == "gguf" and not RUNTIMES[self.runtime].reads_models:
+            require_gguf()
         if TASKS[recipe.task].in_parts and not RUNTIMES[self.runtime].reads_models:
             raise RequestError(
                 f"a vision-language model, which is exported in parts, can be timed on torch only, got {self.runtime}"
@@ -80,7 +83,10 @@ class Stopwatch:
 
     def key(self, lost: Mapping[str, int]) -> str:
         """Return the name of a timing in the journal."""
-        return json.dumps([self._request.runtime, self._shape, self._request.repeats, sorted(lost.items())])
+        export = self._shared.recipe.export
+        # A journal of an earlier version has none of this for what is exported by default.
+        other = [] if export == type(export)() else [[export.format, export.dtype, export.provider]]
+        return json.dumps([self._request.runtime, self._shape, self._request.repeats, sorted(lost.items()), *other])
 
     def time(self, lost: Sequence[Mapping[str, int] | None]) -> None:
         """Time the models that lose these numbers of bundles, unless the journal has them."""

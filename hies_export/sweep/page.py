@@ -191,7 +191,9 @@ def _alpha_panels(rows: Sequence[Row]) -> list[Panel]:
     given = [r for r in of_first_size(rows) if r["criterion"] == "hies" and r.get("alpha_by") == "given"]
     if len({row["alpha"] for row in given}) < FEWEST_ALPHAS:
         return []
-    styles = {f"{budget:.0%} {budget_name(rows)}": Style(place, "") for place, budget in enumerate(budgets_of(given))}
+    styles = {
+        f"{100 * budget:g}% {budget_name(rows)}": Style(place, "") for place, budget in enumerate(budgets_of(given))
+    }
     panels = []
     for modules in dict.fromkeys(row.get("modules") for row in given):
         for compensation, alike in _by_compensation([r for r in given if r.get("modules") == modules]).items():
@@ -199,7 +201,7 @@ def _alpha_panels(rows: Sequence[Row]) -> list[Panel]:
             charts = [
                 chart(
                     *(alike, quantity, alpha_axis(given), styles),
-                    name=lambda row: f"{budget_of(row):.0%} {budget_name(rows)}",
+                    name=lambda row: f"{100 * budget_of(row):g}% {budget_name(rows)}",
                 )
                 for quantity in ("stability", "quality")
             ]

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..baselines.channels import check_channels, masked_channels, select_channels
 from ..baselines.names import CHANNELS, JUDGED_ONLY, SLICED, SLICED_TUNED
 from ..baselines.slicing import fine_tuned, sliced
-from ..data.targets import size_of
+from ..data.targets import samples_of, size_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.predict import Predictions, predict
 from ..kinds import ATTENTION, KINDS, MLP
@@ -231,7 +231,8 @@ class _Runner:
         _, statistics = self._shared.calibrated(seed, size)
         plans = {}
         for cell in self._cells:
-            if (cell.seed, cell.samples) != (seed, size) or cell.criterion in JUDGED_ONLY:
+            # Criteria with a number of samples of their own have 0.
+            if cell.seed != seed or cell.samples not in (0, size) or cell.criterion in JUDGED_ONLY:
                 continue
             entry = self._journal.rows[self._chooser.key(cell)]
             selection = self._chooser.selection(cell, entry["alpha"])
@@ -260,7 +261,7 @@ class _Runner:
             "task": recipe.task,
             "calibration_split": recipe.calibration.split,
             "evaluation_split": recipe.evaluation.split,
-            "evaluation_samples": sum(map(size_of, base.evaluation)),
+            "evaluation_samples": samples_of(base.evaluation),
             "evaluation_of": base.evaluation_of,
             "evaluation_rows": recipe.evaluation.rows,
             "shape": list(next(iter(base.measured))),

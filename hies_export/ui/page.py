@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,12 +189,6 @@ def draw(
         (f"FLOPs{at}, of dense", f"{exploration.flops_ratio(plan):.3f}"),
         ("importance (HIS) removed", f"{lost:.1%}"),
     ]
-    note = ""
-    if plan.compensation:
-        note = (
-            f"Predictions are of models that are compensated after the cut ({plan.compensation['method']}). "
-            "hies-export apply does not compensate a plan that is saved here, unless it is the run's own."
-        )
     figure, bars = _figures(exploration, plan, alpha if chosen == BY_SLIDERS else None)
     results = {result.how: result for result in results_of(exploration.trials, plan)}
     by_his = chosen == BY_SLIDERS or plan.criterion in FAMILY
@@ -212,7 +207,7 @@ def draw(
         chosen=chosen != BY_SLIDERS,
         counted=any(trial.flops_ratio is not None and same_units(trial.plan, plan) for trial in exploration.trials),
         predictions=predictions,
-        note=note,
+        note=_compensation_note(exploration, plan),
     )
 
 
@@ -274,20 +269,25 @@ def save(
         name = re.sub(r"[^\w.]+", "-", chosen.replace("%", "")).strip("-")
     file = folder / f"plan-{name}.json"
     replace_file(file, plan.to_json())
-    model = exploration.model or "MODEL"
-    commands = f"hies-export apply {file} {model} -o SLIM\nhies-export prune RECIPE.yaml --plan {file} -o SLIM"
+    name, model = shlex.quote(str(file)), shlex.quote(exploration.model or "MODEL")
+    commands = f"hies-export apply {name} {model} -o SLIM\nhies-export prune RECIPE.yaml --plan {name} -o SLIM"
     return _render(
         "message.html.j2",
         text=f"Saved: {removed_text(*plan_counts(plan))}. To cut by it:",
         commands=commands,
-        warning=_compensation_note(plan),
+        warning=_compensation_note(exploration, plan),
     )
 
 
-def _compensation_note(plan: PruningPlan) -> str:
-    """Return what must be known of a compensated model before a plan is applied; nothing if it is not compensated."""
+def _compensation_note(exploration: Exploration, plan: PruningPlan) -> str:
+    """Return what must be known of compensated models before a plan is applied; nothing if none was compensated."""
     if not plan.compensation:
-        return ""
+        if not any("compensated" in result.how for trial in exploration.trials for result in trial.results):
+            return ""
+        return (
+            "Some of the models that were measured here are compensated. apply does NOT compensate this plan: it cuts "
+            "only, and quality is lower. prune refits the layers, as its recipe says."
+        )
     if plan.refit is not None:
         return (
             f"This is the plan of the run, whose model is compensated ({plan.compensation['method']}). apply takes the "

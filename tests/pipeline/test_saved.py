@@ -169,7 +169,7 @@ def test_a_refit_that_the_dtype_cannot_hold_is_refused(
             slim.classifier.bias.fill_(1e6)
         return []
 
-    monkeypatch.setattr(running, "_compensate", huge)
+    monkeypatch.setattr("hies_export.pipeline.prune._compensate", huge)
     assert hies("prune", project / "recipe.yaml", "-o", tmp_path / "slim") == 1
     assert "too large for float16; set save_dtype" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "slim").exists()
