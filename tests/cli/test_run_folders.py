@@ -130,6 +130,16 @@ def test_bench_of_runs_takes_graphs_where_only_graphs_are_timed(ran: Path, monke
     assert taken == [(graph, graph), (slim, slim), (slim, slim), (slim, slim), (graph, graph), (slim, slim)]
 
 
+def test_bench_leaves_the_exports_of_others_alone(ran: Path, tmp_path: Path, monkeypatch: Any, told: Any) -> None:
+    taken: list[tuple[str, str]] = []
+    monkeypatch.setattr("hies_export.pipeline.bench.bench", lambda a, b, **_: taken.append((a, b)) or [])
+    model = tmp_path / "model"
+    shutil.copytree(ran.parent / "model", model)
+    shutil.copytree(ran / "onnx", model / "onnx")
+    told("bench", model, "--runtime", "onnxruntime-cpu")
+    assert taken == [(str(model), str(model))]
+
+
 def test_bench_of_runs_takes_gguf_files_where_only_those_are_timed(
     ran: Path, tmp_path: Path, monkeypatch: Any, told: Any
 ) -> None:

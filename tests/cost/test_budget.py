@@ -118,19 +118,23 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
     model = bert()
     sites = find_attention(model, text_batch(2, 12, padding=False, labels=False))
 
-    def table(tokens: int) -> CostTable:
+    def table(tokens: int, exported_as: str = "") -> CostTable:
         batch = text_batch(2, tokens, padding=False, labels=False)
-        return latency_table(model, sites, TimedOn("torch", batch, Timing(repeats=2), no_export), cache=tmp_path)
+        where = TimedOn("torch", batch, Timing(repeats=2), no_export, exported_as)
+        return latency_table(model, sites, where, cache=tmp_path)
 
     first = table(12)
     assert table(12) == first
     assert len(list(tmp_path.glob("*.json"))) == 1
     table(13)
     assert len(list(tmp_path.glob("*.json"))) == 2
+    table(13, "gguf q8_0 cpu")
+    assert len(list(tmp_path.glob("*.json"))) == 3
     file = next(tmp_path.glob("*.json"))
     file.write_text("not json")
     table(12)
     table(13)
+    table(13, "gguf q8_0 cpu")
     assert "not json" not in file.read_text()
 
 

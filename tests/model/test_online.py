@@ -13,9 +13,10 @@ import pytest
 import torch
 from huggingface_hub import constants
 from support.hub import Hub
-from support.models import save_text_model
+from support.models import bert, save_text_model
 
 import hies_export
+from hies_export.checkpoint.stored import weight_files
 from hies_export.data.processors import load_processor
 from hies_export.data.rows import load_rows
 from hies_export.errors import DataError, RequestError
@@ -96,6 +97,31 @@ def test_a_cached_model_serves_without_the_hub(
     for name, values in first.state_dict().items():
         assert torch.equal(values, again.state_dict()[name])
     assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_damaged_cache_is_called_damaged(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    save_text_model(tmp_path / "model")
+    files = {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()}
+    hub.add("org/model", files)
+    hies_export.load("org/model")
+    for found in Path(constants.HF_HUB_CACHE).rglob("model.safetensors"):
+        file = found.resolve()
+        file.chmod(0o644)
+        file.write_bytes(files["model.safetensors"][:-100])
+    leave(monkeypatch)
+    with pytest.raises(RequestError, match="SafetensorError"):
+        hies_export.load("org/model")
+
+
+def test_the_files_of_a_cached_model_are_found_without_the_hub(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bert().save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    hub.add("org/shards", {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()})
+    hies_export.load("org/shards")
+    leave(monkeypatch)
+    found = {file.name for file in weight_files("org/shards")}
+    assert found == {file.name for file in (tmp_path / "model").glob("*.safetensors")}
 
 
 def test_a_cached_data_set_serves_without_the_hub(gone: str, tmp_path: Path) -> None:

@@ -29,9 +29,8 @@ def with_rows(*rows: dict[str, Any], **details: Any) -> Report:
 
 def test_every_rendering_leads_with_the_sentence() -> None:
     report = make_report(budget={"kind": "flops", "target": 0.8, "predicted": 0.8, "measured": 0.8})
-    lead = (
-        "0.81 of the time on ONNX Runtime at 8 x 128; 97 % of the predictions stay; accuracy 0.9 → 0.89; budget kept."
-    )
+    time, stay = "0.81 of the time on ONNX Runtime at 8 x 128", "97 % of the predictions stay"
+    lead = f"{time}; {stay}; accuracy 0.900 → 0.890; budget kept."
     assert lead_text(report) == lead
     assert render_markdown(report).split("\n\n")[1] == lead
     assert render_html(report).split("</h1>")[1].startswith(f'\n<p class="lead">{lead.replace(" x ", " × ")}</p>')
@@ -60,6 +59,8 @@ def test_the_time_is_the_one_that_was_asked_for_and_not_the_best() -> None:
     prefill = latency_row("onnxruntime-cuda", 0.65, phase="prefill", dtype="float16", **first)
     said = "0.65 of the time on ONNX Runtime (cuda) at 8 x 128 (prefill) in float16;"
     assert lead_text(with_rows(decode, prefill)).startswith(said)
+    noisy = latency_row("onnxruntime-cuda", 0.65, phase="prefill", noisy=True, **first)
+    assert lead_text(with_rows(decode, noisy)).startswith("0.80 of the FLOPs, time too noisy to tell;")
 
 
 def test_a_budget_of_time_names_its_own_row() -> None:
@@ -82,7 +83,7 @@ def test_a_budget_of_time_names_its_own_row() -> None:
         ({"kind": "max_drop", "metric": "accuracy", "by": 0.01, "dense": 0.9, "slim": 0.89}, "budget kept"),
         ({"kind": "max_drop", "metric": "accuracy", "by": 0.01, "dense": 0.9, "slim": 0.88}, "budget missed by 0.01"),
         ({"kind": "max_drop", "metric": "perplexity", "by": 1.0, "dense": 6.0, "slim": 6.9}, "budget kept"),
-        ({}, "0.89"),  # an older report
+        ({}, "0.890"),  # an older report
     ],
 )
 def test_a_budget_is_kept_or_it_says_by_how_much_not(budget: dict[str, Any], said: str) -> None:
@@ -109,6 +110,12 @@ def test_the_sentence_names_what_is_predicted() -> None:
     tokens = make_report(stability_of="next token")
     assert "97 % of the next tokens stay; perplexity 6.66 → 12.3" in lead_text(
         dataclasses.replace(tokens, quality=Quality("perplexity", 6.658, 12.34))
+    )
+    assert "perplexity 1,235 → 2,346." in lead_text(
+        dataclasses.replace(tokens, quality=Quality("perplexity", 1234.6, 2345.6))
+    )
+    assert "accuracy 1.000 → 0.950." in lead_text(
+        dataclasses.replace(make_report(), quality=Quality("accuracy", 0.9996, 0.95))
     )
     regression = make_report(stability_tolerance=0.25)
     assert "predictions stay within 0.25; Pearson 0.903 → 0.901." in lead_text(

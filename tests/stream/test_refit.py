@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.refits import REFIT, digest_tensors, load_refit, read_refit, write_refit
+from hies_export.checkpoint.save import save_slim
 from hies_export.errors import PlanError
 from hies_export.kinds import KINDS
 from hies_export.prunable.find import find_modules
@@ -139,6 +141,26 @@ def test_a_plan_that_was_not_compensated_leaves_a_file_beside_it_alone(
     assert not (project / "out" / "README.md").exists()
     with pytest.raises(PlanError, match="this plan names none, got .*elsewhere"):
         apply_plan(PruningPlan.from_file(file), project / "dense", project / "again", refit=project / "elsewhere")
+
+
+def test_what_is_read_is_never_replaced(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, dense, out = project / "run" / "plan.json", project / "dense", project / "out"
+    of_plan = PruningPlan.from_file(plan)
+    layers = read_refit(of_plan, project / "run" / REFIT)
+    # As `prune` writes it, with the refitted layers inside.
+    save_slim(load(project / "slim"), out, plan=of_plan, batch=text_batch(), refitted=layers.tensors)
+    assert hies("apply", plan, dense, "-o", out, "--overwrite", "--refit", out / REFIT) == 2
+    assert "must not delete what is read" in " ".join(capsys.readouterr().err.split())
+    assert (out / REFIT).read_bytes() == (project / "run" / REFIT).read_bytes()
+
+
+def test_a_method_is_a_word(project: Path) -> None:
+    file = project / "run" / "plan.json"
+    written = json.loads(file.read_text())
+    written["compensation"]["method"] = '<img src="http://x/y.png">'
+    file.write_text(json.dumps(written))
+    with pytest.raises(PlanError, match="compensation.method"):
+        PruningPlan.from_file(file)
 
 
 @pytest.mark.parametrize("damage", ["another", "cut short", "no tensors", "absent"])

@@ -26,7 +26,16 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prune = {"modules": ["attention", "mlp"], "budget": {"flops": 0.7}, "compensation": {"samples": 20}}
     measure = {"shapes": [[2, 16]]}
     save_project(folder, train=40, validation=30, calibration={"samples": 8}, prune=prune, measure=measure)
-    options = ["--criteria", "hies,fisher", "--alphas", "0.3", "--flops", "0.8,0.7", "--modules", "attention,both"]
+    options = [
+        "--criteria",
+        "hies,fisher,compensated",
+        "--alphas",
+        "0.3",
+        "--flops",
+        "0.8,0.7",
+        "--modules",
+        "attention,both",
+    ]
     options += ["--seeds", "1,2", "--compensations", "none,least_squares", "--no-figures"]
     assert main(["sweep", str(folder / "recipe.yaml"), "-o", str(folder / "sweep"), *options]) == 0
     return folder / "sweep"
@@ -43,7 +52,7 @@ def text_of(page: str) -> str:
 
 def test_every_plan_shows_what_was_measured_of_it(swept: Path) -> None:
     exploration = read_exploration(swept)
-    assert len({trial.label for trial in exploration.trials}) == len(exploration.trials) == 8
+    assert len({trial.label for trial in exploration.trials}) == len(exploration.trials) == 12
     for row in rows_of(swept):
         modules = {"attention": "heads only", "attention+mlp": "heads and neurons"}[row["modules"]]
         alpha = ", alpha 0.3" if row["criterion"] == "hies" else ""
