@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 
 from hies_export.evaluate.metrics import METRICS
-from hies_export.pipeline.quickstart import prepare_quickstart
+from hies_export.pipeline.quickstart import MODEL, prepare_quickstart
 from hies_export.recipe import PruningRecipe
 
 WORDS = ["<pad>", "<unk>", "<s>", "</s>", "<image>", "USER:", "ASSISTANT:", *"abcdefghij", "yes", "no"]
@@ -79,6 +79,7 @@ def _text(folder: Path, labels: int) -> None:
 
 def _digits(folder: Path, labels: int) -> None:
     prepare_quickstart(folder, epochs=1)
+    (folder / MODEL).rename(folder / "model")
     files = {split: str(folder / "digits" / f"{split}.parquet") for split in ("train", "validation")}
     (folder / "data.json").write_text(json.dumps({"image": "image", "label": "label", "files": files}))
 
