@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import OutputExistsError
 from .leftovers import clean_up, hidden_folder, replace
-from .marker import find_foreign, mark
+from .marker import MARKER, find_foreign, mark
 
 
 @contextmanager
@@ -27,9 +28,18 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         temporary.mkdir()
         yield temporary
         mark(temporary)
+        _share(temporary)
         refuse_existing(folder, overwrite=overwrite)
         # The old folder goes only once the new one is whole.
         replace(temporary, folder)
+
+
+def _share(folder: Path) -> None:
+    """Let those who may read one file of a folder read all: safetensors writes its own for their owner alone."""
+    mode = stat.S_IMODE((folder / MARKER).stat().st_mode)
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(stat.S_IMODE(file.stat().st_mode) | mode)
 
 
 def refuse_existing(

@@ -264,3 +264,16 @@ def test_without_locks_nothing_is_removed(
     monkeypatch.setattr(leftovers, "fcntl", None)
     write(tmp_path / "out")
     assert hidden.is_dir()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_who_may_read_one_file_may_read_all(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "slim") as staging:
+        (staging / "config.json").write_text("{}")
+        (staging / "part").mkdir()
+        for file in (staging / "model.safetensors", staging / "part" / "refit.safetensors"):
+            file.write_bytes(b"weights")
+            file.chmod(0o600)
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "slim").rglob("*") if file.is_file()}
+    (tmp_path / "plain").write_text("")
+    assert modes == {(tmp_path / "plain").stat().st_mode & 0o777}
