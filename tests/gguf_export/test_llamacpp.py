@@ -335,3 +335,12 @@ def test_without_it_a_file_is_written_and_said_not_to_be_compared(
     assert hies("export", tmp_path / "model", "--format", "gguf", "-o", tmp_path / "out") == 0
     assert "not compared with llama.cpp, which is not installed" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "out" / "model.gguf").is_file()
+
+
+@here
+def test_vocabularies_of_today_are_compared(tmp_path: Path) -> None:
+    # More tokens than a function of Node takes arguments; LLaMA 3 has 128,256 and Qwen2 151,936.
+    model = qwen2(vocab_size=130_000, num_hidden_layers=1)
+    exported = export_gguf(model, tmp_path / "out", tokenizer=byte_level_tokenizer())
+    assert exported.parity is not None
+    assert exported.parity.max_abs < 1e-4
