@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "query and key norms": (
         lambda: cut(qwen3()),
         r"layer 0 has a norm of queries and keys \(self_attn.q_norm\), and llama.cpp's deci, which takes layers of "
-        r"different sizes, reads no such norm; cut it uniformly \(allocation: uniform\)",
+        r"different sizes, reads no such norm; cut it uniformly \(allocation: uniform, without keep_layers\)",
     ),
     "biases beside them": (
         lambda: qwen3(attention_bias=True),
@@ -203,7 +203,7 @@ def test_the_command_refuses_in_a_line_with_exit_code_2(tmp_path: Path, capsys: 
     cases = {
         (window,): "sliding window of 64 tokens",
         (good, "--dtype", "q4_0"): "the dtype of a GGUF file must be one of float32, float16, bfloat16, q8_0, got",
-        (good, "--provider", "cuda"): "--provider is of --format onnx, got cuda with gguf; leave it out",
+        (good, "--provider", "cuda"): "--provider belongs to --format onnx, got cuda with gguf; leave it out",
     }
     for arguments, message in cases.items():
         assert hies("export", *arguments, "--format", "gguf", "-o", tmp_path / "out") == 2

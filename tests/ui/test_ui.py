@@ -185,7 +185,7 @@ def test_what_compensation_means_for_a_plan_is_said_loudly(ran: Path, tmp_path: 
     assert not any("masked" in measured.how for measured in exploration.measured)
     for found, said in ((plain, False), (exploration, True)):
         page = draw(found, 0.5, 0.5, "uniform")
-        assert ("does not compensate a plan that is saved here" in page) is said
+        assert ("apply does NOT compensate this plan" in page) is said
         message = save(found, folder, 0.5, 0.5, "uniform")
         assert ("apply does NOT compensate this plan" in message) is said
         saved = PruningPlan.from_file(folder / "plan-alpha0.5-uniform-0.5.json")
