@@ -76,7 +76,7 @@ def bench(
     _check_request(folders, runtimes, dtypes)
     skeletons = [_skeleton(folder) for folder in folders]
     _check_inputs(skeletons)
-    if any(not RUNTIMES[name].reads_models and RUNTIMES[name].format == "gguf" for name in runtimes):
+    if any(RUNTIMES[name].format == "gguf" for name in runtimes):
         _check_gguf(folders)
     # The second model may have fewer positions than the first.
     wanted, _ = (model_shapes(model, shapes) for model in skeletons)
@@ -140,8 +140,6 @@ def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Seq
         refuse_parts(folder)
     for runtime in runtimes:
         check_runtime(runtime)
-        if not RUNTIMES[runtime].reads_models and RUNTIMES[runtime].format == "gguf":
-            require_gguf()
     for folder in folders:
         format = _format(folder)
         if format is None:
@@ -171,6 +169,7 @@ def _check_gguf(folders: Sequence[Path]) -> None:
     """
     for folder in folders:
         if _format(folder) is None:
+            require_gguf()
             tokenizer = load_processor(folder, task="text-generation")
             check_exportable(load(folder, dtype=torch.float32), tokenizer, uneven=False)
 

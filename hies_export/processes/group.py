@@ -172,7 +172,7 @@ class Group:
         return [torch.load(io.BytesIO(part), map_location=place, weights_only=False) for part in found]
 
     def broadcast(self, tensor: Tensor, owner: int) -> None:
-        """Overwrite a tensor with its owner's."""
+        """Overwrite a tensor, in every process, with the one that its owner has."""
         import torch
         import torch.distributed as dist
 

@@ -52,7 +52,7 @@ class LatencyRequest:
         if self.runtime not in RUNTIMES:
             raise RequestError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {self.runtime!r}")
         check_runtime(self.runtime)
-        if RUNTIMES[self.runtime].format == "gguf" and not RUNTIMES[self.runtime].reads_models:
+        if RUNTIMES[self.runtime].format == "gguf":
             require_gguf()
         if TASKS[recipe.task].in_parts and not RUNTIMES[self.runtime].reads_models:
             raise RequestError(
