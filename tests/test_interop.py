@@ -21,6 +21,7 @@ from support.cuts import random_cut
 from support.hub import TOKEN, Hub
 from support.models import bert, causal_lm, generative_tokenizer, image_batch, save_text_model, text_batch, vit
 from support.reports import make_report
+from support.tables import show_table
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -46,11 +47,7 @@ def table() -> Iterator[list[tuple[str, ...]]]:
     """Rows of what was found, printed at the end; into a file where HIES_INTEROP_TABLE names one."""
     rows: list[tuple[str, ...]] = [("model", "loaded by", "from", "max abs difference", "pipeline")]
     yield rows
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    text = "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-    print(f"\n{text}")
-    if "HIES_INTEROP_TABLE" in os.environ:
-        Path(os.environ["HIES_INTEROP_TABLE"]).write_text(text + "\n", encoding="utf-8")
+    show_table(rows, variable="HIES_INTEROP_TABLE")
 
 
 def old_stack(*arguments: object, environment: dict[str, str]) -> None:

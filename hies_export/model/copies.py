@@ -42,14 +42,19 @@ def convert(model: Model, *, dtype: torch.dtype | None = None, device: str | Non
     """
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        wanted = dtype if tensor.is_floating_point() else None
-        moved = tensor.detach().to(device=device, dtype=wanted)
-        if moved.dtype == tensor.dtype and moved.device == tensor.device:
-            return tensor
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        return _moved(tensor, dtype, device)
 
     return copy_with(model, stand_in)
+
+
+def _moved(tensor: torch.Tensor, dtype: torch.dtype | None, device: str | None = None) -> torch.Tensor:
+    """Return a tensor, a parameter if it is one, in a dtype if it is floating and on a device; itself if it is so."""
+    wanted = dtype if tensor.is_floating_point() else None
+    moved = tensor.detach().to(device=device, dtype=wanted)
+    if moved.dtype == tensor.dtype and moved.device == tensor.device:
+        return tensor
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
 
 
 def convert_each(model: Model, dtypes: Mapping[str, torch.dtype]) -> Model:
@@ -63,12 +68,7 @@ def convert_each(model: Model, dtypes: Mapping[str, torch.dtype]) -> Model:
     wanted = {id(tensor): dtypes[name] for name, tensor in named if name in dtypes}
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        dtype = wanted.get(id(tensor), tensor.dtype)
-        if dtype == tensor.dtype or not tensor.is_floating_point():
-            return tensor
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        moved = tensor.detach().to(dtype)
-        return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        return _moved(tensor, wanted.get(id(tensor)))
 
     return copy_with(model, stand_in)
 

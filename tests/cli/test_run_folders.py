@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import causal_lm, generative_tokenizer, save_project, save_text_model
-from support.runs import without_tracing
+from support.models import causal_lm, generative_tokenizer, save_text_model
+from support.runs import run_project, without_tracing
 
 import hies_export
 from hies_export.checkpoint.contents import Contents, contents
@@ -22,18 +22,8 @@ TAKEN = "is the folder of a run: its {} is taken"
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run; its dense model is `model` beside it."""
-    folder = tmp_path_factory.mktemp("project")
-    save_project(
-        folder,
-        train=12,
-        validation=8,
-        calibration={"samples": 8, "batch_size": 8},
-        prune={"alpha": 0.5, "budget": {"heads": 0.4}},
-        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
-    )
-    with without_tracing():
-        assert main(["run", str(folder / "recipe.yaml")]) == 0
-    return folder / "out"
+    prune = {"alpha": 0.5, "budget": {"heads": 0.4}}
+    return run_project(tmp_path_factory.mktemp("project"), train=12, validation=8, prune=prune)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from support.gguf import (
 )
 from support.models import SHARED
 from support.runs import hies
+from support.tables import show_table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hies_export.errors import DataError, ExportError, MissingRuntimeError, ParityError
@@ -53,11 +53,7 @@ def table() -> Iterator[list[tuple[str, ...]]]:
     """Rows of what was found, printed at the end; into a file where HIES_LLAMACPP_TABLE names one."""
     rows = [("model", "architecture", "dtype", "greedy tokens equal", "probabilities differ by")]
     yield rows
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    text = "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-    print(f"\n{text}")
-    if "HIES_LLAMACPP_TABLE" in os.environ:
-        Path(os.environ["HIES_LLAMACPP_TABLE"]).write_text(text + "\n", encoding="utf-8")
+    show_table(rows, variable="HIES_LLAMACPP_TABLE")
 
 
 def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:

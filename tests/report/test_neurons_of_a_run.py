@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.models import save_project
-from support.runs import hies, without_tracing
+from support.runs import run_project
 from transformers import BertForSequenceClassification
 
 from hies_export.studies.explore import read_exploration
@@ -17,18 +16,8 @@ from hies_export.values import PruningPlan
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on a budget of FLOPs over both kinds."""
-    folder = tmp_path_factory.mktemp("project")
-    save_project(
-        folder,
-        train=40,
-        validation=20,
-        calibration={"samples": 8, "batch_size": 8},
-        prune={"modules": ["attention", "mlp"], "criterion": "his", "budget": {"flops": 0.8}},
-        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
-    )
-    with without_tracing():
-        assert hies("run", folder / "recipe.yaml") == 0
-    return folder / "out"
+    prune = {"modules": ["attention", "mlp"], "criterion": "his", "budget": {"flops": 0.8}}
+    return run_project(tmp_path_factory.mktemp("project"), train=40, validation=20, prune=prune)
 
 
 def test_the_summary_counts_both_kinds(ran: Path) -> None:

@@ -19,11 +19,26 @@ import hies_export.pipeline.run
 from hies_export.checkpoint.folders import new_folder
 from hies_export.cli.main import main
 from hies_export.onnx.export import OnnxExport, export_onnx
+from support.models import save_project
 
 
 def hies(*arguments: object) -> int:
     """Run a command as a user types it, and return its exit code."""
     return main([str(a) for a in arguments])
+
+
+def run_project(folder: Path, **sections: Any) -> Path:
+    """Run a tiny project on torch alone, without tracing; return the folder of the run, in that of the project.
+
+    Args:
+        folder: An existing, empty folder.
+        **sections: As in `save_project`; there are defaults for what is scored and timed.
+    """
+    timed = {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2}
+    save_project(folder, **{"calibration": {"samples": 8, "batch_size": 8}, "measure": timed, **sections})
+    with without_tracing():
+        assert hies("run", folder / "recipe.yaml") == 0
+    return folder / "out"
 
 
 def run_script(path: Path, *arguments: object) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import causal_lm, save_project
-from support.runs import without_tracing
+from support.models import causal_lm
+from support.runs import run_project
 
 import hies_export
 from hies_export.cli.main import main
@@ -37,19 +37,10 @@ from hies_export.values import PruningPlan
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with alpha: auto, and its project above it."""
-    folder = tmp_path_factory.mktemp("project")
-    save_project(
-        folder,
-        train=40,
-        validation=20,
-        calibration={"samples": 8, "batch_size": 8},
-        prune={"alpha": "auto", "budget": {"heads": 0.4}},
-        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
-    )
-    with pytest.MonkeyPatch.context() as patch, without_tracing():
+    prune = {"alpha": "auto", "budget": {"heads": 0.4}}
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hies_export.pipeline.candidates.ALPHAS", (0.0, 0.5, 0.9))  # fewer to judge
-        assert main(["run", str(folder / "recipe.yaml")]) == 0
-    return folder / "out"
+        return run_project(tmp_path_factory.mktemp("project"), train=40, validation=20, prune=prune)
 
 
 @pytest.fixture(scope="module")
