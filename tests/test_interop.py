@@ -21,7 +21,7 @@ from support.cuts import random_cut
 from support.hub import TOKEN, Hub
 from support.models import bert, causal_lm, generative_tokenizer, image_batch, save_text_model, text_batch, vit
 from support.reports import make_report
-from support.tables import show_table
+from support.tiers import show_table
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 

@@ -26,7 +26,7 @@ from support.gguf import (
 )
 from support.models import SHARED
 from support.runs import hies
-from support.tables import show_table
+from support.tiers import show_table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hies_export.errors import DataError, ExportError, MissingRuntimeError, ParityError
