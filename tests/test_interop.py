@@ -16,20 +16,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
-from support.cuts import random_cut
+from support.architectures import tiny
+from support.cuts import random_cut, random_neurons
 from support.hub import TOKEN, Hub
-from support.models import bert, causal_lm, generative_tokenizer, image_batch, save_text_model, text_batch, vit
+from support.models import bert, causal_lm, generative_tokenizer, image_batch, save_text_model, shake, text_batch, vit
 from support.reports import make_report
 from support.tiers import show_table
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 import hies_export
 from hies_export.checkpoint.save import save_slim
 from hies_export.hub.push import push_to_hub
+from hies_export.kinds import KINDS
 from hies_export.onnx import export
+from hies_export.prunable.find import find_modules
 from hies_export.slim.check import first_output
+from hies_export.slim.cut import prune_units
+from hies_export.values import PruningPlan
 
 ROOT = Path(__file__).parents[1]
 PYTHON = Path(os.environ.get("HIES_INTEROP_PYTHON", ROOT / ".interop" / "bin" / "python"))
@@ -51,7 +58,7 @@ def table() -> Iterator[list[tuple[str, ...]]]:
 
 
 def old_stack(*arguments: object, environment: dict[str, str]) -> None:
-    command = [str(PYTHON), str(ROOT / "tests" / "old_stack.py"), *map(str, arguments)]
+    command = [str(PYTHON), str(ROOT / "tests" / "support" / "old_stack.py"), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -81,6 +88,28 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "vit": (make_vit, "ORTModelForImageClassification", "image-classification"),
     "llama": (make_llama, "ORTModelForCausalLM", "text-generation"),
 }
+
+
+# Model type -> its rotary parameters, beside a base of 500.
+PLAIN: dict[str, dict[str, Any]] = {
+    "llama": {
+        **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+    "qwen2": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    **{
+        model_type: {}
+        for model_type in (
+            *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite", "mistral"),
+            *("hunyuan_v1_dense", "ministral", "nemotron", "olmo", "phi", "phi3", "qwen3", "seed_oss", "smollm3"),
+            "starcoder2",
+        )
+    },
+}
+
+
+def class_of(model_type: str) -> str:
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
 def answers_here(model: PreTrainedModel, processor: Any, task: str, folder: Path, asked: list[str]) -> Any:
@@ -146,6 +175,31 @@ def test_exports_of_uneven_heads_are_served(
         said = f"equal labels, scores {apart:.1e}"
     shown = f"{name}, {'/'.join(map(str, heads))} heads"
     table.append((shown, class_name, place + (", external weights" if subfolder else ""), f"{difference:.1e}", said))
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("model_type", PLAIN)
+def test_plain_checkpoints_load_without_code(model_type: str, hub: Hub, table: list[Any], tmp_path: Path) -> None:
+    dimensions = tiny(model_type, class_of(model_type))[0].config.to_dict()
+    rotary = dimensions["rope_parameters"] | {"rope_theta": 500.0} | PLAIN[model_type]
+    stock = getattr(transformers, class_of(model_type))
+    dense = shake(stock(stock.config_class.from_dict(dimensions | {"rope_parameters": rotary})))
+    batch = {"input_ids": torch.randint(6, 32, (2, 12))}
+    modules = find_modules(dense, batch, kinds=KINDS)
+    plan = PruningPlan(kept=random_neurons(modules, uniform=True), criterion="random")
+    slim = prune_units(dense, plan, modules)
+    tokenizer = generative_tokenizer()
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch, processor=tokenizer)
+    np.savez(tmp_path / "inputs.npz", **{key: value.numpy() for key, value in batch.items()})
+    (tmp_path / "asked.json").write_text(json.dumps(["a b c", "d"]))
+    environment = hub.environment(tmp_path / "home") | {"HF_HUB_OFFLINE": "1"}
+    old_stack("plain", tmp_path / "slim", tmp_path, environment=environment)
+    found = torch.from_numpy(np.load(tmp_path / "output.npz")["logits"])
+    difference = (found - first_output(slim, batch)).abs().max().item()
+    shown = f"{model_type} without code, RoPE {rotary['rope_type']}"
+    tokens = json.loads((tmp_path / "answers.json").read_text())
+    assert tokens == tokenizer(["a b c", "d"])["input_ids"]
+    table.append((shown, "AutoModelForCausalLM", "folder", f"{difference:.1e}", "equal tokens of texts"))
     assert difference < 1e-4
 
 

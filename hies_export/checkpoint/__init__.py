@@ -12,6 +12,7 @@ weights.py    `from_pretrained`, its objections as ours
 refits.py     `refit.safetensors`: the refitted layers beside a plan
 version4.py   checkpoints whose heads were pruned by transformers 4
 loading.py    `load` and `HIESModel`: folder or Hub id -> model
+settings.py   settings that transformers leaves out of a saved folder and some readers need
 marker.py     what marks a folder as written by this package; leftovers.py: folders of killed runs
 save.py       `save_slim`: slim model -> folder, loaded again in every way and compared
 """

@@ -107,7 +107,7 @@ def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
     Raises:
         PlanError: There is no such file, it is damaged, or it is not of this plan.
     """
-    check_compensated(plan, file)
+    check_given(plan, file)
     try:
         tensors = load_file(file)
     except Exception as error:  # the system, safetensors and torch: each raises its own kind
@@ -119,17 +119,19 @@ def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
     return RefittedLayers(file, tensors)
 
 
-def check_compensated(plan: PruningPlan, file: Path) -> None:
-    """Refuse refitted layers for a plan that names none.
+def check_given(plan: PruningPlan, file: Path) -> None:
+    """Refuse refitted layers for a plan that names none, and a file that is not there.
 
     Raises:
-        PlanError: The plan names none.
+        PlanError: The plan names none, or there is no such file.
     """
     if plan.refit is None:
         raise PlanError(
             f"refitted layers must be those of the plan, but this plan names none, got {file}; leave them out "
             "(--no-refit), or give the plan that was written with them"
         )
+    if not file.is_file():
+        raise PlanError(f"refitted layers must be a file, but there is no {file}; {_ADVICE}")
 
 
 def check_digest(plan: PruningPlan, found: str, file: Path) -> None:

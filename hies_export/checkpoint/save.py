@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from ..values import PruningPlan
 from .classes import find_model_class
 from .folders import new_folder
 from .refits import REFIT, write_refit
+from .settings import complete_settings
 
 TOLERANCE = 1e-5
 
@@ -69,28 +69,13 @@ def save_slim(
         model = convert_each(model, dtypes_in(model, dtype))
     with new_folder(folder, overwrite=overwrite) as temporary:
         model.save_pretrained(temporary)
-        write_labels(model, temporary)
         if processor is not None:
             processor.save_pretrained(temporary)
+        complete_settings(model, temporary)
         (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
         if refitted is not None:
             write_refit(refitted, temporary / REFIT)
         return check_reload(model, temporary, batch)
-
-
-def write_labels(model: PreTrainedModel, folder: Path) -> None:
-    """Write the labels of a classifier into its saved config, where transformers left them out.
-
-    It leaves out two labels with its own names, LABEL_0 and LABEL_1, also of a config whose class has another number of
-    labels by default, such as three in `BartConfig`. The head would then be loaded with that number of outputs.
-    """
-    config: Any = model.config
-    if type(config).from_pretrained(folder).num_labels == config.num_labels:
-        return
-    file = folder / "config.json"
-    written = json.loads(file.read_text(encoding="utf-8"))
-    written |= {"id2label": {str(key): label for key, label in config.id2label.items()}, "label2id": config.label2id}
-    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:

@@ -184,7 +184,7 @@ def _divided(
 
 
 def _computed(module: Units, bundles: int, step: int) -> int:
-    """Return as how many bundles a module's bundles count in time: neurons in whole steps, heads as they are."""
+    """Return the number of bundles whose time is computed: neurons rounded up to whole steps, heads as they are."""
     if module.kind == ATTENTION:
         return bundles
     return min(module.units, math.ceil(bundles / step) * step)

@@ -200,6 +200,12 @@ def names_on_disk(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[s
     return revert_weight_conversion(model, dict(state))
 
 
+def save_as_loaded(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Let a model save its tensors under the names from which another one of its class was loaded."""
+    if hasattr(other, "_weight_conversions"):
+        model._weight_conversions = other._weight_conversions
+
+
 def reads_old_names(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return a subclass that loads tensors under their older names too.
 

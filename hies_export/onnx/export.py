@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
+from ..checkpoint.settings import name_tokenizer
 from ..errors import DataError, RecipeError
 from ..model.copies import convert
 from ..model.tokens import end_of_text, forward_inputs, longest_sequence
@@ -259,15 +259,6 @@ def _write_companions(folder: Path, model: PreTrainedModel, processor: Any) -> N
     config.to_json_file(folder / "config.json")
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.to_json_file(folder / "generation_config.json")
-    if processor is None:
-        return
-    processor.save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
-    if not file.exists():
-        return
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(settings.get("extra_special_tokens"), list):
-        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if processor is not None:
+        processor.save_pretrained(folder)
+        name_tokenizer(folder)

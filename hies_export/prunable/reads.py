@@ -157,7 +157,7 @@ class Reader:
 
 
 def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> list[Reach]:
-    """Return the columns of a linear layer's input that each feature of some leaves, or parameters, reaches.
+    """Return which columns of a linear layer's input each feature of the leaves and the parameters reaches.
 
     With random positive weights w, take the gradients of sum_tj w_tj x_tj and of sum_tj w_tj c_j x_tj to a feature. If
     the feature reaches column j alone, their ratio is c_j at every token. If it reaches several columns, the ratio

@@ -5,6 +5,7 @@ Some configs take only numbers of heads that divide the width of the model, thou
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..model.internals import empty_model
+from ..model.internals import empty_model, save_as_loaded
 
 
 @dataclass(frozen=True)
@@ -40,28 +41,43 @@ _IDENTITY = ("model_type", "architectures", "transformers_version")
 
 
 def as_sibling(
-    model: PreTrainedModel, settings: Mapping[str, Any], shapes: Mapping[str, Any]
+    model: PreTrainedModel, settings: Mapping[int, Mapping[str, Any]], shapes: Mapping[str, Any]
 ) -> PreTrainedModel | None:
     """Return a cut model as one of another family, with the same weights; None if no family takes it.
 
+    Of a model of several parts, one part changes its family, such as the language model of a LLaVA.
+
     Args:
         model: The cut model; its own config describes it before the cut.
-        settings: The fields of its config that the cut changed, with their new values.
+        settings: Position of a config in `configs_in` -> the fields that the cut changed, with their new values.
         shapes: Shape of every parameter and buffer of the cut model; see `tensor_shapes`.
 
     Returns:
         A model that shares the tensors of `model` and is in its mode, dtype and place.
     """
-    for sibling in SIBLINGS.get(model.config.model_type, ()):
-        config = _config(model.config, settings, sibling)
-        twin = None if config is None else _empty_twin(model, config)
-        if twin is not None and tensor_shapes(twin) == shapes:
-            return _with_weights(twin, model)
+    own = configs_in(model.config)
+    for position, fields in settings.items():
+        for sibling in SIBLINGS.get(own[position].model_type, ()):
+            config = _config(own[position], fields, sibling)
+            twin = None if config is None else _empty_twin(model, config, position, settings)
+            if twin is not None and tensor_shapes(twin) == shapes:
+                return _with_weights(twin, model)
     return None
 
 
+def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return a config and all its sub-configs."""
+    children = [getattr(config, key, None) for key in config.sub_configs]
+    return [config, *(c for child in children if child is not None for c in configs_in(child))]
+
+
+def family_of(config: PreTrainedConfig) -> str:
+    """Return the model type of the part of a model that may be written as a sibling: its decoder, or the whole."""
+    return str(config.get_text_config(decoder=True).model_type)
+
+
 def family_note(own: str, written: str) -> str:
-    """Return what a run says of a model that was written as a sibling: model types of the dense and the slim model.
+    """Return what a run says of a model that was written as a sibling, by `family_of` the dense and the slim model.
 
     Empty where they are the same.
     """
@@ -93,11 +109,35 @@ def _config(config: PreTrainedConfig, settings: Mapping[str, Any], sibling: Sibl
     return made
 
 
-def _empty_twin(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel | None:
-    """Return the sibling's class for the same task, without weights; None if the family has none."""
-    own, other = (type(c).__name__.removesuffix("Config") for c in (model.config, config))
-    stock = getattr(transformers, type(model).__name__.replace(own, other, 1), None)
-    return None if stock is None or stock is type(model) else empty_model(stock, config, model.dtype)
+def _empty_twin(
+    model: PreTrainedModel, config: PreTrainedConfig, position: int, settings: Mapping[int, Mapping[str, Any]]
+) -> PreTrainedModel | None:
+    """Return a model with a sibling's config in a place, without weights; None if there is no such class.
+
+    Args:
+        model: The cut model.
+        config: The sibling's config.
+        position: Where it belongs, in `configs_in`.
+        settings: As in `as_sibling`; those of other positions are set.
+    """
+    if position == 0:
+        own, other = (type(c).__name__.removesuffix("Config") for c in (model.config, config))
+        stock = getattr(transformers, type(model).__name__.replace(own, other, 1), None)
+        return None if stock is None or stock is type(model) else empty_model(stock, config, model.dtype)
+    whole = copy.deepcopy(model.config)
+    parts = configs_in(whole)
+    for other_position in settings.keys() - {position}:
+        for name, value in settings[other_position].items():
+            setattr(parts[other_position], name, value)
+    for part in parts:
+        for key in part.sub_configs:
+            if getattr(part, key, None) is parts[position]:
+                setattr(part, key, config)
+    try:
+        whole.validate()
+        return empty_model(type(model), whole, model.dtype)
+    except Exception:  # whatever a model's own code raises on a config it does not expect
+        return None
 
 
 def _with_weights(twin: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
@@ -107,6 +147,8 @@ def _with_weights(twin: PreTrainedModel, model: PreTrainedModel) -> PreTrainedMo
             place = twin.get_submodule(name)
             place._parameters.update(module._parameters)
             place._buffers.update(module._buffers)
+    if type(twin) is type(model):
+        save_as_loaded(twin, model)
     if model.can_generate():
         twin.generation_config = model.generation_config
     if getattr(model, "hf_device_map", None):

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from ..kinds import ATTENTION, MLP
 from ..model.linear import features_of
 from ..units import PrunableModule, Selection
-from .siblings import as_sibling, tensor_shapes
+from .siblings import as_sibling, configs_in, tensor_shapes
 
 Settings = dict[int, dict[str, Any]]
-"""Position of a config in `_configs` -> its new fields."""
+"""Position of a config in `configs_in` -> its new fields."""
 
 # A field below this may be a ratio of the number of neurons to the width of the model.
 _LARGEST_RATIO = 64
@@ -49,10 +49,10 @@ def plain_model(
         settings = {key: settings.get(key, {}) | found.get(key, {}) for key in (*settings, *found)}
     stock, shapes = _stock(model, settings), tensor_shapes(model)
     if stock is None:
-        return as_sibling(model, settings[0], shapes) if settings.keys() == {0} else None
+        return as_sibling(model, settings, shapes)
     if tensor_shapes(stock) != shapes:
         return None
-    for position, config in enumerate(_configs(model.config)):
+    for position, config in enumerate(configs_in(model.config)):
         for name, value in settings.get(position, {}).items():
             setattr(config, name, value)
     return model
@@ -60,7 +60,7 @@ def plain_model(
 
 def _head_settings(model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]) -> Settings | None:
     """Return the fields for the heads, or None if modules with the same config keep different numbers."""
-    configs = _configs(model.config)
+    configs = configs_in(model.config)
     positions = {id(config): position for position, config in reversed(list(enumerate(configs)))}
     owned: dict[int, list[PrunableModule]] = {}
     for module in modules:
@@ -140,7 +140,7 @@ class _NeuronFields:
         counts = counts[:_MOST_COUNTS]
         fields = [
             (position, field, _value(config, field.name))
-            for position, config in enumerate(_configs(self._model.config))
+            for position, config in enumerate(configs_in(self._model.config))
             for field in dataclasses.fields(config)
         ]
         for position, field, value in fields:
@@ -169,7 +169,7 @@ def _stock(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | None
     """Return the stock model, on the meta device, of a model's config with other fields; None if there is none."""
     candidate = copy.deepcopy(model.config)
     try:
-        for position, config in enumerate(_configs(candidate)):
+        for position, config in enumerate(configs_in(candidate)):
             for name, value in settings.get(position, {}).items():
                 setattr(config, name, value)
             config.validate()  # an invalid config cannot be saved (LLaMA: hidden size not a multiple of heads)
@@ -177,9 +177,3 @@ def _stock(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | None
             return type(model)(candidate)
     except Exception:  # whatever a model's own code raises on a config it does not expect
         return None
-
-
-def _configs(config: Any) -> list[Any]:
-    """Return a config and all its sub-configs."""
-    children = [getattr(config, key, None) for key in config.sub_configs]
-    return [config, *(c for child in children if child is not None for c in _configs(child))]

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
-from ..checkpoint.refits import check_compensated, check_digest, check_refit, refit_digest, warn_uncompensated
-from ..checkpoint.save import write_labels
+from ..checkpoint.refits import check_digest, check_given, check_refit, refit_digest, warn_uncompensated
+from ..checkpoint.settings import complete_settings
 from ..errors import ReloadMismatchError, RequestError
 from ..kinds import ATTENTION
 from ..model.linear import weight_axis
@@ -27,7 +27,7 @@ from ..prunable.follow import feature_cuts, row_cuts
 from ..slim.check import check_selection
 from ..slim.cut import prune_units
 from ..slim.fingerprint import check_weights, fingerprint_of
-from ..slim.siblings import family_note
+from ..slim.siblings import family_note, family_of
 from ..units import PrunableModule
 from ..values import PruningPlan
 from .companions import copy_companions
@@ -122,7 +122,7 @@ def apply_plan(
     if force:
         plan = replace(plan, model=found)
     check_weights({name: made for name, made in plan.model.items() if name in stored}, found)
-    cuts, family = _cuts(dense, plan, modules), dense.config.model_type
+    cuts, family = _cuts(dense, plan, modules), family_of(dense.config)
     slim = prune_units(dense, plan, modules, inplace=True)
     if refit is not None:
         shapes = {name: tensor.shape for name, tensor in slim.state_dict().items()}
@@ -131,8 +131,8 @@ def apply_plan(
     rewrite = Rewrite(slim, tensors, origins, cuts, refitted=layers)
     with new_folder(folder, overwrite=overwrite) as temporary:
         slim.save_pretrained(temporary, state_dict={})  # configs, and the slim class where it is needed
-        write_labels(slim, temporary)
         copy_companions(source, temporary)
+        complete_settings(slim, temporary)
         (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
         rewrite.write(temporary, max_shard_size, progress)
         _check_written(temporary, rewrite.written)
@@ -143,7 +143,7 @@ def apply_plan(
         dense_bytes=sum(t.bytes for t in tensors.values()),
         slim_bytes=sum(t.nbytes for t in rewrite.written.values()),
         seconds=time.perf_counter() - start,
-        note=family_note(family, slim.config.model_type),
+        note=family_note(family, family_of(slim.config)),
     )
 
 
@@ -151,12 +151,10 @@ def _read_refit(plan: PruningPlan, file: Path) -> dict[str, StoredTensor]:
     """Return where the refitted layers of a plan are; their bytes are read once, for the digest.
 
     Raises:
-        RequestError: There is no such file, or it is damaged.
-        PlanError: It is not of this plan.
+        RequestError: It is damaged.
+        PlanError: There is no such file, or it is not of this plan.
     """
-    check_compensated(plan, file)
-    if not file.is_file():
-        raise RequestError(f"refitted layers must be a file, but there is no {file}; cut without them (--no-refit)")
+    check_given(plan, file)
     layers = read_header(file)
     parts = (
         (name, layer.dtype, layer.shape, read_blocks(layer, {}, layer.dtype, bytearray()))

@@ -1,4 +1,4 @@
-"""Checkpoints that are saved in another dtype than the model has; files, dtypes and labels of checkpoints."""
+"""Checkpoints that are saved in another dtype than the model has; files and dtypes of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cuts import random_cut
-from support.families import architecture
 from support.models import bert, image_batch, llama, text_batch, vit
-from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
+from transformers import BertForSequenceClassification, PreTrainedModel
 
 from hies_export.checkpoint import weights
 from hies_export.checkpoint.loading import load
@@ -22,7 +21,6 @@ from hies_export.checkpoint.stored import stored_dtype, weight_files
 from hies_export.errors import ReloadMismatchError
 from hies_export.model.copies import convert_each, round_each
 from hies_export.model.internals import dtypes_in
-from hies_export.model.tokens import synthetic_batch
 from hies_export.slim.check import first_output
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -137,21 +135,6 @@ def test_weights_of_torch_have_files_but_no_dtype(tmp_path: Path) -> None:
     assert stored_dtype(weight_files(tmp_path), object()) is None
     (tmp_path / "pytorch_model.bin").unlink()
     assert weight_files(tmp_path) == []
-
-
-def test_two_labels_with_default_names_come_back(tmp_path: Path) -> None:
-    """transformers writes no labels for them, and BART's config has three by default."""
-    model = architecture("Bart", num_labels=2, vocab_size=32)()
-    batch = synthetic_batch(model, batch=2, sequence=8)
-    slim, plan, _ = random_cut(model, batch)
-    slim.save_pretrained(tmp_path / "by transformers")
-    assert "id2label" not in json.loads((tmp_path / "by transformers" / "config.json").read_text())
-    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
-    config = json.loads((tmp_path / "slim" / "config.json").read_text())
-    assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "slim", trust_remote_code=True)
-    assert again.config.num_labels == 2
-    assert again.config.label2id == {"LABEL_0": 0, "LABEL_1": 1}
 
 
 def test_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,19 +11,26 @@ import torch
 import transformers
 from support.architectures import tiny
 from support.cuts import random_neurons
-from support.models import causal_lm, shake
+from support.models import causal_lm, llava, shake
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    PreTrainedModel,
+)
 
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
 from hies_export.kinds import KINDS
 from hies_export.onnx.export import export_onnx
+from hies_export.onnx.multimodal import image_text_batch
 from hies_export.prunable.find import find_modules
 from hies_export.slim.check import compare_cut, first_output, max_abs
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
-from hies_export.slim.siblings import SIBLINGS, as_sibling, tensor_shapes
+from hies_export.slim.siblings import SIBLINGS, as_sibling, family_of, tensor_shapes
 from hies_export.stream.apply import apply_plan
 from hies_export.values import PruningPlan
 
@@ -76,7 +83,7 @@ def test_both_families_compute_the_same(own: str, other: str, task: str, variant
     stock, dimensions = stock_class(own, task), tiny(own)[0].config.to_dict()
     torch.manual_seed(0)
     model = shake(stock(stock.config_class.from_dict({**dimensions, **VARIANTS[variant]})))
-    twin = as_sibling(model, {}, tensor_shapes(model))
+    twin = as_sibling(model, {0: {}}, tensor_shapes(model))
     assert type(twin) is stock_class(other, task)
     # Not visible in short texts: a window of 4,096 tokens is Mistral's default.
     assert getattr(twin.config, "sliding_window", None) == getattr(model.config, "sliding_window", None)
@@ -145,6 +152,27 @@ def test_the_folder_is_plain_by_every_way_and_goes_on(tmp_path: Path) -> None:
     export_onnx(again, tmp_path / "onnx", batch=BATCH)
     ids = again.generate(**BATCH, max_new_tokens=4, do_sample=False)
     assert torch.equal(ids, slim.float().generate(**BATCH, max_new_tokens=4, do_sample=False))
+
+
+def test_the_language_model_of_a_llava_is_written_as_a_sibling(tmp_path: Path) -> None:
+    llava(**ODD).save_pretrained(tmp_path / "dense")
+    dense = load(tmp_path / "dense")
+    batch = image_text_batch(dense)
+    modules = [m for m in find_modules(dense, batch, kinds=KINDS) if "vision" not in m.name]
+    plan = PruningPlan(kept=random_neurons(modules, uniform=True), criterion="random")
+    slim = prune_units(dense, plan, modules)
+    assert compare_cut(dense, slim, plan, modules, batch) < 1e-4
+    text = slim.config.text_config
+    assert (type(slim), is_slim(slim)) == (transformers.LlavaForConditionalGeneration, False)
+    assert (text.model_type, text.num_attention_heads, text.sliding_window) == ("mistral", 6, None)
+    assert (family_of(dense.config), family_of(slim.config)) == ("llama", "mistral")
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "slim")
+    assert max_abs(first_output(loaded, batch), first_output(slim, batch)) == 0
+    applied = apply_plan(plan, tmp_path / "dense", tmp_path / "applied")
+    assert "Written as mistral" in applied.note
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "slim" / name).read_bytes() == (tmp_path / "applied" / name).read_bytes(), name
 
 
 def test_a_model_spread_over_devices_stays_so() -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.settings import complete_settings
 from hies_export.cli.main import main
 from hies_export.errors import OutputExistsError, PlanError, RequestError, StepError
 from hies_export.kinds import KINDS, MLP
@@ -48,7 +49,9 @@ def in_memory(source: Path, target: Path, plan: PruningPlan | None = None, **opt
     model = load(source)
     modules = find_attention(model, batch_for(model))
     plan = plan or random_plan(modules, uniform=options.pop("uniform", False))
-    prune_units(model, plan, modules).save_pretrained(target, **options)
+    slim = prune_units(model, plan, modules)
+    slim.save_pretrained(target, **options)
+    complete_settings(slim, target)
     return plan
 
 
@@ -108,7 +111,9 @@ def test_the_files_of_a_cut_of_neurons(name: str, uniform: bool, kinds: tuple[st
     model = load(tmp_path / "dense")
     modules = find_modules(model, batch_for(model), kinds=kinds)
     plan = PruningPlan(kept=random_neurons(modules, uniform=uniform), criterion="random")
-    prune_units(model, plan, modules).save_pretrained(tmp_path / "memory")
+    slim = prune_units(model, plan, modules)
+    slim.save_pretrained(tmp_path / "memory")
+    complete_settings(slim, tmp_path / "memory")
     apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
     assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
     again = find_modules(load(tmp_path / "disk"), batch_for(model), kinds=kinds)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.refits import REFIT, digest_tensors, load_refit, read_refit, write_refit
 from hies_export.checkpoint.save import save_slim
+from hies_export.checkpoint.settings import complete_settings
 from hies_export.errors import PlanError
 from hies_export.kinds import KINDS
 from hies_export.prunable.find import find_modules
@@ -64,6 +65,7 @@ def test_the_files_are_those_of_the_refitted_model(name: str, uniform: bool, sha
     before = {name: tensor.clone() for name, tensor in slim.state_dict().items()}
     plan = compensated(plan, refitted(slim, modules), tmp_path / REFIT)
     slim.save_pretrained(tmp_path / "memory", max_shard_size=shard)
+    complete_settings(slim, tmp_path / "memory")
     apply_plan(plan, tmp_path / "dense", tmp_path / "disk", refit=tmp_path / REFIT, max_shard_size=shard)
     assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
     assert PruningPlan.from_file(tmp_path / "disk" / "hies_plan.json") == plan

@@ -1,6 +1,7 @@
 """What users of transformers 4 and optimum-onnx do: run by test_interop.py in an environment of these, not by pytest.
 
     python old_stack.py load CLASS TASK SOURCE SUBFOLDER FOLDER    load an ONNX export, run it and its pipeline
+    python old_stack.py plain SOURCE FOLDER                        load a slim checkpoint without code, and run it
     python old_stack.py prune MODEL_TYPE FOLDER                    prune heads as transformers 4 does, and save
 
 FOLDER holds inputs.npz and asked.json, and gets output.npz and answers.json.
@@ -43,6 +44,17 @@ def load(class_name: str, task: str, source: str, subfolder: str, folder: Path) 
     (folder / "answers.json").write_text(json.dumps(answers))
 
 
+def plain(source: str, folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    given = {name: torch.from_numpy(value) for name, value in np.load(folder / "inputs.npz").items()}
+    with torch.no_grad():
+        np.savez(folder / "output.npz", logits=model(**given).logits.numpy())
+    (folder / "answers.json").write_text(
+        json.dumps(tokenizer(json.loads((folder / "asked.json").read_text()))["input_ids"])
+    )
+
+
 def prune(model_type: str, folder: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 64}
@@ -67,4 +79,4 @@ def prune(model_type: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"load": load, "prune": prune}[sys.argv[1]](*sys.argv[2:-1], Path(sys.argv[-1]))
+    {"load": load, "plain": plain, "prune": prune}[sys.argv[1]](*sys.argv[2:-1], Path(sys.argv[-1]))

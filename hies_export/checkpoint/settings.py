@@ -1,0 +1,72 @@
+"""Add the settings to a saved folder that transformers leaves out and some readers need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..slim.config import is_slim
+
+
+def complete_settings(model: PreTrainedModel, folder: Path) -> None:
+    """Complete the config and the tokenizer's settings of a saved model, in place.
+
+    Args:
+        model: The model that was saved.
+        folder: Where; it must have a config.json.
+    """
+    file = folder / "config.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    completed = {**written, **_labels(model, folder)}
+    if not is_slim(model):  # the class of any other model needs transformers 5 anyway
+        completed = _with_older_keys(completed)
+    if completed != written:
+        file.write_text(json.dumps(completed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    name_tokenizer(folder)
+
+
+def name_tokenizer(folder: Path) -> None:
+    """Name the tokenizer's class and its special tokens in a folder as transformers 4 does, which 5 reads too."""
+    file = folder / "tokenizer_config.json"
+    if not file.exists():
+        return
+    written = json.loads(file.read_text(encoding="utf-8"))
+    settings = dict(written)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    if settings != written:
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _labels(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    """Return the labels of a classifier, where transformers left them out of its saved config.
+
+    It leaves out two labels with its own names, LABEL_0 and LABEL_1, also of a config whose class has another number of
+    labels by default, such as three in `BartConfig`. The head would then be loaded with that number of outputs.
+    """
+    config: Any = model.config
+    if type(config).from_pretrained(folder).num_labels == config.num_labels:
+        return {}
+    return {"id2label": {str(key): label for key, label in config.id2label.items()}, "label2id": config.label2id}
+
+
+def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved config with base and scaling of rotary embeddings under the keys of transformers 4 too.
+
+    Version 5 writes both into `rope_parameters`. Version 4 does not read that, takes 10,000 as the base, and so
+    computes something else without an error. Where kinds of layers differ in their parameters, nothing is added: the
+    keys of version 4 hold for all layers.
+    """
+    parts = {key: _with_older_keys(value) for key, value in config.items() if isinstance(value, dict)}
+    rotary, older = config.get("rope_parameters"), {}
+    if isinstance(rotary, dict) and "rope_theta" in rotary:
+        older["rope_theta"] = rotary["rope_theta"]
+        if rotary.get("rope_type", "default") != "default":
+            older["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
+    return {**older, **config, **parts}

@@ -1,0 +1,104 @@
+"""Settings that transformers leaves out of a saved folder, and that are added for readers who need them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import tiny
+from support.cuts import random_cut, random_plan
+from support.families import architecture
+from support.models import causal_lm, generative_tokenizer, llava, shake
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+
+from hies_export.checkpoint.loading import load
+from hies_export.checkpoint.save import save_slim
+from hies_export.model.tokens import synthetic_batch
+from hies_export.onnx.multimodal import image_text_batch
+from hies_export.prunable.attention import find_attention
+from hies_export.slim.check import first_output
+from hies_export.slim.cut import prune_units
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+BASE = {"rope_type": "default", "rope_theta": 500.0}
+BATCH = {"input_ids": torch.arange(6, 30).view(2, 12)}
+
+
+def without_version5(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without `rope_parameters`, as transformers 4 sees it."""
+    rest = {key: value for key, value in config.items() if key != "rope_parameters"}
+    return {key: without_version5(value) if isinstance(value, dict) else value for key, value in rest.items()}
+
+
+@pytest.mark.parametrize("rotary", [BASE, LLAMA3], ids=lambda rotary: rotary["rope_type"])
+@pytest.mark.parametrize("make", [causal_lm, llava])
+def test_rotary_parameters_are_where_transformers_4_looks(
+    make: Callable[..., PreTrainedModel], rotary: dict[str, Any], tmp_path: Path
+) -> None:
+    dense = make(rope_parameters=rotary)
+    batch = BATCH if make is causal_lm else image_text_batch(dense)
+    # No config can say what is left of CLIP's heads.
+    sites = [site for site in find_attention(dense, batch) if "vision" not in site.name]
+    plan = random_plan(sites, uniform=True)
+    slim = prune_units(dense, plan, sites)
+    expected = first_output(slim, batch)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
+    slim.save_pretrained(tmp_path / "by transformers")
+    difference = {}
+    for name in ("slim", "by transformers"):
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps(without_version5(json.loads(file.read_text()))))
+        difference[name] = (first_output(load(tmp_path / name), batch) - expected).abs().max().item()
+    assert difference["slim"] == 0
+    assert difference["by transformers"] > 1e-3
+
+
+def test_a_checkpoint_with_code_of_its_own_is_for_transformers_5_alone(tmp_path: Path) -> None:
+    slim, plan, _ = random_cut(causal_lm(num_attention_heads=8, num_key_value_heads=4, rope_parameters=BASE), BATCH)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=BATCH)
+    config = json.loads((tmp_path / "slim" / "config.json").read_text())
+    assert "auto_map" in config
+    assert "rope_theta" not in config
+
+
+def test_kinds_of_layers_that_differ_have_no_keys_of_transformers_4(tmp_path: Path) -> None:
+    dense = shake(tiny("gemma3_text")[0])
+    slim, plan, _ = random_cut(dense, BATCH, uniform=True)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=BATCH)
+    config = json.loads((tmp_path / "slim" / "config.json").read_text())
+    assert set(config["rope_parameters"]) == {"full_attention", "sliding_attention"}
+    assert not {"rope_theta", "rope_scaling", "auto_map"} & set(config)
+
+
+def test_the_tokenizer_is_named_as_transformers_4_names_it(tmp_path: Path) -> None:
+    slim, plan, _ = random_cut(causal_lm(), BATCH, uniform=True)
+    tokenizer = generative_tokenizer()
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=BATCH, processor=tokenizer)
+    settings = json.loads((tmp_path / "slim" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<image>"]
+    again = AutoTokenizer.from_pretrained(tmp_path / "slim")
+    assert again("a b <image> c")["input_ids"] == tokenizer("a b <image> c")["input_ids"]
+    assert again.all_special_tokens == tokenizer.all_special_tokens
+
+
+def test_two_labels_with_default_names_come_back(tmp_path: Path) -> None:
+    """transformers writes no labels for them, and BART's config has three by default."""
+    model = architecture("Bart", num_labels=2, vocab_size=32)()
+    batch = synthetic_batch(model, batch=2, sequence=8)
+    slim, plan, _ = random_cut(model, batch)
+    slim.save_pretrained(tmp_path / "by transformers")
+    assert "id2label" not in json.loads((tmp_path / "by transformers" / "config.json").read_text())
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
+    config = json.loads((tmp_path / "slim" / "config.json").read_text())
+    assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "slim", trust_remote_code=True)
+    assert again.config.num_labels == 2
+    assert again.config.label2id == {"LABEL_0": 0, "LABEL_1": 1}
