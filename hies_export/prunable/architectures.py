@@ -196,7 +196,7 @@ def _siblings(siblings: Mapping[str, Sequence[str]]) -> list[str]:
         "another number is written as a type that computes the same of the same tensors, unless the model uses a field "
         "which that type lacks, such as a bias. Then, as for a type without such a sibling, the folder needs "
         "`modeling_hies.py`. `tests/slim/test_siblings.py` runs every pair on the same weights: their outputs are "
-        "equal to the last bit.",
+        "equal to the last bit. The language model of a LLaVA changes its type in the same way.",
         "",
         "| model type | written as |",
         "| --- | --- |",

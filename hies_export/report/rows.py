@@ -222,10 +222,11 @@ def pair_text(values: Both[Any] | None, *, scale: float = 1.0) -> str:
 
 
 def si(number: float) -> str:
-    """Return a number with three significant digits and an SI prefix."""
+    """Return a number with three significant digits and an SI prefix; whole numbers below 1,000 as they are."""
     power = min(max(0, (len(str(int(number))) - 1) // 3), 4)
     scaled = number / 1000**power
-    return f"{scaled:.{max(0, 3 - len(str(int(scaled))))}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
+    digits = 0 if power == 0 and number == int(number) else max(0, 3 - len(str(int(scaled))))
+    return f"{scaled:.{digits}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
 
 
 def _realised(row: LatencyRow) -> str:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from support.cuts import random_cut
 from support.exported import endless_llama, endless_llava, padded_prompts
-from support.models import SHARED, WORDS, bert
+from support.models import WORDS, bert
 from transformers import (
     AutoTokenizer,
     CLIPImageProcessorPil,
@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
 from hies_export.data.processors import load_processor
 from hies_export.errors import DataError, ExportError, RecipeError, RequestError
@@ -61,29 +60,12 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, 
     """A tiny LLaMA: the model, its checkpoint, its ONNX folder."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("decoder")
-    model = endless_llama(eos_token_id=2)
+    model = endless_llama(num_hidden_layers=1, eos_token_id=2)
     model.save_pretrained(folder / "model")
     save_tokenizer(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     export_onnx(model, folder / "onnx", batch=padded_prompts(), processor=tokenizer)
     return model, folder / "model", folder / "onnx"
-
-
-@pytest.mark.skipif(not (SHARED / "data" / "checkpoints" / "stories260K").is_dir(), reason="no ../shared data")
-def test_a_real_decoder_tells_torchs_stories(shared: Path, tmp_path: Path) -> None:
-    checkpoint = shared / "data" / "checkpoints" / "stories260K"
-    model, tokenizer = load(checkpoint, dtype=torch.float32).eval(), prompt_tokenizer(checkpoint)
-    prompts = ["Once upon a time", "Lily had a red ball and she wanted to", "The dog"]
-    batch = encode_prompts(tokenizer, prompts)
-    assert len(set(batch["attention_mask"].sum(1).tolist())) == 3
-    exported = export_onnx(model, tmp_path / "onnx", batch=batch, processor=tokenizer)
-    assert exported.max_abs < 1e-3
-    model.generation_config.eos_token_id = None
-    want = model.generate(**batch, max_new_tokens=64, do_sample=False, pad_token_id=0)
-    got = OnnxGenerator.from_folder(tmp_path / "onnx").generate(**batch, max_new_tokens=64, eos_token_id=())
-    assert got.shape == (3, batch["input_ids"].shape[1] + 64)
-    assert tokenizer.batch_decode(got) == tokenizer.batch_decode(want)
-    assert "little girl named Lily" in tokenizer.decode(got[0])
 
 
 def test_a_row_that_ends_goes_on_with_padding(decoder: tuple[PreTrainedModel, Path, Path]) -> None:
@@ -152,7 +134,7 @@ def test_a_decoder_prefills_alike_in_both_runtimes(decoder: tuple[PreTrainedMode
         outputs.append(runtime.fetch(runtime.run(runtime.prepare(batch))))
     want, got = outputs
     assert {name: array.shape for name, array in want.items()} == {name: array.shape for name, array in got.items()}
-    assert want["present.1.value"].shape == (3, 3, 9, 8)
+    assert want["present.0.value"].shape == (3, 3, 9, 8)
     real = batch["attention_mask"].bool().numpy()
     assert abs(want["logits"] - got["logits"])[real].max() < 1e-4
     rows = bench(folder, folder, shapes=[(2, 8)], repeats=6)

@@ -24,7 +24,6 @@ from transformers import (
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
 from hies_export.kinds import KINDS
-from hies_export.onnx.export import export_onnx
 from hies_export.onnx.multimodal import image_text_batch
 from hies_export.prunable.find import find_modules
 from hies_export.slim.check import compare_cut, first_output, max_abs
@@ -149,7 +148,6 @@ def test_the_folder_is_plain_by_every_way_and_goes_on(tmp_path: Path) -> None:
         assert compare_cut(again, slimmer, twice, modules, BATCH) < 1e-4
         assert (slimmer.config.model_type, is_slim(slimmer)) == (family, code)
         save_slim(slimmer, tmp_path / f"twice-{uniform}", plan=twice, batch=BATCH)
-    export_onnx(again, tmp_path / "onnx", batch=BATCH)
     ids = again.generate(**BATCH, max_new_tokens=4, do_sample=False)
     assert torch.equal(ids, slim.float().generate(**BATCH, max_new_tokens=4, do_sample=False))
 

@@ -1,0 +1,135 @@
+"""Slim checkpoints in vLLM on the CPU: the tokens and the probabilities of torch.
+
+`scripts/vllm` makes the environment and runs this; `HIES_VLLM_PYTHON` names its interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.models import shake
+from support.tiers import show_table
+from support.vllm_generate import NEW_TOKENS
+
+from hies_export.checkpoint.save import save_slim
+from hies_export.kinds import ATTENTION, MLP
+from hies_export.prunable.find import find_modules
+from hies_export.slim.config import is_slim
+from hies_export.slim.cut import prune_units
+from hies_export.values import PruningPlan
+
+ROOT = Path(__file__).parents[1]
+PYTHON = Path(os.environ.get("HIES_VLLM_PYTHON", ROOT / ".vllm" / "bin" / "python"))
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not PYTHON.is_file(), reason="no environment of vLLM: run scripts/vllm"),
+]
+
+# Its attention on the CPU needs heads of a width of 32 or more.
+SIZES = {
+    **{"vocab_size": 512, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 512},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
+}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "original_max_position_embeddings": 64},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+# vLLM's own classes read their config; these are transformers' classes, and with the code of the folder.
+BY_TRANSFORMERS = {"model_impl": "transformers"}
+WITH_CODE = {**BY_TRANSFORMERS, "trust_remote_code": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cut and how vLLM is asked to run it.
+
+    Attributes:
+        family: Of the dense model.
+        groups: Groups of heads kept in each layer, of 4; None for all.
+        neurons: Neurons kept in each layer, of 688; None for all.
+        written: Model type of the slim checkpoint.
+        options: Of `vllm.LLM`.
+        fields: Of the dense config.
+    """
+
+    family: str
+    groups: tuple[int, ...] | None
+    neurons: tuple[int, ...] | None
+    written: str
+    options: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+EVEN, UNEVEN = (512,) * 4, (300, 337, 411, 640)
+CASES = {
+    "uniform, as mistral": Case("Llama", (3,) * 4, EVEN, "mistral"),
+    "uniform, RoPE llama3": Case("Llama", (2,) * 4, EVEN, "llama", fields={"rope_parameters": LLAMA3}),
+    "uniform, two processes": Case("Llama", (2,) * 4, EVEN, "llama", {"tensor_parallel_size": 2}),
+    "uniform, norms of queries and keys": Case("Qwen3", (3,) * 4, EVEN, "qwen3"),
+    "uniform neurons": Case("Qwen2", None, EVEN, "qwen2"),
+    "uniform heads and neurons": Case("Qwen2", (3,) * 4, EVEN, "qwen2", BY_TRANSFORMERS),
+    "uneven neurons": Case("Llama", None, UNEVEN, "llama", WITH_CODE),
+    "uneven neurons, biases": Case("Qwen2", None, UNEVEN, "qwen2", WITH_CODE),
+}
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[tuple[str, ...]]]:
+    """Rows of what was found, printed at the end; into a file where HIES_VLLM_TABLE names one."""
+    rows: list[tuple[str, ...]] = [("family", "cut", "written as", "vLLM's options", "tokens", "probabilities differ")]
+    yield rows
+    show_table(rows, variable="HIES_VLLM_TABLE")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_continues_as_torch_does(name: str, table: list[Any], tmp_path: Path) -> None:
+    case = CASES[name]
+    stock = getattr(transformers, f"{case.family}ForCausalLM")
+    dense = shake(stock(stock.config_class(**{**SIZES, **case.fields})))
+    prompts = torch.randint(5, SIZES["vocab_size"], (2, 24))
+    modules = find_modules(dense, {"input_ids": prompts}, kinds=(ATTENTION, MLP))
+    wanted = {ATTENTION: case.groups, MLP: case.neurons}
+    kept = {}
+    for kind, counts in wanted.items():
+        found = [module for module in modules if module.kind == kind]
+        for module, count in zip(found, counts or (found[0].groups,) * len(found), strict=True):
+            groups = set(torch.randperm(module.groups)[:count].tolist())
+            kept[module.name] = module.kept(u for u in range(module.units) if u // module.group_size in groups)
+    plan = PruningPlan(kept={module.name: kept[module.name] for module in modules}, criterion="random")
+    slim = prune_units(dense, plan, modules)
+    assert (slim.config.model_type, is_slim(slim)) == (case.written, "trust_remote_code" in case.options)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch={"input_ids": prompts})
+
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts.tolist()))
+    (tmp_path / "options.json").write_text(json.dumps(case.options))
+    command = [str(PYTHON), str(ROOT / "tests" / "support" / "vllm_generate.py"), str(tmp_path / "slim"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    answers = json.loads((tmp_path / "answers.json").read_text())
+
+    slim.generation_config.eos_token_id = None
+    expected = slim.generate(input_ids=prompts, max_new_tokens=NEW_TOKENS, do_sample=False)
+    new = expected[:, prompts.shape[1] :]
+    assert [answer["tokens"] for answer in answers] == new.tolist()
+    with torch.no_grad():
+        probabilities = slim(expected).logits.softmax(-1)[:, prompts.shape[1] - 1 : -1]
+    difference = max(
+        abs(torch.tensor(value).exp().item() - probabilities[row, step, int(token)].item())
+        for row, answer in enumerate(answers)
+        for step, values in enumerate(answer["logprobs"])
+        for token, value in values.items()
+    )
+    options = ", ".join(f"{key}={value}" for key, value in case.options.items()) or "none"
+    table.append((case.family, name, case.written, options, f"{new.numel()} equal", f"{difference:.1e}"))
+    assert difference < 1e-4
