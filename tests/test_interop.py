@@ -31,10 +31,11 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 import hies_export
 from hies_export.checkpoint.save import save_slim
 from hies_export.hub.push import push_to_hub
-from hies_export.kinds import KINDS
+from hies_export.kinds import KINDS, MLP
 from hies_export.onnx import export
 from hies_export.prunable.find import find_modules
 from hies_export.slim.check import first_output
+from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
 from hies_export.values import PruningPlan
 
@@ -97,14 +98,24 @@ PLAIN: dict[str, dict[str, Any]] = {
         **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     },
     "qwen2": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    # Not the defaults of transformers 4.
+    **{name: {"partial_rotary_factor": 0.25} for name in ("glm", "nemotron", "phi", "phi3", "stablelm")},
+    "gpt_neox": {"partial_rotary_factor": 1.0},
     **{
-        model_type: {}
-        for model_type in (
-            *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite", "mistral"),
-            *("hunyuan_v1_dense", "ministral", "nemotron", "olmo", "phi", "phi3", "qwen3", "seed_oss", "smollm3"),
-            "starcoder2",
-        )
+        name: {}
+        for name in [
+            "arcee",
+            "cohere",
+            "cohere2",
+            "ernie4_5",
+            "exaone4",
+            "gemma",
+            "glm4",
+            "granite",
+            "hunyuan_v1_dense",
+        ]
     },
+    **{name: {} for name in ["ministral", "mistral", "olmo", "qwen3", "seed_oss", "smollm3", "starcoder2"]},
 }
 
 
@@ -182,12 +193,16 @@ def test_exports_of_uneven_heads_are_served(
 def test_plain_checkpoints_load_without_code(model_type: str, hub: Hub, table: list[Any], tmp_path: Path) -> None:
     dimensions = tiny(model_type, class_of(model_type))[0].config.to_dict()
     rotary = dimensions["rope_parameters"] | {"rope_theta": 500.0} | PLAIN[model_type]
+    # Phi-3 has the factor in a field of its own as well.
+    dimensions |= {key: value for key, value in rotary.items() if key in dimensions}
     stock = getattr(transformers, class_of(model_type))
     dense = shake(stock(stock.config_class.from_dict(dimensions | {"rope_parameters": rotary})))
     batch = {"input_ids": torch.randint(6, 32, (2, 12))}
-    modules = find_modules(dense, batch, kinds=KINDS)
+    # The configs of these two have no field for the width of a head.
+    modules = find_modules(dense, batch, kinds=(MLP,) if model_type in ("gpt_neox", "stablelm") else KINDS)
     plan = PruningPlan(kept=random_neurons(modules, uniform=True), criterion="random")
     slim = prune_units(dense, plan, modules)
+    assert not is_slim(slim)
     tokenizer = generative_tokenizer()
     save_slim(slim, tmp_path / "slim", plan=plan, batch=batch, processor=tokenizer)
     np.savez(tmp_path / "inputs.npz", **{key: value.numpy() for key, value in batch.items()})

@@ -22,8 +22,9 @@ def complete_settings(model: PreTrainedModel, folder: Path) -> None:
     file = folder / "config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
     completed = {**written, **_labels(model, folder)}
-    if not is_slim(model):  # the class of any other model needs transformers 5 anyway
-        completed = _with_older_keys(completed)
+    if not is_slim(model):  # a slim class of ours needs transformers 5
+        older = _with_older_keys(completed)
+        completed = older if _reads_the_same(type(model.config), older, completed) else completed
     if completed != written:
         file.write_text(json.dumps(completed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     name_tokenizer(folder)
@@ -34,7 +35,10 @@ def name_tokenizer(folder: Path) -> None:
     file = folder / "tokenizer_config.json"
     if not file.exists():
         return
-    written = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:  # `apply` copies the file as it is
+        return
     settings = dict(written)
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -57,16 +61,41 @@ def _labels(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
 
 
 def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved config with base and scaling of rotary embeddings under the keys of transformers 4 too.
+    """Return a saved config with the settings of rotary embeddings under the keys of transformers 4 too.
 
-    Version 5 writes both into `rope_parameters`. Version 4 does not read that, takes 10,000 as the base, and so
+    Version 5 writes them into `rope_parameters`. Version 4 does not read that, takes the defaults of the class, and so
     computes something else without an error. Where kinds of layers differ in their parameters, nothing is added: the
     keys of version 4 hold for all layers.
     """
     parts = {key: _with_older_keys(value) for key, value in config.items() if isinstance(value, dict)}
     rotary, older = config.get("rope_parameters"), {}
     if isinstance(rotary, dict) and "rope_theta" in rotary:
-        older["rope_theta"] = rotary["rope_theta"]
-        if rotary.get("rope_type", "default") != "default":
-            older["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
+        names = _OLDER_NAMES.get(config.get("model_type", ""), _OLDER)
+        older = {names[key]: rotary[key] for key in names if key in rotary}
+        scaling = {key: value for key, value in rotary.items() if key not in names}
+        if scaling.keys() - {"rope_type"} or scaling.get("rope_type", "default") != "default":
+            older["rope_scaling"] = scaling
     return {**older, **config, **parts}
+
+
+def _reads_the_same(config_class: Any, longer: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Return whether transformers 5 makes the same of a config with more keys; some classes read them in another way.
+
+    The keys themselves may stay, as fields that nothing reads.
+    """
+    try:
+        return _covers(config_class.from_dict(longer).to_dict(), config_class.from_dict(config).to_dict())
+    except Exception:  # whatever a config's own code raises on keys that it does not expect
+        return False
+
+
+def _covers(one: Any, other: Any) -> bool:
+    """Return whether every field of `other` is in `one`, with the same value."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return bool(one == other)
+    return all(key in one and _covers(one[key], value) for key, value in other.items())
+
+
+# Key in `rope_parameters` -> the key of transformers 4 at the top of the config; by model type where that has its own.
+_OLDER = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+_OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}

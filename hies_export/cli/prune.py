@@ -38,7 +38,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     from ..pipeline.prepare import prepare
     from ..pipeline.prune import prune
     from ..slim.fingerprint import fingerprint
-    from ..slim.siblings import family_note, family_of
+    from ..slim.siblings import families, family_note
     from ..values import PruningPlan
     from .terminal import plan_text, print_plan
 
@@ -73,7 +73,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         markup=False,
         soft_wrap=True,
     )
-    note = family_note(family_of(prepared.model.config), family_of(pruned.slim.config))
+    note = family_note(*families(prepared.model.config, pruned.slim.config))
     if note:
         console.print(note, markup=False)
 

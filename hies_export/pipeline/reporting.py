@@ -19,7 +19,7 @@ from ..report.maps import head_map, neuron_counts
 from ..report.markdown import render_markdown
 from ..report.report import Quality, Report, plan_counts
 from ..slim.config import is_slim
-from ..slim.siblings import family_of
+from ..slim.siblings import families
 from ..tasks import TASKS
 from .budgets import BudgetOutcome
 from .choose import Choice, head_numbers
@@ -99,7 +99,7 @@ def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> dict
         "stability_of": _prediction_name(recipe, prepared.metrics[0]),
         "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
         "custom_code": is_slim(done.pruned.slim),
-        "family": {"dense": family_of(prepared.model.config), "slim": family_of(done.pruned.slim.config)},
+        "family": dict(zip(("dense", "slim"), families(prepared.model.config, done.pruned.slim.config), strict=True)),
         "other_work": None if done.other_work is None else asdict(done.other_work),
         "flops_per_layer": asdict(done.measured.flops_per_layer),
         "auto_class": TASKS[recipe.task].auto_class,

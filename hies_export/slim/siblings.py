@@ -71,16 +71,14 @@ def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [config, *(c for child in children if child is not None for c in configs_in(child))]
 
 
-def family_of(config: PreTrainedConfig) -> str:
-    """Return the model type of the part of a model that may be written as a sibling: its decoder, or the whole."""
-    return str(config.get_text_config(decoder=True).model_type)
+def families(dense: PreTrainedConfig, slim: PreTrainedConfig) -> tuple[str, str]:
+    """Return the model types, before and after, of the part that was written as a sibling; of the whole if none was."""
+    types = [(a.model_type, b.model_type) for a, b in zip(configs_in(dense), configs_in(slim), strict=True)]
+    return next((pair for pair in types if pair[0] != pair[1]), types[0])
 
 
 def family_note(own: str, written: str) -> str:
-    """Return what a run says of a model that was written as a sibling, by `family_of` the dense and the slim model.
-
-    Empty where they are the same.
-    """
+    """Return what a run says of a model that was written as a sibling, by `families`; empty where they are the same."""
     if own == written:
         return ""
     return f"Written as {written}, which computes the same: a config of {own} does not take this number of heads."
@@ -134,7 +132,8 @@ def _empty_twin(
             if getattr(part, key, None) is parts[position]:
                 setattr(part, key, config)
     try:
-        whole.validate()
+        for part in configs_in(whole):
+            part.validate()
         return empty_model(type(model), whole, model.dtype)
     except Exception:  # whatever a model's own code raises on a config it does not expect
         return None

@@ -27,7 +27,7 @@ from ..prunable.follow import feature_cuts, row_cuts
 from ..slim.check import check_selection
 from ..slim.cut import prune_units
 from ..slim.fingerprint import check_weights, fingerprint_of
-from ..slim.siblings import family_note, family_of
+from ..slim.siblings import families, family_note
 from ..units import PrunableModule
 from ..values import PruningPlan
 from .companions import copy_companions
@@ -122,7 +122,7 @@ def apply_plan(
     if force:
         plan = replace(plan, model=found)
     check_weights({name: made for name, made in plan.model.items() if name in stored}, found)
-    cuts, family = _cuts(dense, plan, modules), family_of(dense.config)
+    cuts = _cuts(dense, plan, modules)
     slim = prune_units(dense, plan, modules, inplace=True)
     if refit is not None:
         shapes = {name: tensor.shape for name, tensor in slim.state_dict().items()}
@@ -143,7 +143,7 @@ def apply_plan(
         dense_bytes=sum(t.bytes for t in tensors.values()),
         slim_bytes=sum(t.nbytes for t in rewrite.written.values()),
         seconds=time.perf_counter() - start,
-        note=family_note(family, family_of(slim.config)),
+        note=family_note(*families(dense.config, slim.config)),
     )
 
 

@@ -10,18 +10,22 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import tiny
-from support.cuts import random_cut, random_plan
-from support.families import architecture
+from support.cuts import random_cut, random_neurons, random_plan
+from support.families import architecture, decoder
 from support.models import causal_lm, generative_tokenizer, llava, shake
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
+from hies_export.kinds import MLP
 from hies_export.model.tokens import synthetic_batch
 from hies_export.onnx.multimodal import image_text_batch
 from hies_export.prunable.attention import find_attention
+from hies_export.prunable.find import find_modules
 from hies_export.slim.check import first_output
 from hies_export.slim.cut import prune_units
+from hies_export.stream.apply import apply_plan
+from hies_export.values import PruningPlan
 
 LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8},
@@ -32,7 +36,10 @@ BATCH = {"input_ids": torch.arange(6, 30).view(2, 12)}
 
 
 def without_version5(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config without `rope_parameters`, as transformers 4 sees it."""
+    """Return a config without `rope_parameters`. transformers 5 then reads the keys of version 4, as version 4 does.
+
+    `scripts/interop` asks version 4 itself.
+    """
     rest = {key: value for key, value in config.items() if key != "rope_parameters"}
     return {key: without_version5(value) if isinstance(value, dict) else value for key, value in rest.items()}
 
@@ -58,6 +65,58 @@ def test_rotary_parameters_are_where_transformers_4_looks(
         difference[name] = (first_output(load(tmp_path / name), batch) - expected).abs().max().item()
     assert difference["slim"] == 0
     assert difference["by transformers"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "rotary"),
+    [
+        ("GPTNeoX", {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0, "partial_rotary_factor": 1.0}),
+        ("GPTNeoX", {**BASE, "partial_rotary_factor": 0.5}),
+        ("Phi", {**BASE, "partial_rotary_factor": 0.25}),
+    ],
+)
+def test_rotary_parameters_of_parts_of_a_head(family: str, rotary: dict[str, Any], tmp_path: Path) -> None:
+    """GPT-NeoX has names of its own for them."""
+    dense = decoder(family, rope_parameters=rotary)()
+    dense.save_pretrained(tmp_path / "dense")
+    modules = find_modules(dense, BATCH, kinds=(MLP,))
+    plan = PruningPlan(kept=random_neurons(modules, uniform=True), criterion="random")
+    slim = prune_units(dense, plan, modules)
+    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=BATCH) == 0
+    apply_plan(plan, tmp_path / "dense", tmp_path / "applied")
+    for name in ("slim", "applied"):
+        file = tmp_path / name / "config.json"
+        config = json.loads(file.read_text())
+        assert not {"auto_map", "hies_export"} & set(config)
+        for text in (config, without_version5(config)):
+            file.write_text(json.dumps(text))
+            assert torch.equal(first_output(load(tmp_path / name), BATCH), first_output(slim, BATCH))
+
+
+def test_a_class_that_reads_older_keys_in_another_way_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slim, plan, _ = random_cut(causal_lm(rope_parameters=LLAMA3), BATCH, uniform=True)
+    convert = LlamaConfig.convert_rope_params_to_dict
+
+    def forgets_the_base(self: LlamaConfig, **kwargs: Any) -> Any:
+        kwargs.pop("rope_theta", None)
+        return convert(self, **kwargs)
+
+    monkeypatch.setattr(LlamaConfig, "convert_rope_params_to_dict", forgets_the_base)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=BATCH)
+    config = json.loads((tmp_path / "slim" / "config.json").read_text())
+    assert config["rope_parameters"]["rope_theta"] == 500.0
+    assert not {"rope_theta", "rope_scaling"} & set(config)
+
+
+def test_a_damaged_tokenizer_is_copied_as_it_is(tmp_path: Path) -> None:
+    dense = causal_lm()
+    dense.save_pretrained(tmp_path / "dense")
+    (tmp_path / "dense" / "tokenizer_config.json").write_text("{")
+    _, plan, _ = random_cut(dense, BATCH, uniform=True)
+    apply_plan(plan, tmp_path / "dense", tmp_path / "slim")
+    assert (tmp_path / "slim" / "tokenizer_config.json").read_text() == "{"
 
 
 def test_a_checkpoint_with_code_of_its_own_is_for_transformers_5_alone(tmp_path: Path) -> None:
