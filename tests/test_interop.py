@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from support.cuts import random_cut, random_neurons
 from support.hub import TOKEN, Hub
 from support.models import bert, causal_lm, generative_tokenizer, image_batch, save_text_model, shake, text_batch, vit
 from support.reports import make_report
-from support.tiers import show_table
+from support.tiers import run_in, table_of
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -50,18 +49,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def table() -> Iterator[list[tuple[str, ...]]]:
-    """Rows of what was found, printed at the end; into a file where HIES_INTEROP_TABLE names one."""
-    rows: list[tuple[str, ...]] = [("model", "loaded by", "from", "max abs difference", "pipeline")]
-    yield rows
-    show_table(rows, variable="HIES_INTEROP_TABLE")
+table = table_of("HIES_INTEROP_TABLE", "model", "loaded by", "from", "max abs difference", "pipeline")
 
 
 def old_stack(*arguments: object, environment: dict[str, str]) -> None:
-    command = [str(PYTHON), str(ROOT / "tests" / "support" / "old_stack.py"), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_in(PYTHON, "old_stack.py", *arguments, environment=environment)
 
 
 def make_bert(folder: Path) -> tuple[PreTrainedModel, Any, dict[str, torch.Tensor], list[str]]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import torch
 import transformers
 from support.models import shake
-from support.tiers import show_table
+from support.tiers import run_in, table_of
 from support.vllm_generate import NEW_TOKENS
 
 from hies_export.checkpoint.save import save_slim
@@ -84,12 +82,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def table() -> Iterator[list[tuple[str, ...]]]:
-    """Rows of what was found, printed at the end; into a file where HIES_VLLM_TABLE names one."""
-    rows: list[tuple[str, ...]] = [("family", "cut", "written as", "vLLM's options", "tokens", "probabilities differ")]
-    yield rows
-    show_table(rows, variable="HIES_VLLM_TABLE")
+table = table_of("HIES_VLLM_TABLE", "family", "cut", "written as", "vLLM's options", "tokens", "probabilities differ")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -113,9 +106,7 @@ def test_vllm_continues_as_torch_does(name: str, table: list[Any], tmp_path: Pat
 
     (tmp_path / "prompts.json").write_text(json.dumps(prompts.tolist()))
     (tmp_path / "options.json").write_text(json.dumps(case.options))
-    command = [str(PYTHON), str(ROOT / "tests" / "support" / "vllm_generate.py"), str(tmp_path / "slim"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    run_in(PYTHON, "vllm_generate.py", tmp_path / "slim", tmp_path)
     answers = json.loads((tmp_path / "answers.json").read_text())
 
     slim.generation_config.eos_token_id = None

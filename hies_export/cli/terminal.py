@@ -45,7 +45,7 @@ class TerminalProgress:
         self.console.print(Text.assemble((f"{so_far} ·", "dim"), f" {name}"), soft_wrap=True)
 
     def track(self, items: Sequence[T], name: str) -> Iterable[T]:
-        """Return the items of a loop, and show how far it is, for how long it has run, and how long it will."""
+        """Return the items of a loop, and show how many are done, the time so far and the time left."""
         return self._bar(items, name) if self.console.is_terminal else self._lines(items, name)
 
     def _bar(self, items: Sequence[T], name: str) -> Iterator[T]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from support.gguf import (
 )
 from support.models import SHARED
 from support.runs import hies
-from support.tiers import show_table
+from support.tiers import table_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hies_export.errors import DataError, ExportError, MissingRuntimeError, ParityError
@@ -48,12 +47,9 @@ here = pytest.mark.skipif(not is_installed(), reason="no node-llama-cpp: run scr
 NEW_TOKENS = 64
 
 
-@pytest.fixture(scope="module")
-def table() -> Iterator[list[tuple[str, ...]]]:
-    """Rows of what was found, printed at the end; into a file where HIES_LLAMACPP_TABLE names one."""
-    rows = [("model", "architecture", "dtype", "greedy tokens equal", "probabilities differ by")]
-    yield rows
-    show_table(rows, variable="HIES_LLAMACPP_TABLE")
+table = table_of(
+    "HIES_LLAMACPP_TABLE", "model", "architecture", "dtype", "greedy tokens equal", "probabilities differ by"
+)
 
 
 def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:

@@ -1,16 +1,46 @@
-"""Show what a tier of tests found."""
+"""Run what a tier of tests runs in an environment of its own, and show what it found."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 
-def show_table(rows: Sequence[Sequence[str]], *, variable: str) -> None:
-    """Print rows in columns, and write them into the file that a variable of the environment names, if it names one."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    text = "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-    print(f"\n{text}")
-    if variable in os.environ:
-        Path(os.environ[variable]).write_text(text + "\n", encoding="utf-8")
+def run_in(python: Path, script: str, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
+    """Run a script of this folder by another interpreter, and fail with what it printed if it fails.
+
+    Args:
+        python: The interpreter.
+        script: Name of the script.
+        *arguments: Of the script.
+        environment: Its variables; by default those of this process.
+    """
+    command = [str(python), str(Path(__file__).with_name(script)), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+def table_of(variable: str, *columns: str) -> Any:
+    """Return a fixture for a file of tests: a list of rows to add to, which is printed at the end.
+
+    Args:
+        variable: Of the environment, which may name a file to write the table into.
+        *columns: The first row.
+    """
+
+    @pytest.fixture(scope="module")
+    def table() -> Iterator[list[tuple[str, ...]]]:
+        rows: list[tuple[str, ...]] = [columns]
+        yield rows
+        widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+        text = "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        print(f"\n{text}")
+        if variable in os.environ:
+            Path(os.environ[variable]).write_text(text + "\n", encoding="utf-8")
+
+    return table
