@@ -9,9 +9,10 @@ import datasets
 import torch
 
 from ..errors import DataError, listed
+from .batches import Batch
 from .images import as_images, image_of_row
 from .labels import read_labels
-from .reader import Batch, Reader, batched
+from .reader import Reader, batched
 from .row_names import own_columns
 from .targets import is_regression
 from .tokens import check_vocabulary, settle_padding, token_limit

@@ -11,6 +11,7 @@ import datasets
 import torch
 
 from ..errors import DataError, listed
+from .batches import Batch
 from .prompts import (
     Choices,
     check_one_question,
@@ -22,7 +23,7 @@ from .prompts import (
     template_fields,
     tokenise,
 )
-from .reader import Batch, Reader, batched
+from .reader import Reader, batched
 from .row_names import own_columns, row_name
 from .targets import IGNORED
 from .text_blocks import BLOCK, pack_text

@@ -11,10 +11,11 @@ import PIL.Image
 import torch
 
 from ..errors import DataError, listed
+from .batches import Batch
 from .generation import GenerationReader, check_answer, with_positions
 from .images import as_images, image_of_row
 from .prompts import answer_text, tokenise
-from .reader import Batch, batched
+from .reader import batched
 from .row_names import own_columns, row_name
 from .targets import IGNORED
 from .tokens import check_vocabulary

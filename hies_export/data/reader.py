@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import datasets
-import torch
 
 from ..errors import DataError, did_you_mean, listed, quoted
+from .batches import Batch
 from .images import holds_images
 from .labels import STRINGS, kind_of
 from .row_names import own_columns, row_name
 from .rows import load_rows, mapped_rows, take
 
-Batch = dict[str, torch.Tensor]
 AnyReader = TypeVar("AnyReader", bound="Reader")
 Item = TypeVar("Item")
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..data.batches import Batch
 from ..errors import DataError
 from ..progress import SILENT, Progress
 from .metrics import METRICS, check_metrics
-from .predict import Batch, ChoicePredictions, Predictions, TokenPredictions, predict, predicted, references
+from .predict import ChoicePredictions, Predictions, TokenPredictions, predict, predicted, references
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from .. import processes
+from ..data.batches import Batch
 from ..data.targets import CHOICE_KEYS, IGNORED, check_label_tokens, predicted_positions
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, without_cache
 from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 
-Batch = Mapping[str, torch.Tensor]
 # How many rows of logits are held in float32 at once: 64 MB for a vocabulary of 32,000.
 _ROWS_AT_ONCE = 512
 

@@ -12,7 +12,7 @@ from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ..calibrate.effects import EffectStream
 from ..calibrate.moments import MomentStream
 from ..calibrate.stream import LIMIT_BYTES
-from ..data.reader import Batch
+from ..data.batches import Batch
 from ..data.targets import size_of
 from ..model.threads import threads_for
 from ..model.tokens import count_tokens

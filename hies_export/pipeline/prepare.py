@@ -12,10 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.classes import load_config
+from ..data.batches import Batch
 from ..data.generation import GenerationReader
 from ..data.lengths import by_length
 from ..data.processors import load_processor
-from ..data.reader import Batch, Columns, Reader
+from ..data.reader import Columns, Reader
 from ..data.registry import reader_for
 from ..data.rows import taken_from
 from ..data.targets import is_regression

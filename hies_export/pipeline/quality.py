@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from ..data.batches import Batch
 from ..evaluate.judge import Judge, Quality
-from ..evaluate.predict import Batch, Predictions, predict
+from ..evaluate.predict import Predictions, predict
 from ..measure.counts import Both
 from ..model.copies import share_weights
 from ..progress import Progress

@@ -1,0 +1,99 @@
+"""Say what a batch is, and check batches that did not come from our readers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import DataError, did_you_mean, listed, quoted
+from ..model.auto import auto_classes
+from .targets import CHOICE_KEYS, is_regression
+
+Batch = dict[str, torch.Tensor]
+"""Arguments of a model's forward by name; the first axis of each is the samples."""
+
+_CLASSIFIERS = {"AutoModelForSequenceClassification", "AutoModelForImageClassification"}
+
+
+def check_batches(model: PreTrainedModel, batches: Iterable[Any], *, what: str = "batches") -> list[Batch]:
+    """Return batches as plain dicts of tensors on the CPU, after checking that a model takes them.
+
+    Args:
+        model: Its forward says which keys a batch may have; those of choices (`CHOICE_KEYS`) are none of its own.
+        batches: A list, a DataLoader or anything else that gives mappings, such as `BatchEncoding`s; read once.
+        what: The caller's name for them, for messages.
+
+    Raises:
+        DataError: There is none, one is no mapping of tensors, has a key that forward does not take, tensors of
+            different numbers of samples, other keys than the first one, or tokens or labels that the model lacks.
+    """
+    if isinstance(batches, (Mapping, torch.Tensor, str)) or not isinstance(batches, Iterable):
+        hint = "; put a single batch into a list" if isinstance(batches, Mapping) else ""
+        raise DataError(f"{what} must be a list or a DataLoader of batches, got a {type(batches).__name__}{hint}")
+    checked: list[Batch] = []
+    for number, batch in enumerate(batches):
+        place = f"batch {number} (from 0) of {what}"
+        checked.append(_checked(model, batch, place))
+        if checked[0].keys() != checked[-1].keys():
+            raise DataError(
+                f"all batches must have the keys of the first one ({', '.join(checked[0])}), but {place} has "
+                f"{', '.join(checked[-1])}"
+            )
+    if not checked:
+        raise DataError(f"{what} must have at least one batch, got none; an iterator gives its batches only once")
+    return checked
+
+
+def _checked(model: PreTrainedModel, batch: Any, place: str) -> Batch:
+    """Return one batch on the CPU."""
+    if not isinstance(batch, Mapping):
+        raise DataError(f"a batch must map names of arguments to tensors, but {place} is a {type(batch).__name__}")
+    taken = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
+    choices = set(CHOICE_KEYS) if batch.keys() >= set(CHOICE_KEYS) else set()
+    for key, value in batch.items():
+        if key not in taken and key not in choices:
+            raise DataError(
+                f"every key of a batch must be an argument of {type(model).__name__}.forward, but {place} has "
+                f"{quoted(key)}; leave it out{did_you_mean(str(key), taken)}"
+            )
+        if not isinstance(value, torch.Tensor):
+            raise DataError(
+                f"a batch must hold tensors only, but {quoted(key)} of {place} is a {type(value).__name__}; make "
+                "tensors of it (tokenizers and image processors do with return_tensors='pt'), or leave it out"
+            )
+    if not batch.keys() - {"labels", *choices}:
+        raise DataError(f"a batch must have inputs of the model, but {place} has {listed(batch) or 'nothing'}")
+    if len({value.shape[:1] for value in batch.values()}) > 1 or not all(map(torch.Tensor.numel, batch.values())):
+        shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items())
+        raise DataError(f"the first axis of every tensor must be the samples, one or more, but {place} has {shapes}")
+    found = {str(key): value.detach().cpu() for key, value in batch.items()}
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+    if "input_ids" in found and vocabulary is not None:
+        _check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
+    if "labels" in found and not _CLASSIFIERS.isdisjoint(auto_classes(type(model).__name__, model.config.model_type)):
+        _check_labels(model.config, found["labels"], place)
+    return found
+
+
+def _check_labels(config: Any, labels: torch.Tensor, place: str) -> None:
+    """Refuse labels that a classifier or a regression would fail on in the middle of a pass."""
+    numbers = is_regression(config)
+    if labels.dim() != 1 or labels.is_floating_point() != numbers:
+        raise DataError(
+            f"the labels of a {'regression' if numbers else 'classifier'} must be one "
+            f"{'floating number' if numbers else 'class number'} per sample, but {place} has {labels.dtype} of shape "
+            f"{tuple(labels.shape)}"
+        )
+    if not numbers:
+        _check_numbers(labels, config.num_labels, "labels", place, dtypes=(torch.int64,))
+
+
+def _check_numbers(numbers: torch.Tensor, known: int, key: str, place: str, *, dtypes: Sequence[torch.dtype]) -> None:
+    wrong = numbers[(numbers < 0) | (numbers >= known)]
+    if numbers.dtype not in dtypes or len(wrong):
+        given = numbers.dtype if numbers.dtype not in dtypes else wrong[0].item()
+        raise DataError(f"{key} must be {dtypes[-1]} in [0, {known}), which the model knows, but {place} has {given}")

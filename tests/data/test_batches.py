@@ -1,0 +1,136 @@
+"""Batches that did not come from our readers: lists, loaders and encodings of a caller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import bert, causal_lm, llava, vit
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding, BatchFeature, PreTrainedModel
+
+from hies_export.data.batches import check_batches
+from hies_export.data.targets import batches_fingerprint, samples_of, size_of
+from hies_export.errors import DataError
+from hies_export.model.tokens import count_tokens, first_samples
+from hies_export.prunable.find import find_modules
+
+MODELS = {"bert": bert, "regression": lambda: bert(num_labels=1), "vit": vit, "lm": causal_lm, "llava": llava}
+IDS = torch.arange(12).view(3, 4) + 5
+PIXELS = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
+TEXT_AND_IMAGE = {"input_ids": torch.cat([torch.full((3, 16), 4), IDS], dim=1), "pixel_values": PIXELS}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    return {name: make() for name, make in MODELS.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "tokens"),
+    [
+        ("bert", {"input_ids": IDS}, 12),
+        ("bert", {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": IDS % 2}, 7),
+        ("bert", {"labels": torch.tensor([2, 0, 1]), "input_ids": IDS.int(), "position_ids": IDS % 4}, 12),
+        ("regression", {"input_ids": IDS, "labels": torch.tensor([0.5, -1.0, 3.0])}, 12),
+        ("vit", {"pixel_values": PIXELS}, 3 * 17),
+        ("vit", {"pixel_values": PIXELS, "labels": torch.tensor([2, 0, 1])}, 3 * 17),
+        ("lm", {"input_ids": IDS, "labels": IDS, "attention_mask": MASK.bool()}, 7),
+        ("lm", {"input_ids": IDS, "position_ids": IDS % 4}, 12),
+        ("llava", TEXT_AND_IMAGE, 60),
+    ],
+)
+@pytest.mark.parametrize("kind", [dict, BatchEncoding, BatchFeature])
+def test_any_mapping_of_tensors_is_read(
+    models: dict[str, PreTrainedModel], name: str, batch: dict[str, torch.Tensor], tokens: int, kind: type
+) -> None:
+    model = models[name]
+    (checked,) = check_batches(model, [kind(batch)])
+    assert type(checked) is dict
+    assert all(torch.equal(checked[key], batch[key]) for key in batch)
+    assert (size_of(checked), samples_of([checked, checked]), count_tokens(model, checked)) == (3, 6, tokens)
+    assert batches_fingerprint([checked]) == batches_fingerprint([batch]) != batches_fingerprint([first_samples(batch)])
+    found = find_modules(model, first_samples(checked), kinds=("attention", "mlp"))
+    assert {module.kind for module in found} == {"attention", "mlp"}
+
+
+def test_a_loader_is_read_once_with_its_last_smaller_batch(models: dict[str, PreTrainedModel]) -> None:
+    samples = [{"input_ids": row, "labels": row[0] % 3} for row in IDS]
+    checked = check_batches(models["bert"], DataLoader(samples, batch_size=2))
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in checked]), IDS)
+    assert [size_of(batch) for batch in checked] == [2, 1]
+    assert len(check_batches(models["bert"], iter([{"input_ids": IDS}]))) == 1
+
+
+GOOD = {"input_ids": IDS}
+
+
+@pytest.mark.parametrize(
+    ("batches", "refusal"),
+    [
+        (GOOD, "batches must be a list or a DataLoader of batches, got a dict; put a single batch into a list"),
+        (BatchEncoding(GOOD), "got a BatchEncoding; put a single batch into a list"),
+        (IDS, "got a Tensor"),
+        (7, "got a int"),
+        ([], "batches must have at least one batch, got none; an iterator"),
+        (iter([]), "batches must have at least one batch"),
+        (
+            [(IDS, MASK)],
+            r"a batch must map names of arguments to tensors, but batch 0 \(from 0\) of batches is a tuple",
+        ),
+        ([GOOD, IDS], r"batch 1 \(from 0\) of batches is a Tensor"),
+        ([{}], "a batch must have inputs of the model, but .* has nothing"),
+        ([{"labels": torch.tensor([0])}], "a batch must have inputs of the model, but .* has labels"),
+        (
+            [GOOD | {"idx": torch.arange(3)}],
+            "an argument of BertForSequenceClassification.forward, .* has 'idx'; leave",
+        ),
+        ([GOOD | {"text": ["a", "b", "c"]}], "has 'text'; leave it out"),
+        ([GOOD | {"label": torch.tensor([0, 1, 2])}], "has 'label'; leave it out; did you mean 'labels'?"),
+        ([GOOD | {"kwargs": IDS}], "has 'kwargs'"),
+        ([GOOD | {"choice": torch.arange(3)}], "has 'choice'"),
+        ([{"input_ids": IDS.tolist()}], "tensors only, but 'input_ids' of batch 0 .* is a list; .*return_tensors='pt'"),
+        ([GOOD | {"labels": None}], "'labels' of batch 0 .* is a NoneType"),
+        ([GOOD | {"output_attentions": True}], "has 'output_attentions'; leave"),
+        ([GOOD | {"labels": torch.tensor([0])}], r"the samples, .* has input_ids \(3, 4\), labels \(1,\)"),
+        ([GOOD | {"labels": torch.tensor(0)}], r"the samples, .* has input_ids \(3, 4\), labels \(\)"),
+        ([{"input_ids": IDS[:0]}], r"the samples, one or more, but .* has input_ids \(0, 4\)"),
+        (
+            [GOOD, GOOD | {"attention_mask": MASK}],
+            r"the keys of the first one \(input_ids\), but batch 1 .* has input_ids, ",
+        ),
+        ([{"input_ids": IDS + 90}], r"input_ids must be torch.int64 in \[0, 100\), which the model knows, .* has 100"),
+        ([{"input_ids": -IDS}], "input_ids must be .* has -5"),
+        ([{"input_ids": IDS.float()}], "input_ids must be .* has torch.float32"),
+        ([GOOD | {"labels": torch.tensor([0, 1, 3])}], r"labels must be torch.int64 in \[0, 3\), .* has 3"),
+        ([GOOD | {"labels": torch.tensor([0, 1, 2]).int()}], "labels must be torch.int64 .* has torch.int32"),
+        (
+            [GOOD | {"labels": torch.rand(3)}],
+            "of a classifier must be one class number per sample, .* has torch.float32",
+        ),
+        ([GOOD | {"labels": IDS}], r"must be one class number per sample, but .* of shape \(3, 4\)"),
+    ],
+)
+def test_what_the_model_does_not_take_is_refused_in_one_sentence(
+    models: dict[str, PreTrainedModel], batches: Any, refusal: str
+) -> None:
+    with pytest.raises(DataError, match=refusal) as error:
+        check_batches(models["bert"], batches)
+    assert "\n" not in str(error.value)
+
+
+def test_a_regression_needs_floating_labels_and_names_the_batches_by_the_callers_word(
+    models: dict[str, PreTrainedModel],
+) -> None:
+    batch = {"input_ids": IDS, "labels": torch.tensor([0, 1, 2])}
+    refusal = r"a regression must be one floating number per sample, but batch 0 \(from 0\) of held_out has torch.int64"
+    with pytest.raises(DataError, match=refusal):
+        check_batches(models["regression"], [batch], what="held_out")
+
+
+def test_the_keys_of_choices_are_kept_where_all_of_them_are_there(models: dict[str, PreTrainedModel]) -> None:
+    choices = {key: torch.arange(3) for key in ("question", "choice", "right", "characters")}
+    (checked,) = check_batches(models["lm"], [{"input_ids": IDS, "labels": IDS, **choices}])
+    assert checked.keys() == {"input_ids", "labels", *choices}
