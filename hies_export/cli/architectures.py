@@ -21,7 +21,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     """Show and return which steps each model type passed."""
     from rich.table import Table
 
-    from ..prunable.architectures import STEPS, counts, neurons_in_short, read_table, why_not, why_not_neurons
+    from ..prunable.architectures import NEURON_STEPS, STEPS, counts, neurons_in_short, neurons_of, read_table, why_not
 
     table = read_table(options.model_types)
     # Not report.plain_table: this command answers at once, without torch.
@@ -34,7 +34,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     for name in options.model_types:
         reason = why_not(table["types"][name]) or "everything holds"
         console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
-        neurons = why_not_neurons(table["types"][name]) or "everything holds"
+        neurons = why_not(neurons_of(table["types"][name]), NEURON_STEPS) or "everything holds"
         console.print(f"{name}, neurons: {neurons}", markup=False, soft_wrap=True)
     if not options.model_types:
         number = counts(table)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -38,8 +39,7 @@ from hies_export.kinds import MLP
 from hies_export.model import kernels
 from hies_export.prunable.architectures import NEURON_STEPS as NEURONS_DESCRIBED
 from hies_export.prunable.architectures import STEPS as DESCRIBED
-from hies_export.prunable.architectures import TABLE, counts, holds, markdown, neurons_hold, read_table
-from hies_export.slim.siblings import SIBLINGS
+from hies_export.prunable.architectures import TABLE, counts, holds, neurons_of, read_table
 
 ENTRIES = json.loads(TABLE.read_text(encoding="utf-8"))["types"]
 
@@ -96,16 +96,18 @@ def with_neurons(what: str) -> list[str]:
 def test_what_the_table_says_of_neurons_holds(model_type: str) -> None:
     entry, subject = ENTRIES[model_type], Subject.of(model_type, MLP)
     for name, step in NEURON_STEPS.items():
-        if name != "onnx" and neurons_hold(entry, name):
+        if name != "onnx" and holds(neurons_of(entry), name):
             step(subject)
-    if neurons_hold(entry, "cut"):
+    if holds(neurons_of(entry), "cut"):
         assert subject.config_alone() == entry["neurons"]["config_alone"]
-        assert sum(site.units for site in subject.sites) == entry["neurons"]["units"]
+        assert sum(module.units for module in subject.modules) == entry["neurons"]["units"]
 
 
 @pytest.mark.parametrize(
     "model_type",
-    types((name for name in with_neurons("steps") if neurons_hold(ENTRIES[name], "onnx")), (), pytest.mark.exports),
+    types(
+        (name for name in with_neurons("steps") if holds(neurons_of(ENTRIES[name]), "onnx")), (), pytest.mark.exports
+    ),
 )
 def test_what_the_table_says_of_neurons_is_exported(model_type: str) -> None:
     NEURON_STEPS["onnx"](Subject.of(model_type, MLP))
@@ -124,7 +126,7 @@ def test_the_representatives_are_in_the_table() -> None:
     assert CUT.keys() <= set(of_kind("tried"))
     assert REFUSED.keys() <= set(of_kind("refused"))
     assert all(holds(ENTRIES[name], "onnx") for name in EXPORTED)
-    assert all(neurons_hold(ENTRIES[name], "cut") for name in NEURONS)
+    assert all(holds(neurons_of(ENTRIES[name]), "cut") for name in NEURONS)
     assert all("refused" in ENTRIES[name]["neurons"] for name in NEURONS_REFUSED)
     assert {words(name) for name in of_kind("refused")} == {words(name) for name in REFUSED}
     assert len({words(name) for name in REFUSED}) == len(REFUSED)
@@ -163,9 +165,9 @@ def test_the_table_is_whole() -> None:
     assert all(number[f"neurons {step}"] >= 200 for step in ("cut", "reload", "train"))
     # Most are not run yet: scripts/architectures --units neurons --steps onnx
     assert number["neurons onnx"] >= 100
-    siblings = {own: [sibling.model_type for sibling in found] for own, found in SIBLINGS.items()}
-    document = (TABLE.parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
-    assert document == markdown(table, siblings)  # else run scripts/architectures
+    root = TABLE.parents[2]
+    script = runpy.run_path(str(root / "scripts" / "architectures"))
+    assert (root / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"](table)  # else run it
 
 
 def test_a_broken_cut_breaks_the_contract() -> None:

@@ -64,20 +64,20 @@ class Subject:
         return replace(self, kinds=kinds)
 
     @cached_property
-    def sites(self) -> tuple[PrunableModule, ...]:
+    def modules(self) -> tuple[PrunableModule, ...]:
         """Return the modules that are cut; they are found once."""
         return find_modules(self.model, self.batch, kinds=self.kinds)
 
     def plan(self, uniform: bool) -> PruningPlan:
         """Return the plan of a cut, uneven or uniform."""
         if self.kinds == (ATTENTION,):
-            return random_plan(self.sites, uniform=uniform)
-        return PruningPlan(kept=random_neurons(self.sites, uniform=uniform), criterion="random")
+            return random_plan(self.modules, uniform=uniform)
+        return PruningPlan(kept=random_neurons(self.modules, uniform=uniform), criterion="random")
 
     @cached_property
     def slim(self) -> dict[bool, PreTrainedModel]:
         """Return the uneven (False) and the uniform (True) cut."""
-        return {u: prune_units(self.model, self.plan(u), self.sites) for u in (False, True)}
+        return {u: prune_units(self.model, self.plan(u), self.modules) for u in (False, True)}
 
     @property
     def units(self) -> str:
@@ -87,7 +87,7 @@ class Subject:
     def refusal(self) -> str | None:
         """Return why the package refuses the model, or None if it does not."""
         try:
-            self.sites  # noqa: B018
+            self.modules  # noqa: B018
         except UnsupportedModelError as error:
             return short_reason(error)
         return None
@@ -102,8 +102,8 @@ class Subject:
 def score(subject: Subject) -> None:
     """Compare HIS and entropy of one pass over a batch with those of eager attention, one sample at a time."""
     batch = labelled(subject.model, subject.batch)
-    expected = naive_statistics(subject.model, [batch], subject.sites)
-    found = collect_statistics(subject.model, [batch], subject.sites)
+    expected = naive_statistics(subject.model, [batch], subject.modules)
+    found = collect_statistics(subject.model, [batch], subject.modules)
     largest = max(v.max() for v in expected[0].values())
     for what, values, reference, scale, bound in (
         ("HIS", found.his, expected[0], largest, 1e-3),
@@ -121,11 +121,11 @@ def cut(subject: Subject) -> None:
     dense_output = first_output(model, batch)
     for uniform, slim in subject.slim.items():
         plan = subject.plan(uniform)
-        with masked_units(model, plan, subject.sites):
+        with masked_units(model, plan, subject.modules):
             masked = first_output(model, batch)
         if max_abs(masked, dense_output) < 1e-4:
             raise Broken(f"removed {subject.units} do not change the output, so that nothing is proved")
-        compare_cut(model, slim, plan, subject.sites, batch)
+        compare_cut(model, slim, plan, subject.modules, batch)
         counts = [(name, len(k.units), len(k.kept_groups)) for name, k in plan.kept.items()]
         if [(s.name, s.units, s.groups) for s in find_modules(slim, batch, kinds=subject.kinds)] != counts:
             raise Broken(f"the slim model does not have the {subject.units} of the plan")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hies_export.errors import UnsupportedModelError
 from hies_export.kinds import KINDS
 from hies_export.model.tokens import sample_batch
-from hies_export.prunable.architectures import holds, neurons_hold, read_table
+from hies_export.prunable.architectures import holds, neurons_of, read_table
 from hies_export.prunable.find import find_modules
 from hies_export.tasks import TASKS
 from support.architectures import NoTinyModel, tiny, tiny_batch
@@ -68,7 +68,9 @@ class Proof:
 
 def supported_types() -> list[str]:
     """Return the model types whose heads or neurons can be cut in the class that they are tested with."""
-    return [name for name, entry in read_table()["types"].items() if holds(entry, "cut") or neurons_hold(entry, "cut")]
+    return [
+        name for name, entry in read_table()["types"].items() if holds(entry, "cut") or holds(neurons_of(entry), "cut")
+    ]
 
 
 def heads_of(model_type: str, classes: dict[str, str]) -> Iterator[Head]:
