@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +19,12 @@ from ..model.attention import use_attention
 from ..model.modes import checkpointing, frozen, without_cache
 from ..model.threads import threads_for
 from ..model.watch import intercept
-from ..processes import Piece
 from ..progress import SILENT, Progress
 from ..units import PrunableModule
 from ..values import Calibration, Statistics
 from . import inputs, weights
 from .entropy import Entropies
 from .gates import Gates, summed_loss, with_labels
-from .totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ def collect_statistics(
     If labels are tokens, sample i's loss is the mean over its own n_i label tokens. The model's loss is the mean over
     all N label tokens of the batch, so the gates' gradient of N times that loss is divided by n_i.
 
-    Several processes share the batches (see `processes`); each adds up what all of them find for the modules it owns.
+    Several processes share the batches (see `processes`), and add up their sums at the end.
 
     If a batch does not fit into memory, it and all later batches are halved, as often as needed. Gradient checkpointing
     is used if it is switched on (without dropout). No key/value cache is kept.
@@ -84,12 +83,10 @@ def collect_statistics(
         (32, 'data', torch.Size([6]))
     """
     labelled = _check_labels(model, batches, needs)
-    owners = processes.owners({module.name: module.units * module.unit_width for module in modules})
-    passing = _Pass(model, modules, needs, owners, at_once=max(size_of(batch) for batch in batches))
+    passing = _Pass(model, modules, needs, at_once=max(size_of(batch) for batch in batches))
     with passing.running(), threads_for(model, batches):
-        shared = progress.track(processes.share(batches), "score")
-        for piece in processes.to_owners(found for number, batch in shared for found in passing.over(batch, number)):
-            passing.totals.add(piece)
+        for number, batch in progress.track(processes.share(batches), "score"):
+            passing.add(batch, number)
     samples = sum(map(size_of, batches))
     calibration = Calibration(
         samples=samples,
@@ -97,16 +94,7 @@ def collect_statistics(
         fingerprint=batches_fingerprint(list(batches)),
         batch_size=min(processes.gather(passing.at_once)),
     )
-    return Statistics(_of_all(passing.totals.values(model, samples), modules), calibration)
-
-
-def _of_all(own: Mapping[str, Mapping[str, Tensor]], modules: Sequence[PrunableModule]) -> dict[str, dict[str, Tensor]]:
-    """Return what all processes have by statistic and module, in the order of the modules."""
-    found = processes.gather(own)
-    return {
-        statistic: {m.name: part[statistic][m.name] for m in modules for part in found if m.name in part[statistic]}
-        for statistic in own
-    }
+    return Statistics(passing.values(samples), calibration)
 
 
 def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], needs: Collection[str]) -> bool:
@@ -129,37 +117,43 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
     return labelled
 
 
+class _OfBatch(NamedTuple):
+    """What a batch adds to the sums.
+
+    Attributes:
+        gates: Module -> gradients to the gates, (batch, units).
+        entropies: Module -> entropies, (batch, units), and the number of samples that have any.
+        inputs: As `InputSums.of` yields it.
+        weights: Layer -> gradient of its weight, (out_features, in_features).
+        factor: What turns these into gradients of the sum over the samples.
+    """
+
+    gates: Mapping[str, Tensor]
+    entropies: Mapping[str, tuple[Tensor, int]]
+    inputs: Sequence[tuple[str, inputs.Added]]
+    weights: Mapping[str, Tensor | None]
+    factor: float
+
+
 class _Pass:
     """One forward and one backward pass per batch, with everything attached that collects statistics.
 
-    Args:
-        model: The model.
-        modules: The modules whose units to look at.
-        needs: The statistics.
-        owners: Module -> the process that adds up what its units give.
-        at_once: Number of samples of a batch to run together.
-
     Attributes:
-        at_once: As given, or less if that did not fit into memory.
-        totals: The sums of the modules that this process owns.
+        at_once: Number of samples of a batch to run together; lowered if they did not fit into memory.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        modules: Sequence[PrunableModule],
-        needs: Collection[str],
-        owners: Mapping[str, int],
-        *,
-        at_once: int,
+        self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str], *, at_once: int
     ):
-        self._model, self._modules, self._owners, self.at_once = model, modules, owners, at_once
-        own = [module for module in modules if owners[module.name] == processes.rank()]
-        self._entropies = Entropies(model, [module for module in modules if module.kind == "attention"])
+        self._model, self._modules, self.at_once = model, modules, at_once
+        attention = [module for module in modules if module.kind == "attention"]
+        self._entropies = Entropies(model, attention)
         self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules, needs)
         wanted = not set(weights.STATISTICS).isdisjoint(needs)
-        self._weights = weights.WeightGradients(model, modules, own) if wanted else None
-        self.totals = Totals(own, inputs=self._inputs, weights=self._weights)
+        self._weights = weights.WeightGradients(model, modules) if wanted else None
+        self._his, self._fisher = _zeros(modules), _zeros(modules)
+        self._entropy = _zeros(attention)
+        self._with_rows = {name: torch.zeros((), dtype=torch.float64) for name in self._entropy}
         self._samples = 0
         self._reset()
 
@@ -190,12 +184,8 @@ class _Pass:
             self._read.setdefault(name, []).append(x.detach())
         return self._gates.apply(name, x, samples=self._samples, rows=self._entropies.rows.get(name))
 
-    def over(self, batch: dict[str, Tensor], index: int) -> Iterator[Iterator[Piece]]:
-        """Yield what a batch adds to the sums of every module, in as many parts as its memory needs.
-
-        Args:
-            batch: The batch.
-            index: Its number, for messages.
+    def add(self, batch: dict[str, Tensor], index: int) -> None:
+        """Add a batch to the sums, in as many parts as its memory needs; the index is for messages.
 
         Raises:
             StepError: Not even one sample fits into memory.
@@ -204,30 +194,25 @@ class _Pass:
         done = 0
         while done < size_of(batch):
             part = _part(batch, done, self.at_once)
+            found = None
             try:
-                # An iterator, which lets go of the pieces in the end: gradients of weights are as large as the model.
-                found = iter(self._run({key: value.to(device) for key, value in part.items()}, index))
+                found = self._run({key: value.to(device) for key, value in part.items()}, index)
             except RuntimeError as error:
                 if memory_failure(error) is None:
                     raise
                 self.at_once = _halved(part, index, error)
-                found = None
             if found is None:
                 # Inside the handler, the traceback still holds the tensors of the failed attempt.
                 self._reset()
                 gc.collect()
                 torch.cuda.empty_cache()
                 continue
-            yield found
+            self._add(found)
+            del found  # gradients of weights are as large as the model
             done += size_of(part)
 
-    def _run(self, batch: dict[str, Tensor], index: int) -> list[Piece]:
-        """Run a batch forward and backward, and return what it adds.
-
-        Args:
-            batch: The batch, on the model's device; without labels, the model's predictions replace them.
-            index: Number of the batch, for messages.
-        """
+    def _run(self, batch: dict[str, Tensor], index: int) -> _OfBatch:
+        """Run a batch, on the model's device, forward and backward; without labels, predictions replace them."""
         self._reset()
         batch = with_labels(self._model, batch)
         self._samples = size_of(batch)
@@ -241,30 +226,45 @@ class _Pass:
                 gradients = torch.autograd.grad(total, [*gates.values(), *parameters.values()], allow_unused=True)
         finally:
             self._entropies.enabled = self._entropies.recording = False
-        per_sample = self._gates.per_sample(dict(zip(gates, gradients, strict=False)), losses, index)
-        factor = torch.tensor(size_of(batch) / losses.sum().item(), dtype=torch.float64)
-        of_weights = zip(parameters, gradients[len(gates) :], strict=True)
-        return [*self._of_units(batch, per_sample), *self._of_layers(of_weights, factor)]
+        return _OfBatch(
+            self._gates.per_sample(dict(zip(gates, gradients, strict=False)), losses, index),
+            self._entropies.take(),
+            [] if self._inputs is None else [*self._inputs.of(batch, self._read)],
+            dict(zip(parameters, gradients[len(gates) :], strict=True)),
+            size_of(batch) / losses.sum().item(),
+        )
 
-    def _of_units(self, batch: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Iterator[Piece]:
-        """Yield what a batch adds to the sums over units; gradients are (batch, units) float64 on CPU by module."""
-        for name, values in gradients.items():
-            sums = {"his": values.abs().sum(0), "fisher": values.square().sum(0)}
-            yield Piece(self._owners[name], ("gates", name), sums)
-        for name, (entropies, counted) in self._entropies.take().items():
-            sums = {"entropy": entropies.sum(0), "samples": torch.tensor(counted)}
-            yield Piece(self._owners[name], ("entropy", name), sums)
-        if self._inputs is not None:
-            for name, added in self._inputs.of(batch, self._read):
-                yield Piece(self._owners[name], ("inputs", name), added)
+    def _add(self, found: _OfBatch) -> None:
+        for name, values in found.gates.items():
+            self._his[name] += values.abs().sum(0)
+            self._fisher[name] += values.square().sum(0)
+        for name, (entropies, counted) in found.entropies.items():
+            self._entropy[name] += entropies.sum(0)
+            self._with_rows[name] += counted
+        for name, added in found.inputs:
+            assert self._inputs is not None
+            self._inputs.add(name, added)
+        for layer, gradient in found.weights.items():
+            assert self._weights is not None
+            if gradient is not None:
+                self._weights.add(layer, gradient, found.factor)
 
-    def _of_layers(self, gradients: Iterable[tuple[str, Tensor | None]], factor: Tensor) -> Iterator[Piece]:
-        """Yield what a batch adds to the sums of gradients of weights, by layer, for each owner that needs them."""
-        for layer, gradient in gradients:
-            needed = {self._owners[m.name] for m in self._modules if layer in weights.layers_of(m)}
-            for owner in sorted(needed) if gradient is not None else ():
-                assert gradient is not None
-                yield Piece(owner, ("weights", layer), {"gradient": gradient, "factor": factor})
+    def values(self, samples: int) -> dict[str, dict[str, Tensor]]:
+        """Return statistic -> module -> values of its units, float64 on CPU, after `samples` in all processes."""
+        for sums in (self._his, self._fisher, self._entropy, self._with_rows):
+            processes.add_up(sums.values())
+        return {
+            "his": {name: total / samples for name, total in self._his.items()},
+            "fisher": {name: total / samples for name, total in self._fisher.items()},
+            "entropy": {name: total / self._with_rows[name].clamp(min=1) for name, total in self._entropy.items()},
+            "weight_l2": {module.name: weights.weight_l2(self._model, module) for module in self._modules},
+            **({} if self._inputs is None else self._inputs.values()),
+            **({} if self._weights is None else self._weights.values()),
+        }
+
+
+def _zeros(modules: Sequence[PrunableModule]) -> dict[str, Tensor]:
+    return {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
 
 
 def _part(batch: dict[str, Tensor], start: int, size: int) -> dict[str, Tensor]:

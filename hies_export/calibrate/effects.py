@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,7 +16,6 @@ from ..errors import DataError
 from ..model.linear import features_of
 from ..model.threads import threads_for
 from ..model.tokens import first_samples
-from ..processes import Piece
 from ..progress import SILENT, Progress
 from ..units import PrunableModule
 from .readings import reading
@@ -146,29 +145,25 @@ def _collect(
     progress: Progress,
 ) -> dict[str, LayerEffects]:
     """Return the effects of every consumer that this process owns, from one pass over the batches."""
-    own = [module for module in modules if owners[module.name] == processes.rank()]
-    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in own}
+    # Of each call: the number of its batch, inputs, gradients and samples.
+    parts: dict[str, list[tuple[int, Tensor, Tensor, Tensor]]] = {module.name: [] for module in modules}
     first = [0, *accumulate(map(size_of, batches))]
     with reading(model, modules, gradients=True) as read, threads_for(model, batches):
-
-        def pieces(index: int, batch: dict[str, Tensor]) -> Iterator[Piece]:
+        for index, batch in progress.track(processes.share(batches), "effects"):
             numbers = torch.arange(first[index], first[index + 1])
             for one in read(batch, index):
                 assert one.gradients is not None
                 sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
                 inputs, gradients = (t[one.real].float().cpu() for t in (one.inputs, one.gradients))
-                tensors = {"inputs": inputs, "gradients": gradients, "sample": sample}
-                yield Piece(owners[one.name], one.name, tensors)
-
-        shared = progress.track(processes.share(batches), "effects")
-        for piece in processes.to_owners(pieces(index, batch) for index, batch in shared):
-            inputs, gradients, sample = (piece.tensors[name].cpu() for name in ("inputs", "gradients", "sample"))
-            parts[piece.key].append((inputs, gradients, sample))
+                parts[one.name].append((index, inputs, gradients, sample))
     layers = {}
-    for module in own:
-        inputs, gradients, sample = (torch.cat(part) for part in zip(*parts.pop(module.name), strict=True))
-        centred = model.get_submodule(module.consumer).bias is not None
-        layers[module.name] = LayerEffects(inputs, gradients, sample, centred)
+    for module in modules:
+        calls = [call for part in processes.gather(parts.pop(module.name), owners[module.name]) for call in part]
+        if owners[module.name] == processes.rank():
+            in_order = sorted(calls, key=lambda call: call[0])
+            inputs, gradients, sample = (torch.cat(part) for part in [*zip(*in_order, strict=True)][1:])
+            centred = model.get_submodule(module.consumer).bias is not None
+            layers[module.name] = LayerEffects(inputs, gradients, sample, centred)
     return layers
 
 

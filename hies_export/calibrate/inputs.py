@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import processes
 from ..data.targets import size_of
 from ..model.linear import weight_of
 from ..model.tokens import real_tokens
@@ -36,8 +37,19 @@ class InputSums:
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str] = STATISTICS):
         self._model, self._modules, self._needs = model, modules, frozenset(needs)
-        self._sums: dict[str, dict[str, Tensor]] = {module.name: {} for module in modules}
-        self._tokens = {module.name: 0 for module in modules}
+        self._sums = {module.name: self._zeros(module) for module in modules}
+
+    def _zeros(self, module: PrunableModule) -> dict[str, Tensor]:
+        units, inputs = module.units, module.units * module.unit_width
+        shapes = {"tokens": (), "activation_l2": (units,), "output_norm": (units,), "obs": (inputs, inputs)}
+        found = {
+            what: torch.zeros(shape, dtype=torch.float64)
+            for what, shape in shapes.items()
+            if what in (*self._needs, "tokens")
+        }
+        if "obs" in found:
+            found["obs"] = found["obs"].to(weight_of(self._model.get_submodule(module.consumer)).device)
+        return found
 
     def of(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, Added]]:
         """Yield a module and what to `add` for it, for each call of each consumer.
@@ -52,7 +64,7 @@ class InputSums:
                 x = by_sample(called_with, size_of(batch))
                 real = x[real_tokens(self._model, module.name, batch, x)]  # (tokens, inputs)
                 units = real.double().unflatten(1, (module.units, -1))  # (tokens, units, unit_width)
-                found = {"tokens": torch.tensor(len(real))}
+                found = {"tokens": torch.tensor(len(real), dtype=torch.float64)}
                 if "activation_l2" in self._needs:
                     found["activation_l2"] = units.norm(dim=-1).sum(0).cpu()
                 if "output_norm" in self._needs:
@@ -64,17 +76,12 @@ class InputSums:
 
     def add(self, name: str, added: Added) -> None:
         """Add what `of` found for a module."""
-        sums = self._sums[name]
-        self._tokens[name] += int(added["tokens"])
-        for what in ("activation_l2", "output_norm"):
-            if what in added:
-                value = added[what].cpu()
-                sums[what] = sums.get(what, torch.zeros_like(value)) + value
-        if "obs" in added:
-            real = added["obs"].double()
-            product = real.T @ real
-            # What another process sent may be on another device.
-            sums["obs"] = sums["obs"] + product.to(sums["obs"].device) if "obs" in sums else product
+        for what, value in added.items():
+            total = self._sums[name][what]
+            if what == "obs":
+                value = value.double()
+                value = value.T @ value
+            total += value.to(total.device)
 
     def _gram(self, module: PrunableModule) -> Tensor:
         """Return W_u^T W_u of every unit, (units, unit_width, unit_width): |W_u x|^2 = x^T W_u^T W_u x."""
@@ -82,17 +89,23 @@ class InputSums:
         by_unit = weight.unflatten(1, (module.units, -1))  # (outputs, units, unit_width)
         return torch.einsum("ohd,ohe->hde", by_unit, by_unit)
 
-    def values(self, own: Sequence[PrunableModule]) -> dict[str, dict[str, Tensor]]:
-        """Return statistic -> module -> (units,) float64 on CPU, for the modules that this process adds up."""
-        tokens = self._tokens
+    def values(self) -> dict[str, dict[str, Tensor]]:
+        """Return statistic -> module -> (units,) float64 on CPU, over the tokens of all processes."""
+        for sums in self._sums.values():
+            processes.add_up(sums.values())
+
+        def mean(module: PrunableModule, what: str) -> Tensor:
+            sums = self._sums[module.name]
+            return sums[what] / sums["tokens"].item()
+
         found = {
-            "activation_l2": lambda m: self._sums[m.name]["activation_l2"] / tokens[m.name],
-            "output_norm": lambda m: self._sums[m.name]["output_norm"] / tokens[m.name],
-            "obs": lambda m: self._obs(m, self._sums[m.name]["obs"] / tokens[m.name]),
+            name: {module.name: mean(module, name) for module in self._modules}
+            for name in ("activation_l2", "output_norm")
+            if name in self._needs
         }
-        return {
-            name: {module.name: value(module) for module in own} for name, value in found.items() if name in self._needs
-        }
+        if "obs" in self._needs:
+            found["obs"] = {module.name: self._obs(module, mean(module, "obs")) for module in self._modules}
+        return found
 
     def _obs(self, module: PrunableModule, moments: Tensor) -> Tensor:
         """Return the OBS score of every unit, (units,), from the mean of x x^T, (inputs, inputs)."""

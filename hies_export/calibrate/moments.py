@@ -6,12 +6,12 @@ collect_moments   the moments of all modules at once
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
@@ -19,7 +19,6 @@ from ..data.targets import size_of
 from ..errors import DataError
 from ..model.linear import features_of, weight_of
 from ..model.threads import threads_for
-from ..processes import Piece
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from .readings import Reading, reading
@@ -136,9 +135,8 @@ def collect_moments(
         DataError: Fewer than five samples.
     """
     check_samples(batches)
-    owners = dict.fromkeys((module.name for module in modules), 0)
-    found = _collect(dense, modules, batches, owners=owners, selection=selection, slim=slim, progress=progress)
-    return processes.merged({name: moments.mixed() for name, moments in found.items()})
+    found = _collect(dense, modules, batches, selection=selection, slim=slim, progress=progress)
+    return {name: moments.mixed() for name, moments in found.items()}
 
 
 def _collect(
@@ -146,24 +144,23 @@ def _collect(
     modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
     *,
-    owners: Mapping[str, int],
+    owners: Mapping[str, int] | None = None,
     selection: Selection | None = None,
     slim: PreTrainedModel | None = None,
     weighted: bool = False,
     progress: Progress = SILENT,
 ) -> dict[str, LayerMoments]:
-    """Return the sums of every consumer that this process owns, from one pass over the batches."""
+    """Return the sums of every consumer that this process owns, or without owners of all, from one pass."""
     by_name = {module.name: module for module in modules}
-    # Of all inputs of a consumer, the products with the targets follow from the others.
+    # The products of all inputs of a wide consumer with its targets follow from those of the inputs.
     whole = selection is None and slim is None
-    sums: dict[str, LayerMoments] = {}
+    sums = {m.name: _new_sums(dense, m, None if whole else selection, weighted=weighted) for m in modules}
     first = [0, *accumulate(map(size_of, batches))]
     with ExitStack() as stack:
         stack.enter_context(threads_for(dense, batches))
         read = stack.enter_context(reading(dense, modules, gradients=weighted))
         read_slim = None if slim is None else stack.enter_context(reading(slim, modules))
-
-        def pieces(index: int, batch: dict[str, Tensor]) -> Iterator[Piece]:
+        for index, batch in progress.track(processes.share(batches), "moments"):
             held = torch.arange(first[index], first[index + 1]) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
             readings = read(batch, index)
             slim_readings = readings if read_slim is None else read_slim(batch, index)
@@ -171,70 +168,49 @@ def _collect(
                 x = other.inputs
                 if selection is not None and slim is None:
                     x = x.index_select(-1, by_name[one.name].columns(selection[one.name].units).to(x.device))
-                derived = whole and x.shape[-1] > one.outputs.shape[-1]
-                yield from _pieces(one, x, held.to(x.device), owners[one.name], targets=not derived)
-
-        shared = progress.track(processes.share(batches), "moments")
-        for piece in processes.to_owners(pieces(index, batch) for index, batch in shared):
-            name, part = piece.key
-            x = piece.tensors["x"]
-            if name not in sums:
-                layer = dense.get_submodule(by_name[name].consumer)
-                sums[name] = _new_sums(layer, x, derived=whole, weighted=weighted)
-            _add(sums[name], part, piece.tensors)
-    for layer_moments in sums.values():
-        for half in (*layer_moments.uniform, *(layer_moments.weighted or ())):
-            half.finish()
-    return sums
+                _add(sums[one.name], one, x, held.to(x.device))
+    for name, found in sums.items():
+        found.finish(None if owners is None else owners[name])
+    return {name: found for name, found in sums.items() if owners is None or owners[name] == processes.rank()}
 
 
-def _new_sums(layer: nn.Module, x: Tensor, *, derived: bool, weighted: bool) -> LayerMoments:
-    """Return sums of zero for a consumer that reads x (..., inputs).
-
-    Args:
-        layer: The dense consumer.
-        x: What the sums will cover of its inputs.
-        derived: Whether these are all its inputs in the dense model, so that the targets follow from them.
-        weighted: Whether to add up weighted tokens too.
-    """
+def _new_sums(
+    dense: PreTrainedModel, module: PrunableModule, selection: Selection | None, *, weighted: bool
+) -> LayerMoments:
+    """Return sums of zero for the inputs of a consumer, or with a selection for those of the kept units."""
+    layer = dense.get_submodule(module.consumer)
     outputs, inputs = features_of(layer)
-    device = weight_of(layer).device  # where x was read; what another process sent may be elsewhere
+    device = weight_of(layer).device
 
     def new() -> Sums:
         # For square consumers, such as attention's, the products with the outputs are cheap to add up.
-        if derived and inputs > outputs:
+        if selection is None and inputs > outputs:
             return LayerSums(layer, device)
-        return TargetSums(x.shape[-1], outputs, device)
+        kept = inputs if selection is None else len(selection[module.name].units) * module.unit_width
+        return TargetSums(kept, outputs, device)
 
     return LayerMoments((new(), new()), (new(), new()) if weighted else None)
 
 
-def _pieces(read: Reading, x: Tensor, held: Tensor, owner: int, *, targets: bool) -> Iterator[Piece]:
-    """Yield what a consumer read in one batch: x, y and the weights of tokens, for fitting and then for judging.
+def _add(sums: LayerMoments, read: Reading, x: Tensor, held: Tensor) -> None:
+    """Add what a consumer read in one batch to the sums for fitting, and of held-out samples to those for judging.
 
     Args:
+        sums: The sums of the consumer.
         read: The reading of the dense model.
         x: (batch, tokens, inputs), the inputs to add up.
         held: (batch,) bool, the held-out samples.
-        owner: The process that adds them up.
-        targets: Whether it needs y; else y has no columns.
     """
-    y = read.outputs if targets else read.outputs[..., :0]
+    # Sums over targets that follow from those over inputs need no y.
+    y = read.outputs if isinstance(sums.uniform[0], TargetSums) else read.outputs[..., :0]
     for part, samples in enumerate((~held, held)):
         rows = (read.real & samples[:, None]).flatten().nonzero()[:, 0]
         x_part, y_part = (t.flatten(0, 1).index_select(0, rows) for t in (x, y))
-        tensors = {"x": x_part, "y": y_part}
-        if read.gradients is not None:
-            tensors["weights"] = read.gradients.float().square().sum(-1).flatten().index_select(0, rows)
-        yield Piece(owner, (read.name, part), tensors)
-
-
-def _add(sums: LayerMoments, part: int, found: Mapping[str, Tensor]) -> None:
-    """Add the tensors of a piece to the sums of the fitting samples (part 0) or of the held-out ones (1)."""
-    x, y = (found[name].to(sums.uniform[part].x.device) for name in ("x", "y"))
-    sums.uniform[part].add(x, y, None)
-    if sums.weighted is not None:
-        sums.weighted[part].add(x, y, found["weights"].to(x.device))
+        sums.uniform[part].add(x_part, y_part, None)
+        if sums.weighted is not None:
+            assert read.gradients is not None
+            weights = read.gradients.float().square().sum(-1).flatten().index_select(0, rows)
+            sums.weighted[part].add(x_part, y_part, weights)
 
 
 def check_samples(batches: Sequence[Mapping[str, Tensor]]) -> None:

@@ -25,13 +25,13 @@ class Stream(ABC, Generic[T]):
     pass over the data. If there is one group only, it is kept, so all iterations together take one pass. Otherwise
     every iteration collects group by group again.
 
-    Several processes share each pass (see `processes`): every module has an owner, which holds what all of them collect
-    for it. So groups are larger, and each process iterates over the modules it owns.
+    Several processes share each pass (see `processes`): in the end the owner of a module has what all of them
+    collected for it. Each process iterates over the modules it owns.
 
     Args:
         modules: The modules, in the order in which the model runs them.
         sizes: Bytes that each of them takes.
-        limit_bytes: Bytes that the modules of a group may take together, in each process.
+        limit_bytes: Bytes that the modules of a group may take together.
         what: What is collected, for messages.
         owners: Module -> the process that owns it; by default shared out by their sizes.
 
@@ -51,7 +51,7 @@ class Stream(ABC, Generic[T]):
         owners: Mapping[str, int] | None = None,
     ):
         self.owners = owners or processes.owners({m.name: size for m, size in zip(modules, sizes, strict=True)})
-        self.groups = grouped(modules, sizes, limit_bytes, self.owners)
+        self.groups = grouped(modules, sizes, limit_bytes)
         self.passes = 0
         self._kept: dict[str, T] | None = None
         largest = max(sizes, default=0)
@@ -98,19 +98,15 @@ class Stream(ABC, Generic[T]):
 
 
 def grouped(
-    modules: Sequence[PrunableModule], sizes: Sequence[int], limit_bytes: float, owners: Mapping[str, int]
+    modules: Sequence[PrunableModule], sizes: Sequence[int], limit_bytes: float
 ) -> tuple[tuple[PrunableModule, ...], ...]:
-    """Return consecutive modules in groups, each at least one module.
-
-    The sizes of the modules in a group that one process owns add up to no more than the limit.
-    """
+    """Return consecutive modules in groups whose sizes add up to no more than the limit, each at least one module."""
     groups: list[list[PrunableModule]] = []
-    left: dict[int, float] = {}
+    left = 0.0
     for module, size in zip(modules, sizes, strict=True):
-        owner = owners[module.name]
-        if not groups or size > left[owner]:
+        if not groups or size > left:
             groups.append([])
-            left = dict.fromkeys(owners.values(), limit_bytes)
+            left = limit_bytes
         groups[-1].append(module)
-        left[owner] -= size
+        left -= size
     return tuple(map(tuple, groups))

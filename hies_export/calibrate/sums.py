@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from .. import processes
 from ..errors import RequestError
 from ..model.linear import features_of, weight_of
 from . import ridge
@@ -48,10 +49,16 @@ class Sums:
         self.x += x.sum(0, dtype=torch.float64)
         _add_products(self.xx, root_x)
 
-    def finish(self) -> None:
-        """Complete the sums after the last token."""
+    def finish(self, owner: int | None = None) -> None:
+        """Complete the sums after the last token: over all processes, in one that owns them or in all."""
+        counts = torch.tensor([self.tokens, self.counted], dtype=torch.float64)
+        processes.add_up([counts, *self._tensors()], owner)
+        self.tokens, self.counted = counts[0].item(), int(counts[1])
         if len(self.xx) >= ridge.WIDE:
             _mirror(self.xx)
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.x, self.xx
 
 
 class TargetSums(Sums):
@@ -71,6 +78,9 @@ class TargetSums(Sums):
         self.y += y.sum(0, dtype=torch.float64)
         self.yx += root_y.T @ root_x
         self.yy += root_y.pow(2).sum(dtype=torch.float64)
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.x, self.xx, self.y, self.yx, self.yy
 
 
 class LayerSums(Sums):
@@ -116,6 +126,11 @@ class LayerMoments:
 
     uniform: tuple[Sums, Sums]
     weighted: tuple[Sums, Sums] | None = None
+
+    def finish(self, owner: int | None = None) -> None:
+        """Complete all sums after the last token; see `Sums.finish`."""
+        for part in (*self.uniform, *(self.weighted or ())):
+            part.finish(owner)
 
     @property
     def counted(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import processes
 from ..model.linear import weight_of
 from ..units import PrunableModule, Slice
 
@@ -101,21 +102,17 @@ class WeightGradients:
 
     Args:
         model: The model.
-        modules: All modules.
-        own: Those whose gradients are added up here.
+        modules: The modules.
 
     Attributes:
         parameters: The weights of all modules, by the names of their layers.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, modules: Sequence[PrunableModule], own: Sequence[PrunableModule] | None = None
-    ):
-        self._modules, self._own = modules, modules if own is None else own
+    def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
+        self._modules = modules
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for m in modules for name in layers_of(m)}
         self.parameters: dict[str, Any] = {name: layer.weight for name, layer in self._layers.items()}
-        added = dict.fromkeys(name for m in self._own for name in layers_of(m))
-        self._sums = {name: torch.zeros_like(self.parameters[name], dtype=torch.float32) for name in added}
+        self._sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
 
     @contextmanager
     def trainable(self) -> Iterator[None]:
@@ -135,15 +132,16 @@ class WeightGradients:
         total += gradient.to(total.device).float() * factor
 
     def values(self) -> dict[str, dict[str, Tensor]]:
-        """Return statistic -> module -> (units,) or (groups * unit_width,) float64 on CPU, for the own modules."""
+        """Return statistic -> module -> (units,) or (groups * unit_width,) float64 on CPU."""
+        processes.add_up(self._sums.values())
         salience = {}
         for name, gradient in self._sums.items():
             layer = self._layers[name]
             product = (layer.weight.detach().float() * gradient).abs().double().cpu()
             salience[name] = product if weight_of(layer).shape == product.shape else product.T
-        found = {"taylor": {m.name: sum_by_unit(m, salience.__getitem__) for m in self._own}}
+        found = {"taylor": {m.name: sum_by_unit(m, salience.__getitem__) for m in self._modules}}
         if has_channels(self._modules):
-            found["channel_taylor"] = {m.name: sum_by_channel(m, salience.__getitem__) for m in self._own}
+            found["channel_taylor"] = {m.name: sum_by_channel(m, salience.__getitem__) for m in self._modules}
         return found
 
 

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -121,8 +122,11 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         if interrupt.happened or isinstance(error, KeyboardInterrupt):
             err.print("interrupted; nothing half-written was left behind", style="red")
             return 130
+        if quiet:
+            # The first process says what all fail with, and the launcher ends the others in the meantime.
+            time.sleep(processes.HEAD_START)
+            err.quiet = False
         if isinstance(error, HiesError):
-            err.quiet = quiet and not getattr(error, "first_is_gone", False)
             err.print(f"error: {error}", style="red", soft_wrap=True)
             return error.exit_code
         failure = system_failure(error) or memory_failure(error)

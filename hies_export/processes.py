@@ -1,0 +1,243 @@
+"""Share the work of a run among the processes that torchrun, accelerate or Slurm started, by torch.distributed.
+
+Every process runs the same program on a model of its own. `share` splits batches, `add_up` reduces the sums of a pass,
+`gather` and `broadcast` give everyone what one of them has, and `on_main` is for what only one may do. A process that
+fails or is lost is the launcher's to handle: the others fail at their next exchange.
+
+Outside of `together`, and inside of `on_main`, there is one process, and all of this is plain function calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .errors import RequestError, StepError, memory_failure
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+# One process may export and measure for hours while the others wait.
+LONGEST_WAIT = timedelta(days=7)
+# Seconds in which the first process says what all fail with, and the launcher ends the others.
+HEAD_START = 1.0
+# What a process must find in its environment.
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class _Group:
+    """The processes, the device that they exchange tensors on, and whether this one works while the others wait."""
+
+    group: Any
+    rank: int
+    world: int
+    device: torch.device
+    alone: bool = False
+
+
+# The processes, inside of `together`.
+_group: _Group | None = None
+
+
+def _number(variable: str) -> int:
+    given = os.environ.get(variable, "1")
+    return int(given) if given.isdecimal() else 1
+
+
+def asked() -> int:
+    """Return how many processes the environment says there are."""
+    return _number("WORLD_SIZE")
+
+
+def is_first() -> bool:
+    """Return whether this process prints, also before `together` and after it."""
+    return asked() == 1 or os.environ.get("RANK", "0") == "0"
+
+
+def own_devices() -> list[int] | None:
+    """Return the GPUs of this machine that this process may spread a model over; None for all."""
+    import torch
+
+    here = _number("LOCAL_WORLD_SIZE")
+    if asked() == 1 or here == 1 or not torch.cuda.is_available():
+        return None
+    local, each = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() // here
+    return list(range(local * each, (local + 1) * each))
+
+
+def world() -> int:
+    """Return the number of processes that share the work."""
+    return 1 if _group is None or _group.alone else _group.world
+
+
+def rank() -> int:
+    """Return the number of this process, from 0."""
+    return 0 if _group is None else _group.rank
+
+
+def share(items: Sequence[T]) -> list[tuple[int, T]]:
+    """Return this process's part of a list, each item with its number in the list."""
+    return list(enumerate(items))[rank() :: world()]
+
+
+def owners(sizes: Mapping[str, float]) -> dict[str, int]:
+    """Return which process owns each module: in their order, the one that has least memory or work so far."""
+    load = [0.0] * world()
+    found = {}
+    for name, size in sizes.items():
+        found[name] = load.index(min(load))
+        load[found[name]] += size
+    return found
+
+
+def add_up(tensors: Iterable[Tensor], owner: int | None = None) -> None:
+    """Add up the tensors of all processes, in place: in the owner, or by default in all, to the same bits."""
+    if world() == 1:
+        return
+    import torch.distributed as dist
+
+    with _exchange() as ours:
+        for tensor in tensors:
+            moved = tensor.to(ours.device).contiguous()
+            dist.reduce(moved, dst=owner or 0, group=ours.group)
+            if owner is None:
+                # `all_reduce` need not round alike everywhere, and all processes choose by these numbers.
+                dist.broadcast(moved, src=0, group=ours.group)
+            tensor.copy_(moved)
+
+
+def gather(value: T, owner: int | None = None) -> list[T]:
+    """Return the value of every process, in their order; it is pickled, and its tensors must be on the CPU.
+
+    With an owner, only that process gets them, and the others an empty list.
+    """
+    if world() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    with _exchange() as ours:
+        found: list[Any] = [None] * ours.world
+        if owner is None:
+            dist.all_gather_object(found, value, group=ours.group)
+            return found
+        dist.gather_object(value, found if ours.rank == owner else None, dst=owner, group=ours.group)
+        return found if ours.rank == owner else []
+
+
+def merged(values: Mapping[str, T]) -> dict[str, T]:
+    """Return what all processes have by name, one after the other."""
+    return {name: value for part in gather(values) for name, value in part.items()}
+
+
+def broadcast(tensor: Tensor, owner: int) -> None:
+    """Overwrite a tensor with the one that its owner has, of the same shape and dtype."""
+    if world() == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    with _exchange() as ours, torch.no_grad():
+        moved = tensor.detach().to(ours.device).contiguous()
+        # As bytes, which every backend knows.
+        dist.broadcast(moved.reshape(-1).view(torch.uint8), src=owner, group=ours.group)
+        tensor.copy_(moved)
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Call a function in the first process only, and return its result in all of them; the others wait."""
+    if world() == 1:
+        return function()
+    assert _group is not None
+    value: Any = None
+    if rank() == 0:
+        _group.alone = True
+        try:
+            value = function()
+        finally:
+            _group.alone = False
+    return gather(value)[0]
+
+
+@contextmanager
+def _exchange() -> Iterator[_Group]:
+    """Yield the group, and say in one sentence that the processes cannot talk any more."""
+    assert _group is not None
+    try:
+        yield _group
+    except RuntimeError as error:
+        if memory_failure(error) is not None:
+            raise
+        raise StepError(
+            "another process failed or is gone (killed, or out of memory); see what it or its launcher says, and "
+            "start all again"
+        ) from error
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Join the processes that the environment names, for the length of the block.
+
+    Without a WORLD_SIZE above one in the environment, or inside another such block, nothing is done.
+
+    Raises:
+        RequestError: The environment does not say how to meet, or there are fewer GPUs than processes.
+        StepError: Another process failed or is gone.
+    """
+    global _group
+    if _group is not None or asked() == 1:
+        if _group is None and _number("SLURM_STEP_NUM_TASKS") > 1:
+            logger.warning("srun started several processes, but without WORLD_SIZE each of them does all of the work")
+        yield
+        return
+    import torch.distributed as dist
+
+    # Who imports this package may have met the others before, as with an Accelerator, and part from them later.
+    met = dist.is_available() and dist.is_initialized()
+    _group = _join()
+    try:
+        yield
+    finally:
+        _group = None
+    # After a failure the connections stay until this process ends, so that it says why before the others notice.
+    if not met:
+        dist.destroy_process_group()
+
+
+def _join() -> _Group:
+    """Meet the other processes."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise RequestError("several processes (WORLD_SIZE) need a torch that was built with torch.distributed")
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
+        raise RequestError(
+            f"one process of several needs {', '.join(VARIABLES)} in its environment, but it lacks "
+            f"{', '.join(missing)}; start it by accelerate launch or torchrun, or set them"
+        )
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        if _number("LOCAL_WORLD_SIZE") > torch.cuda.device_count():
+            raise RequestError(
+                f"every process must have a GPU of its own, but there are {os.environ['LOCAL_WORLD_SIZE']} processes "
+                f"and {torch.cuda.device_count()} GPUs; start fewer processes"
+            )
+        # Of several GPUs per process, the first. Objects go by gloo, so that waiting takes no GPU.
+        device, backend = torch.device("cuda", (own_devices() or [0])[0]), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=LONGEST_WAIT)
+    group = dist.new_group(backend=backend, timeout=LONGEST_WAIT)
+    return _Group(group, dist.get_rank(), dist.get_world_size(), device)
