@@ -98,7 +98,7 @@ class InputSums:
             sums = self._sums[module.name]
             return sums[what] / sums["tokens"].item()
 
-        found = {
+        found: dict[str, dict[str, Tensor]] = {
             name: {module.name: mean(module, name) for module in self._modules}
             for name in ("activation_l2", "output_norm")
             if name in self._needs
