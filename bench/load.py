@@ -186,7 +186,7 @@ def plans_table(plans: int, console: Console) -> None:
     lines, started = [], time.perf_counter()
     marks = sorted({max(1, plans // 100), plans // 10, plans // 4, plans // 2, 3 * plans // 4, plans})
     for number in range(1, plans + 1):
-        scores = Scores("random", {}, {site.name: torch.rand(site.heads).double() for site in sites})
+        scores = Scores("random", {}, {site.name: torch.rand(site.units).double() for site in sites})
         selection = select_units(scores, sites, heads=0.5, constraints=Constraints())
         judge.judgement(predict_pruned(model, selection, sites, batches))
         if number in marks:

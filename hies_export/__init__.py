@@ -1,12 +1,12 @@
-"""hies_export: find the attention heads a Transformer can lose, remove them for real, ship and measure the rest.
+"""hies_export: find the heads and neurons a Transformer can lose, remove them for real, ship and measure the rest.
 
     from hies_export import PruningRecipe
     report = PruningRecipe.from_yaml("recipe.yaml").run()
 
-or stage by stage: `find_attention`, `collect_statistics`, `score_heads`, `select_heads`, `prune_heads`,
-`compensate_heads`, `save_slim`, `export_onnx`; measured by `bench`, `compare_latency`, `count_flops` and
-`count_parameters`. `apply_plan` does the cut on the files of a checkpoint. A saved slim model comes back with `load`,
-and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes a run.
+or stage by stage: `find_modules`, `collect_statistics`, `score_units`, `select_units`, `prune_units`, `compensate`,
+`save_slim`, `export_onnx`; measured by `bench`, `compare_latency`, `count_flops` and `count_parameters`. `apply_plan`
+does the cut on the files of a checkpoint. A saved slim model comes back with `load`, and an exported decoder generates
+with `OnnxGenerator`. `push_to_hub` publishes a run.
 """
 
 from __future__ import annotations
@@ -41,18 +41,6 @@ if TYPE_CHECKING:
     from .generate.text import generate_text
     from .gguf.export import export_gguf
     from .hub.push import push_to_hub
-    from .legacy import (
-        AttentionSite,
-        HeadScores,
-        HeadStatistics,
-        KeptHeads,
-        check_cut,
-        compensate_heads,
-        masked_heads,
-        prune_heads,
-        score_heads,
-        select_heads,
-    )
     from .measure.counts import count_flops, count_parameters
     from .measure.latency import compare_latency
     from .onnx.export import export_onnx
@@ -60,6 +48,7 @@ if TYPE_CHECKING:
     from .pipeline.bench import bench
     from .pipeline.run import run
     from .prunable.attention import find_attention
+    from .prunable.find import find_modules
     from .recipe import PruningRecipe
     from .report.report import Report
     from .runtimes.registry import load_runtime
@@ -79,7 +68,6 @@ __version__ = "0.1.0"
 
 # Where each public name lives. Names are resolved on first use: importing this package imports no torch.
 _HOMES = {
-    "AttentionSite": "legacy",
     "CRITERIA": "score.criteria",
     "Compensation": "slim.refit",
     "Constraints": "select.constraints",
@@ -88,11 +76,8 @@ _HOMES = {
     "DropError": "errors",
     "ExportError": "errors",
     "HIESModel": "checkpoint.loading",
-    "HeadScores": "legacy",
-    "HeadStatistics": "legacy",
     "HiesError": "errors",
     "Kept": "units",
-    "KeptHeads": "legacy",
     "MissingRuntimeError": "errors",
     "NonFiniteError": "errors",
     "OnnxGenerator": "onnx.generator",
@@ -116,33 +101,28 @@ _HOMES = {
     "UnsupportedModelError": "errors",
     "apply_plan": "stream.apply",
     "bench": "pipeline.bench",
-    "check_cut": "legacy",
     "collect_effects": "calibrate.effects",
     "collect_statistics": "calibrate.collect",
     "compare_cut": "slim.check",
     "compare_latency": "measure.latency",
     "compensate": "slim.refit",
-    "compensate_heads": "legacy",
     "count_flops": "measure.counts",
     "count_parameters": "measure.counts",
     "criterion": "score.criteria",
     "export_gguf": "gguf.export",
     "export_onnx": "onnx.export",
     "find_attention": "prunable.attention",
+    "find_modules": "prunable.find",
     "generate_text": "generate.text",
     "load": "checkpoint.loading",
     "load_runtime": "runtimes.registry",
-    "masked_heads": "legacy",
     "masked_units": "slim.mask",
-    "prune_heads": "legacy",
     "prune_units": "slim.cut",
     "push_to_hub": "hub.push",
     "run": "pipeline.run",
     "save_slim": "checkpoint.save",
     "score_compensated": "score.compensated",
-    "score_heads": "legacy",
     "score_units": "score.criteria",
-    "select_heads": "legacy",
     "select_units": "select.select",
 }
 

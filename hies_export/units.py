@@ -202,13 +202,6 @@ class PrunableModule(Units):
                 stay[part.indices(kept.removed_groups if part.per_group else kept.removed)] = False
         return stay.nonzero().flatten()
 
-    # Names from the first design, which knew attention heads only.
-    heads = property(lambda self: self.units, doc="`units`.")
-    key_value_heads = property(lambda self: self.groups, doc="`groups`.")
-    query_dim = property(lambda self: self.key_width, doc="`key_width`.")
-    value_dim = property(lambda self: self.unit_width, doc="`unit_width`.")
-    output = property(lambda self: self.consumer, doc="`consumer`.")
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -244,12 +237,6 @@ class Kept:
     def removed_groups(self) -> tuple[int, ...]:
         """Original indices of the removed groups, ascending."""
         return tuple(sorted(set(range(self.groups)) - set(self.kept_groups)))
-
-    # Names from the first design.
-    query = property(lambda self: self.units, doc="`units`.")
-    key_value = property(lambda self: self.kept_groups, doc="`kept_groups`.")
-    heads = property(lambda self: self.total, doc="`total`.")
-    key_value_heads = property(lambda self: self.groups, doc="`groups`.")
 
 
 Selection = Mapping[str, Kept]

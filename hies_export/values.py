@@ -73,15 +73,6 @@ class Statistics:
         }
         return Statistics(values, self.calibration)
 
-    # Names from the first design.
-    his = property(lambda self: self.values["his"], doc="`values['his']`.")
-    entropy = property(lambda self: self.values["entropy"], doc="`values['entropy']`.")
-    weight_l2 = property(lambda self: self.values["weight_l2"], doc="`values['weight_l2']`.")
-    samples = property(lambda self: self.calibration.samples, doc="`calibration.samples`.")
-    labels = property(lambda self: self.calibration.labels, doc="`calibration.labels`.")
-    fingerprint = property(lambda self: self.calibration.fingerprint, doc="`calibration.fingerprint`.")
-    batch_size = property(lambda self: self.calibration.batch_size, doc="`calibration.batch_size`.")
-
 
 @dataclass(frozen=True)
 class Removal:

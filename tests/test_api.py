@@ -13,14 +13,11 @@ import torch
 from support.models import bert, text_batch
 
 import hies_export
-from hies_export import legacy
 from hies_export.errors import HiesError
 
 PUBLIC = {name: getattr(hies_export, name) for name in hies_export.__all__}
-# What the names of the first design are now called has the documentation; tests/test_legacy.py calls them.
-CURRENT = {name: value for name, value in PUBLIC.items() if name not in legacy.__all__}
-FUNCTIONS = {name: value for name, value in CURRENT.items() if inspect.isfunction(value)}
-CLASSES = {name: value for name, value in CURRENT.items() if inspect.isclass(value)}
+FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
+CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(value)}
 # Those of whole folders, which examples/ run, of decoders, and the first half of score_compensated's.
 WITHOUT_EXAMPLE = {"bench", "collect_effects", "export_gguf", "generate_text", "push_to_hub", "run"}
 

@@ -15,7 +15,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from support.cuts import random_cut
+from support.cuts import plan_of, random_cut
 from support.models import WORDS, bert, causal_lm, generative_tokenizer, save_text_model, shake, text_batch, vit
 from transformers import (
     AutoModelForCausalLM,
@@ -221,15 +221,15 @@ def test_what_was_pruned_is_pruned_again(kind: str, tmp_path: Path) -> None:
     groups = []
     for step in ("once", "twice"):
         sites = hies_export.find_attention(model, batch)
-        groups.append(sum(site.key_value_heads for site in sites))
+        groups.append(sum(site.groups for site in sites))
         statistics = hies_export.collect_statistics(model, [batch], sites)
-        scores = hies_export.score_heads(statistics, criterion="hies", alpha=0.5)
-        plan = hies_export.select_heads(scores, sites, heads=0.3)
-        slim = hies_export.prune_heads(model, plan, sites)
-        assert hies_export.check_cut(model, slim, plan, batch) < 1e-4
+        scores = hies_export.score_units(statistics, criterion="hies", alpha=0.5)
+        plan = plan_of(scores, sites, heads=0.3)
+        slim = hies_export.prune_units(model, plan, sites)
+        assert hies_export.compare_cut(model, slim, plan, sites, batch) < 1e-4
         hies_export.save_slim(slim, tmp_path / step, plan=plan, batch=batch)
         model = hies_export.load(tmp_path / step)
-    groups.append(sum(site.key_value_heads for site in hies_export.find_attention(model, batch)))
+    groups.append(sum(site.groups for site in hies_export.find_attention(model, batch)))
     assert groups == [groups[0], groups[0] - round(0.3 * groups[0]), groups[1] - round(0.3 * groups[1])]
     assert type(model).__mro__[2] is {"bert": type(bert()), "llama": type(causal_lm())}[kind]
     assert shake(model)(**batch).loss.requires_grad

@@ -135,7 +135,7 @@ def test_exports_of_uneven_heads_are_served(
     make, class_name, task = CASES[name]
     dense, processor, batch, asked = make(tmp_path)
     slim, plan, _ = random_cut(dense, batch)
-    heads = [len(kept.key_value) for kept in plan.kept.values()]
+    heads = [len(kept.kept_groups) for kept in plan.kept.values()]
     assert len(set(heads)) > 1
     if place == "Hub":
         # As large exports are: weights beside the graph.

@@ -33,5 +33,9 @@ def find_modules(
 
     Raises:
         UnsupportedModelError: Some module cannot be cut; the message says which and why.
+
+    Examples:
+        >>> [(module.kind, module.units) for module in find_modules(model, batches[0], kinds=("attention", "mlp"))][::3]
+        [('attention', 6), ('mlp', 64)]
     """
     return tuple(module for kind in kinds for module in FINDERS[kind](model, batch))

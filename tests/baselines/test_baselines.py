@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cuts import plan_of
 from support.models import bert, causal_lm, llama, text_batch, vit
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.weights import sum_by_channel
 from hies_export.errors import DataError, RecipeError, UnsupportedModelError
 from hies_export.evaluate.predict import predict
-from hies_export.legacy import select_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
 from hies_export.select.constraints import Constraints
@@ -33,16 +33,16 @@ def logits_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def rows_and_columns(model: Any, site: Any) -> list[list[tuple[Tensor, Any]]]:
     """Per channel, by names: the weights (and biases) it consists of, as (parameter, index)."""
-    attention, width = model.get_submodule(site.name), site.value_dim
+    attention, width = model.get_submodule(site.name), site.unit_width
     self_attention = hasattr(attention, "query")
     q, k, v = (
         (attention.query, attention.key, attention.value)
         if self_attention
         else (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    o = model.get_submodule(site.output)
+    o = model.get_submodule(site.consumer)
     found = []
-    for group in range(site.key_value_heads):
+    for group in range(site.groups):
         for channel in range(width):
             shared = group * width + channel
             own = [(group * site.group_size + i) * width + channel for i in range(site.group_size)]
@@ -76,12 +76,12 @@ def test_channels_are_masked_as_if_their_weights_were_zero(make: Any) -> None:
                         parameter[index] = 0
                     gone += parameter[index].numel() if parameter.dim() == 2 else 0
         # As many weights as the heads of the same budget have.
-        heads = Scores("random", {}, {s.name: torch.rand(s.heads, dtype=torch.float64) for s in sites})
+        heads = Scores("random", {}, {s.name: torch.rand(s.units, dtype=torch.float64) for s in sites})
         of_heads = 0
         for site in sites:
-            lost = site.key_value_heads - len(select_heads(heads, sites, heads=share).kept[site.name].key_value)
-            hidden = model.get_submodule(site.output).weight.shape[0]
-            of_heads += lost * site.value_dim * hidden * (2 + 2 * site.group_size)
+            lost = site.groups - len(plan_of(heads, sites, heads=share).kept[site.name].kept_groups)
+            hidden = model.get_submodule(site.consumer).weight.shape[0]
+            of_heads += lost * site.unit_width * hidden * (2 + 2 * site.group_size)
         assert gone == of_heads > 0
         with masked_channels(model, sites, stay):
             found = logits_of(model, batch)
@@ -105,10 +105,10 @@ def test_the_channels_of_least_taylor_importance_go(make: Any) -> None:
         assert found[site.name].tolist() == pytest.approx(expected, rel=1e-4)
         everything += [(value, site.name, channel) for channel, value in enumerate(expected)]
     # The least first, but every module keeps as many channels as a head has.
-    kept = {site.name: set(range(site.key_value_heads * site.value_dim)) for site in sites}
+    kept = {site.name: set(range(site.groups * site.unit_width)) for site in sites}
     wanted = len(everything) // 2
     for _, name, channel in sorted(everything):
-        if wanted and len(kept[name]) > sites[0].value_dim:
+        if wanted and len(kept[name]) > sites[0].unit_width:
             kept[name].remove(channel)
             wanted -= 1
     stay = select_channels(found, sites, heads=0.5, constraints=Constraints())
@@ -147,7 +147,7 @@ def test_slices_are_the_singular_vectors_of_what_attention_reads_and_writes(make
     seen: dict[str, list[Tensor]] = {}
     handles = []
     for site in sites:
-        for name, what in ((site.producers[0], 0), (site.output, 1)):
+        for name, what in ((site.producers[0], 0), (site.consumer, 1)):
 
             def keep(module: Any, x: Any, y: Any, key: str = f"{site.name} {what}", what: int = what) -> None:
                 seen.setdefault(key, []).append((x[0], y)[what])
@@ -177,7 +177,7 @@ def test_slices_are_the_singular_vectors_of_what_attention_reads_and_writes(make
                         layer = reference.get_submodule(name)
                         layer.weight.copy_(layer.weight.double() @ projector)
                 else:
-                    layer = reference.get_submodule(site.output)
+                    layer = reference.get_submodule(site.consumer)
                     layer.weight.copy_(projector @ layer.weight.double())
                     if layer.bias is not None:
                         layer.bias.copy_(projector @ layer.bias.double())

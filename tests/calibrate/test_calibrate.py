@@ -28,10 +28,10 @@ def test_bert_with_padding_equals_the_naive_reference(labels: int) -> None:
     sites = find_attention(model, batches[0])
     his, entropy = naive_statistics(model, batches, sites)
     found = collect_statistics(model, batches, sites)
-    assert found.samples == 9
-    assert found.labels == "data"
-    assert_equal_scores(found.his, his)
-    assert_equal_scores(found.entropy, entropy)
+    assert found.calibration.samples == 9
+    assert found.calibration.labels == "data"
+    assert_equal_scores(found["his"], his)
+    assert_equal_scores(found["entropy"], entropy)
     assert torch.cat(list(his.values())).std() > 0  # heads that are all alike would hide a permutation
 
 
@@ -41,8 +41,8 @@ def test_vit_equals_the_naive_reference() -> None:
     sites = find_attention(model, batches[0])
     his, entropy = naive_statistics(model, batches, sites)
     found = collect_statistics(model, batches, sites)
-    assert_equal_scores(found.his, his)
-    assert_equal_scores(found.entropy, entropy)
+    assert_equal_scores(found["his"], his)
+    assert_equal_scores(found["entropy"], entropy)
 
 
 def test_batching_does_not_matter() -> None:
@@ -51,17 +51,17 @@ def test_batching_does_not_matter() -> None:
     sites = find_attention(model, batch)
     together = collect_statistics(model, [batch], sites)
     apart = collect_statistics(model, [{k: v[i : i + 2] for k, v in batch.items()} for i in (0, 2, 4)], sites)
-    assert_equal_scores(apart.his, together.his)
-    assert_equal_scores(apart.entropy, together.entropy)
+    assert_equal_scores(apart["his"], together["his"])
+    assert_equal_scores(apart["entropy"], together["entropy"])
 
 
 def test_grouped_queries_are_scored_per_query_head() -> None:
     model = llama()
     batch = text_batch(3, 6, padding=False)
     sites = find_attention(model, batch)
-    assert [(s.heads, s.key_value_heads) for s in sites] == [(4, 2)] * 2
+    assert [(s.units, s.groups) for s in sites] == [(4, 2)] * 2
     found = collect_statistics(model, [batch], sites)
-    assert all(v.shape == (4,) and v.gt(0).all() for v in found.his.values())
+    assert all(v.shape == (4,) and v.gt(0).all() for v in found["his"].values())
 
 
 def test_the_models_own_predictions_stand_in_for_labels() -> None:
@@ -71,16 +71,16 @@ def test_the_models_own_predictions_stand_in_for_labels() -> None:
     found = collect_statistics(model, [batch], sites)
     predicted = model(**batch).logits.argmax(-1)
     expected = collect_statistics(model, [batch | {"labels": predicted}], sites)
-    assert found.labels == "predictions"
-    assert_equal_scores(found.his, expected.his)
-    assert_equal_scores(found.entropy, expected.entropy)
+    assert found.calibration.labels == "predictions"
+    assert_equal_scores(found["his"], expected["his"])
+    assert_equal_scores(found["entropy"], expected["entropy"])
 
 
 def test_weight_norm_by_hand() -> None:
     model = vit()
     batch = image_batch()
     sites = find_attention(model, batch)
-    found = collect_statistics(model, [batch], sites).weight_l2
+    found = collect_statistics(model, [batch], sites)["weight_l2"]
     layer = model.vit.layers[1].attention
     rows = slice(8 * 2, 8 * 3)
     parts = [p.weight[rows] for p in (layer.q_proj, layer.k_proj, layer.v_proj)] + [layer.o_proj.weight[:, rows]]

@@ -14,17 +14,18 @@ from transformers import PreTrainedModel
 
 from hies_export.calibrate.collect import _halved, collect_statistics
 from hies_export.errors import DataError, NonFiniteError, StepError, UnsupportedModelError
-from hies_export.legacy import AttentionSite, HeadStatistics
 from hies_export.prunable.attention import find_attention
+from hies_export.units import PrunableModule
+from hies_export.values import Statistics
 
 
 def naive_statistics(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[PrunableModule]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Eager attention, one unpadded sample at a time, a mask in front of each o projection, the entropy of each row."""
     model.set_attn_implementation("eager")
-    his = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
-    entropy = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
+    his = {s.name: torch.zeros(s.units, dtype=torch.float64) for s in sites}
+    entropy = {s.name: torch.zeros(s.units, dtype=torch.float64) for s in sites}
     maps: dict[str, Tensor] = {}
     watching = [
         model.get_submodule(s.name).register_forward_hook(lambda m, x, y, n=s.name: maps.update({n: y[1]}))
@@ -32,14 +33,14 @@ def naive_statistics(
     ]
     samples = 0
     for one in unpadded(batches):
-        masks = {s.name: torch.ones(s.heads, requires_grad=True) for s in sites}
+        masks = {s.name: torch.ones(s.units, requires_grad=True) for s in sites}
 
-        def multiply(site: AttentionSite, x: Tensor) -> Tensor:
-            heads = x.unflatten(-1, (site.heads, site.value_dim))
+        def multiply(site: PrunableModule, x: Tensor) -> Tensor:
+            heads = x.unflatten(-1, (site.units, site.unit_width))
             return (heads * masks[site.name][:, None]).flatten(-2)  # noqa: B023
 
         hooks = [
-            model.get_submodule(s.output).register_forward_pre_hook(lambda m, x, s=s: (multiply(s, x[0]),))
+            model.get_submodule(s.consumer).register_forward_pre_hook(lambda m, x, s=s: (multiply(s, x[0]),))
             for s in sites
         ]
         logits = model(**{k: v for k, v in one.items() if k != "labels"}, use_cache=False).logits
@@ -80,13 +81,13 @@ BATCHES = {
 def test_a_decoder_equals_the_naive_reference(kind: str) -> None:
     model, batches = causal_lm(), BATCHES[kind]()
     sites = find_attention(model, batches[0])
-    assert [(s.heads, s.key_value_heads) for s in sites] == [(4, 2)] * 2
+    assert [(s.units, s.groups) for s in sites] == [(4, 2)] * 2
     his, entropy = naive_statistics(model, batches, sites)
     found = collect_statistics(model, batches, sites)
-    assert (found.labels, found.samples) == ("data", sum(len(b["labels"]) for b in batches))
-    assert found.batch_size == 3
-    assert_equal_scores(found.his, his)
-    assert_equal_scores(found.entropy, entropy)
+    assert (found.calibration.labels, found.calibration.samples) == ("data", sum(len(b["labels"]) for b in batches))
+    assert found.calibration.batch_size == 3
+    assert_equal_scores(found["his"], his)
+    assert_equal_scores(found["entropy"], entropy)
     assert torch.cat(list(his.values())).std() > 0
 
 
@@ -99,10 +100,10 @@ def test_both_towers_of_llava_equal_the_naive_reference(side: str) -> None:
     assert len(sites) == 5
     his, entropy = naive_statistics(model, batches, sites)
     found = collect_statistics(model, batches, sites)
-    assert_equal_scores(found.his, his)
-    assert_equal_scores(found.entropy, entropy)
+    assert_equal_scores(found["his"], his)
+    assert_equal_scores(found["entropy"], entropy)
     # LLaVA takes the last but one layer of its image tower.
-    assert [bool(v.any()) for n, v in found.his.items() if "vision" in n] == [True, True, False]
+    assert [bool(v.any()) for n, v in found["his"].items() if "vision" in n] == [True, True, False]
 
 
 def test_a_long_answer_weighs_no_more_than_a_short_one() -> None:
@@ -112,8 +113,8 @@ def test_a_long_answer_weighs_no_more_than_a_short_one() -> None:
     together = collect_statistics(model, [batch], sites)
     apart = [collect_statistics(model, [{k: v[i : i + 1] for k, v in batch.items()}], sites) for i in (0, 1)]
     for site in sites:
-        mean = (apart[0].his[site.name] + apart[1].his[site.name]) / 2
-        torch.testing.assert_close(together.his[site.name], mean, rtol=1e-4, atol=1e-7)
+        mean = (apart[0]["his"][site.name] + apart[1]["his"][site.name]) / 2
+        torch.testing.assert_close(together["his"][site.name], mean, rtol=1e-4, atol=1e-7)
 
 
 def test_a_language_models_own_predictions_stand_in_for_labels() -> None:
@@ -125,8 +126,8 @@ def test_a_language_models_own_predictions_stand_in_for_labels() -> None:
     for row, length in enumerate([9, 4, 6]):
         labels[row, 1:length] = predicted[row, : length - 1]
     found = collect_statistics(model, [{k: v for k, v in batch.items() if k != "labels"}], sites)
-    assert found.labels == "predictions"
-    assert_equal_scores(found.his, collect_statistics(model, [batch | {"labels": labels}], sites).his)
+    assert found.calibration.labels == "predictions"
+    assert_equal_scores(found["his"], collect_statistics(model, [batch | {"labels": labels}], sites)["his"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,10 +137,10 @@ def test_half_precision_gives_nearly_the_same_in_double(dtype: torch.dtype) -> N
     expected = collect_statistics(model, [batch], sites)
     found = collect_statistics(model.to(dtype), [batch], sites)
     tolerance = 0.1 if dtype == torch.bfloat16 else 0.02
-    for name, his in expected.his.items():
-        assert found.his[name].dtype == found.entropy[name].dtype == torch.float64
-        assert (found.his[name] - his).abs().max() < tolerance * his.max()
-        torch.testing.assert_close(found.entropy[name], expected.entropy[name], rtol=0, atol=tolerance)
+    for name, his in expected["his"].items():
+        assert found["his"][name].dtype == found["entropy"][name].dtype == torch.float64
+        assert (found["his"][name] - his).abs().max() < tolerance * his.max()
+        torch.testing.assert_close(found["entropy"][name], expected["entropy"][name], rtol=0, atol=tolerance)
 
 
 def test_overflow_in_half_precision_is_named() -> None:
@@ -167,11 +168,11 @@ def test_batches_are_halved_until_they_fit(message: str, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, logger="hies_export"):
         found = collect_statistics(model, batches, sites)
     assert sizes == [5, 2, 2, 1, 2, 1]
-    assert (expected.batch_size, found.batch_size) == (5, 2)
-    assert (found.samples, found.fingerprint) == (8, expected.fingerprint)
+    assert (expected.calibration.batch_size, found.calibration.batch_size) == (5, 2)
+    assert (found.calibration.samples, found.calibration.fingerprint) == (8, expected.calibration.fingerprint)
     assert "a batch of 5 samples does not fit into memory: going on with 2 at once" in caplog.text
-    assert_equal_scores(found.his, expected.his)
-    assert_equal_scores(found.entropy, expected.entropy)
+    assert_equal_scores(found["his"], expected["his"])
+    assert_equal_scores(found["entropy"], expected["entropy"])
     handle.remove()
 
     def full(*_: object) -> None:
@@ -195,7 +196,7 @@ def test_gradient_checkpointing_saves_activations_and_changes_nothing(reentrant:
     model, batches = causal_lm(num_hidden_layers=4, attention_dropout=0.5), [padded([9, 4, 6], "right")]
     sites = find_attention(model, batches[0])
 
-    def saved_elements() -> tuple[int, HeadStatistics]:
+    def saved_elements() -> tuple[int, Statistics]:
         kept: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -215,8 +216,8 @@ def test_gradient_checkpointing_saves_activations_and_changes_nothing(reentrant:
     handle.remove()
     assert checkpointed < plain / 2
     assert calls == [False, False]  # once, and once more in the backward pass; never with dropout
-    assert_equal_scores(found.his, expected.his)
-    assert_equal_scores(found.entropy, expected.entropy)
+    assert_equal_scores(found["his"], expected["his"])
+    assert_equal_scores(found["entropy"], expected["entropy"])
     assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
     assert not any(m.training for m in model.modules())
     assert model.config.use_cache

@@ -21,7 +21,7 @@ EXTRA = ("activation_l2", "output_norm", "obs", "taylor")
 def read_by_output(model: Any, site: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
     """Every real token's input of the output projection, one by one."""
     seen: list[Tensor] = []
-    handle = model.get_submodule(site.output).register_forward_hook(lambda m, x, y: seen.append(x[0]))
+    handle = model.get_submodule(site.consumer).register_forward_hook(lambda m, x, y: seen.append(x[0]))
     tokens = []
     for batch in batches:
         model(**{k: v for k, v in batch.items() if k != "labels"})
@@ -45,13 +45,13 @@ def test_signals_equal_loops_over_tokens_and_weights(make: Any) -> None:
     for batch in batches:
         (model(**batch).loss * len(batch["labels"])).backward()
     for site in sites:
-        weight = model.get_submodule(site.output).weight.detach().double()
+        weight = model.get_submodule(site.consumer).weight.detach().double()
         tokens = read_by_output(model, site, batches)
         moments = sum(torch.outer(x, x) for x in tokens) / len(tokens)
         moments = moments + RIDGE * moments.diagonal().mean() * torch.eye(len(moments))
-        width = site.value_dim
+        width = site.unit_width
         attention = model.get_submodule(site.name)
-        for head in range(site.heads):
+        for head in range(site.units):
             columns = list(range(head * width, (head + 1) * width))
             rest = [i for i in range(len(moments)) if i not in columns]
             norms = [x[columns].norm() for x in tokens]
@@ -71,7 +71,7 @@ def test_signals_equal_loops_over_tokens_and_weights(make: Any) -> None:
             else:
                 shared = list(range(group * width, (group + 1) * width))
                 parts = [(attention.q_proj, columns, 0), (attention.k_proj, shared, 0), (attention.v_proj, shared, 0)]
-            for layer, rows, _ in [*parts, (model.get_submodule(site.output), columns, 1)]:
+            for layer, rows, _ in [*parts, (model.get_submodule(site.consumer), columns, 1)]:
                 product = (layer.weight * layer.weight.grad).detach().abs()
                 taylor += float((product[rows] if _ == 0 else product[:, rows]).sum())
             assert found["taylor"][site.name][head] == pytest.approx(taylor, rel=1e-3)
@@ -88,7 +88,7 @@ def test_signals_of_decoders_and_of_both_towers(make: Any, side: str) -> None:
     found = collect_statistics(model, batches, sites, needs=EXTRA)
     read: dict[str, list[Tensor]] = {site.name: [] for site in sites}
     for site in sites:
-        model.get_submodule(site.output).register_forward_hook(
+        model.get_submodule(site.consumer).register_forward_hook(
             lambda layer, x, y, name=site.name: read[name].append(x[0].detach().double().flatten(0, -2))
         )
     for sample in unpadded(batches):
@@ -97,16 +97,16 @@ def test_signals_of_decoders_and_of_both_towers(make: Any, side: str) -> None:
     for batch in batches:
         (model(**batch).loss * len(batch["input_ids"])).backward()
     for site in sites:
-        output = model.get_submodule(site.output)
-        heads = tokens[site.name].unflatten(1, (site.heads, -1))
+        output = model.get_submodule(site.consumer)
+        heads = tokens[site.name].unflatten(1, (site.units, -1))
         torch.testing.assert_close(found["activation_l2"][site.name], heads.norm(dim=-1).mean(0), rtol=1e-4, atol=0)
-        by_head = output.weight.detach().double().unflatten(1, (site.heads, -1))
+        by_head = output.weight.detach().double().unflatten(1, (site.units, -1))
         written = torch.einsum("thd,ohd->tho", heads, by_head).norm(dim=-1).mean(0)
         torch.testing.assert_close(found["output_norm"][site.name], written, rtol=1e-4, atol=0)
-        for head in range(site.heads):
-            mine = slice(head * site.value_dim, (head + 1) * site.value_dim)
+        for head in range(site.units):
+            mine = slice(head * site.unit_width, (head + 1) * site.unit_width)
             group = head // site.group_size
-            shared = slice(group * site.value_dim, (group + 1) * site.value_dim)
+            shared = slice(group * site.unit_width, (group + 1) * site.unit_width)
             q, k, v = (model.get_submodule(f"{site.name}.{name}_proj").weight for name in "qkv")
             parts = [(q, mine), (k, shared), (v, shared)]
             salience = sum((w * w.grad).abs()[rows].sum().item() for w, rows in parts if w.grad is not None)
@@ -135,7 +135,7 @@ def test_every_baseline_scores_by_its_signal() -> None:
     norm = torch.stack(list(statistics["activation_l2"].values()))
     spread = (norm - norm.min()) / (norm.max() - norm.min())
     assert torch.allclose(scores("activation-l2"), spread)
-    entropy = torch.stack(list(min_max(statistics.entropy, normalize="model", what="").values()))
+    entropy = torch.stack(list(min_max(statistics["entropy"], normalize="model", what="").values()))
     assert torch.allclose(scores("ae + activation-l2", alpha=0.3), 0.3 * spread + 0.7 * (1 - entropy))
     block = scores("llm-pruner-block")
     assert block[[0, 1, 2, 7]].min() >= 1 > block[3:7].min()

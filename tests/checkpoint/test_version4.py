@@ -23,10 +23,10 @@ import hies_export
 from hies_export.checkpoint.version4 import load_version4
 from hies_export.cli.main import main
 from hies_export.errors import RequestError, UnsupportedModelError
-from hies_export.legacy import masked_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import first_output
 from hies_export.slim.cut import prune_units
+from hies_export.slim.mask import masked_units
 from hies_export.units import Kept, PrunableModule
 from hies_export.values import PruningPlan
 
@@ -80,7 +80,8 @@ def plan_by_hand(modules: Sequence[PrunableModule], pruned: dict[int, list[int]]
 
 
 def masked(model: PreTrainedModel, batch: dict[str, torch.Tensor], pruned: dict[int, list[int]]) -> torch.Tensor:
-    with masked_heads(model, plan_by_hand(find_attention(model, batch), pruned)):
+    modules = find_attention(model, batch)
+    with masked_units(model, plan_by_hand(modules, pruned), modules):
         return first_output(model, batch)
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.cuts import plan_of
 from support.models import bert, causal_lm, save_project, save_text_model, text_batch, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from hies_export import find_attention, load, prune_heads, select_heads
+from hies_export import find_attention, load, prune_units
 from hies_export.calibrate import moments
 from hies_export.cli.main import main
 from hies_export.cost.cut import cut_bundles
@@ -34,36 +35,36 @@ def test_flops_are_what_the_counter_says_of_the_cut() -> None:
     sites = find_attention(model, batch)
     table = flops_table(model, sites, batch=batch)
     scores = Scores("hies", {}, {site.name: torch.rand(6, dtype=torch.float64) for site in sites})
-    plan = select_heads(scores, sites, counts=[1, 3, 5])
-    measured = count_flops(prune_heads(model, plan, sites), batch) / count_flops(model, batch)
+    plan = plan_of(scores, sites, counts=[1, 3, 5])
+    measured = count_flops(prune_units(model, plan, sites), batch) / count_flops(model, batch)
     assert table.ratio(dict(zip(table.saved, [1, 3, 5], strict=True))) == pytest.approx(measured, abs=1e-12)
     assert 0.5 < measured < 0.8
 
     counts = counts_within(scores, sites, table, ratio=0.8)
-    slim = prune_heads(model, select_heads(scores, sites, counts=counts), sites)
+    slim = prune_units(model, plan_of(scores, sites, counts=counts), sites)
     assert count_flops(slim, batch) / count_flops(model, batch) <= 0.8
     # All heads cost the same here, so the best plan is that of the number of heads that fits.
-    plain = select_heads(scores, sites, heads=sum(counts) / 18)
-    assert plain.kept == select_heads(scores, sites, counts=counts).kept
+    plain = plan_of(scores, sites, heads=sum(counts) / 18)
+    assert plain.kept == plan_of(scores, sites, counts=counts).kept
 
 
 @pytest.mark.parametrize("unit", ["group", "query"])
 def test_a_cut_by_counts_has_the_shapes_of_a_chosen_one(unit: str) -> None:
-    """Grouped-query attention, uneven over the layers: as many heads, in as many groups, as `select_heads` keeps."""
+    """Grouped-query attention, uneven over the layers: as many heads, in as many groups, as `select_units` keeps."""
     model = causal_lm()
     batch = {"input_ids": torch.randint(5, 30, (2, 9))}
     sites = find_attention(model, batch)
     assert all(site.group_size > 1 for site in sites)
     removed = {site.name: index % bundle_count(site, unit) for index, site in enumerate(sites)}
-    scores = Scores("hies", {}, {site.name: torch.rand(site.heads, dtype=torch.float64) for site in sites})
-    plan = select_heads(scores, sites, counts=list(removed.values()), unit=unit)
+    scores = Scores("hies", {}, {site.name: torch.rand(site.units, dtype=torch.float64) for site in sites})
+    plan = plan_of(scores, sites, counts=list(removed.values()), unit=unit)
     shapes = [
         {name: tuple(parameter.shape) for name, parameter in slim.named_parameters()}
-        for slim in (cut_bundles(model, sites, removed, unit=unit), prune_heads(model, plan, sites))
+        for slim in (cut_bundles(model, sites, removed, unit=unit), prune_units(model, plan, sites))
     ]
     assert shapes[0] == shapes[1] != {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     table = flops_table(model, sites, batch=batch, unit=unit)
-    measured = count_flops(prune_heads(model, plan, sites), batch) / count_flops(model, batch)
+    measured = count_flops(prune_units(model, plan, sites), batch) / count_flops(model, batch)
     assert table.ratio(removed) == pytest.approx(measured, abs=1e-12)
 
 

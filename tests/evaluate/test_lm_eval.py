@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.cuts import plan_of
 from support.models import causal_lm, generative_tokenizer, save_project
 
 from hies_export.cli.main import main
 from hies_export.errors import MissingRuntimeError, RecipeError, RequestError
 from hies_export.evaluate.lm_eval import check_benchmarks, run_benchmarks
-from hies_export.legacy import select_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
 from hies_export.slim.cut import prune_units
@@ -68,8 +68,8 @@ def test_values_are_those_of_likelihoods_written_out(tmp_path: Path) -> None:
     check_benchmarks([task])
     model = causal_lm()
     sites = find_attention(model, {"input_ids": torch.randint(3, 30, (2, 8))})
-    scores = Scores("", {}, {s.name: torch.rand(s.heads, dtype=torch.float64) for s in sites})
-    slim = prune_units(model, select_heads(scores, sites, heads=0.25), sites)
+    scores = Scores("", {}, {s.name: torch.rand(s.units, dtype=torch.float64) for s in sites})
+    slim = prune_units(model, plan_of(scores, sites, heads=0.25), sites)
     for judged in (model, slim):
         assert run_benchmarks(judged, generative_tokenizer(), [task]) == pytest.approx(naive(judged, ROWS))
     few = run_benchmarks(model, generative_tokenizer(), [task], samples=3)

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cuts import plan_of
 from support.models import causal_lm
 
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.errors import RequestError
-from hies_export.legacy import check_cut, select_heads
 from hies_export.pipeline import load
 from hies_export.pipeline.load import load_dense
 from hies_export.prunable.attention import find_attention
 from hies_export.score.criteria import score_units
+from hies_export.slim.check import compare_cut
 from hies_export.slim.cut import prune_units
 
 hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
@@ -30,9 +31,9 @@ def test_hooks_around_every_layer_change_nothing() -> None:
     sites = find_attention(model, batch)
     assert sites == find_attention(plain, batch)
     found, expected = (collect_statistics(m, [batch], sites) for m in (model, plain))
-    assert all(torch.equal(found.his[name], expected.his[name]) for name in expected.his)
-    plan = select_heads(score_units(found, alpha=0.5), sites, heads=0.5)
-    assert check_cut(model, prune_units(model, plan, sites), plan, batch) < 1e-5
+    assert all(torch.equal(found["his"][name], expected["his"][name]) for name in expected["his"])
+    plan = plan_of(score_units(found, alpha=0.5), sites, heads=0.5)
+    assert compare_cut(model, prune_units(model, plan, sites), plan, sites, batch) < 1e-5
 
 
 def test_a_device_map_is_loaded(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cuts import plan_of
 from support.models import llava, llava_processor
 from transformers import AutoModelForCausalLM
 
@@ -18,15 +19,15 @@ from hies_export.data.registry import reader_for
 from hies_export.data.rows import load_rows
 from hies_export.evaluate.judge import compute_metrics, stability
 from hies_export.evaluate.predict import predict, references
-from hies_export.legacy import masked_heads, select_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.score.criteria import score_units
+from hies_export.slim.mask import masked_units
 
 
 def judged(
-    model: Any, batches: list[Any], plan: Any, dense: Any, names: list[str]
+    model: Any, batches: list[Any], plan: Any, sites: Any, dense: Any, names: list[str]
 ) -> tuple[Mapping[str, float], float]:
-    with masked_heads(model, plan):
+    with masked_units(model, plan, sites):
         found = predict(model, batches)
     return compute_metrics(found, references(batches), names=names), stability(dense, found)
 
@@ -50,9 +51,9 @@ def test_stories_lose_a_quarter_of_their_groups(shared: Path) -> None:
     statistics = collect_statistics(model, calibration, sites)
     found = {}
     for criterion in ("hies", "ad"):
-        plan = select_heads(score_units(statistics, criterion=criterion, alpha=0.5), sites, heads=0.25)
+        plan = plan_of(score_units(statistics, criterion=criterion, alpha=0.5), sites, heads=0.25)
         assert plan.removed == 10
-        values, share = judged(model, evaluation, plan, dense, ["perplexity", "token_accuracy"])
+        values, share = judged(model, evaluation, plan, sites, dense, ["perplexity", "token_accuracy"])
         print(f"{criterion}: {perplexity:.2f} -> {values['perplexity']:.2f}, {share:.1%} of predictions kept")
         found[criterion] = values["perplexity"], share
     quality, share = found["hies"]
@@ -70,10 +71,10 @@ def test_questions_about_pictures(shared: Path) -> None:
     batches = reader.batches(drawn, batch_size=5)
     sites = find_attention(model, batches[0])
     statistics = collect_statistics(model, batches, sites)
-    assert statistics.samples == 12
+    assert statistics.calibration.samples == 12
     dense = predict(model, batches)
-    plan = select_heads(score_units(statistics, criterion="hies", alpha=0.5), sites, heads=0.25)
-    values, share = judged(model, batches, plan, dense, ["exact_match", "perplexity"])
+    plan = plan_of(score_units(statistics, criterion="hies", alpha=0.5), sites, heads=0.25)
+    values, share = judged(model, batches, plan, sites, dense, ["exact_match", "perplexity"])
     assert 0 <= values["exact_match"] <= 1 < values["perplexity"]
     assert 0 <= share <= 1
     assert stability(dense, dense) == 1

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from support.cuts import plan_of
 from support.families import SMALL, architecture
 from support.models import bert, image_batch, shake, text_batch, vit
 from torch import nn
 from transformers import PreTrainedModel
 
 from hies_export.errors import PlanError, UnsupportedModelError
-from hies_export.legacy import KeptHeads, check_cut, select_heads
 from hies_export.prunable.attention import find_attention
-from hies_export.slim.check import check_selection
+from hies_export.slim.check import check_selection, compare_cut
 from hies_export.slim.cut import prune_units
 from hies_export.slim.fingerprint import fingerprint
 from hies_export.units import Kept, PrunableModule, Slice
@@ -100,16 +100,14 @@ def test_features_of_heads(name: str) -> None:
 def test_cut_equals_masked(name: str, unit: str) -> None:
     model, batch = LAYOUTS[name][0](), text_batch()
     sites = find_attention(model, batch)
-    scores = Scores("random", {}, {s.name: torch.rand(s.heads) for s in sites})
-    plan = select_heads(scores, sites, heads=0.34, unit=unit)
+    scores = Scores("random", {}, {s.name: torch.rand(s.units) for s in sites})
+    plan = plan_of(scores, sites, heads=0.34, unit=unit)
     slim = prune_units(model, plan, sites)
-    assert check_cut(model, slim, plan, batch) < 1e-5
-    counts = [(len(k.query), len(k.key_value)) for k in plan.kept.values()]
-    assert [(s.heads, s.key_value_heads) for s in find_attention(slim, batch)] == counts
+    assert compare_cut(model, slim, plan, sites, batch) < 1e-5
+    counts = [(len(k.units), len(k.kept_groups)) for k in plan.kept.values()]
+    assert [(s.units, s.groups) for s in find_attention(slim, batch)] == counts
     if unit == "query":
-        assert all(
-            kv == site.key_value_heads for (_, kv), site in zip(counts, sites, strict=True) if site.group_size > 1
-        )
+        assert all(kv == site.groups for (_, kv), site in zip(counts, sites, strict=True) if site.group_size > 1)
 
 
 def test_no_weight_is_read() -> None:
@@ -123,7 +121,7 @@ def test_no_weight_is_read() -> None:
             **(SMALL | {"hidden_size": 8192, "num_attention_heads": 64, "vocab_size": 10**5})
         )
         huge = transformers.LlamaForCausalLM(config)
-    assert [site.heads for site in find_attention(huge, text_batch())] == [64] * 3
+    assert [site.units for site in find_attention(huge, text_batch())] == [64] * 3
 
 
 def test_the_model_is_left_alone() -> None:
@@ -192,14 +190,12 @@ def test_what_would_be_cut_wrongly_is_refused(change: str, reason: str) -> None:
 def test_plans_that_break_groups_are_refused() -> None:
     model = LAYOUTS["separate"][0]()
     sites = find_attention(model, text_batch(labels=False))
-    whole = KeptHeads(tuple(range(6)), (0, 1, 2), 6, 3)
+    whole = Kept(tuple(range(6)), 6, 3)
 
     def selection(*units: int) -> dict[str, Kept]:
         return {s.name: whole for s in sites} | {sites[0].name: Kept(units, 6, 3)}
 
     check_selection(selection(0, 2, 5), sites)
-    with pytest.raises(PlanError, match="goes when, and only when, its query heads go"):
-        KeptHeads((0, 1, 2, 3), (0, 1, 2), 6, 3)
     with pytest.raises(PlanError, match=r"as many query heads as the others.*\[2, 1, 2\] per key/value head"):
         check_selection(selection(0, 1, 2, 4, 5), sites)
 
@@ -207,8 +203,8 @@ def test_plans_that_break_groups_are_refused() -> None:
 def test_a_plan_for_other_weights_is_refused() -> None:
     model, other = LAYOUTS["separate"][0](), LAYOUTS["separate"][0]()
     sites = find_attention(model, text_batch(labels=False))
-    scores = Scores("random", {}, {s.name: torch.rand(s.heads) for s in sites})
-    plan = select_heads(scores, sites, heads=0.34, model=fingerprint(model, sites))
+    scores = Scores("random", {}, {s.name: torch.rand(s.units) for s in sites})
+    plan = plan_of(scores, sites, heads=0.34, model=fingerprint(model, sites))
     prune_units(model.to(torch.bfloat16), plan, sites)
     torch.manual_seed(1)
     with pytest.raises(PlanError, match=r"those of .*self_attn.* differ .* make a plan"):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cuts import plan_of
 from support.models import bert, image_batch, llama, save_text_model, text_batch, vit, write_rows
 from support.neurons import neurons
 from support.references import RIDGE, naive_effect
@@ -20,7 +21,6 @@ from transformers import PreTrainedModel
 from hies_export.calibrate.effects import Effects, LayerEffects, collect_effects
 from hies_export.calibrate.moments import MomentStream, Spread
 from hies_export.errors import DataError, NonFiniteError, RecipeError
-from hies_export.legacy import select_heads
 from hies_export.pipeline.choose import choose, write_choice
 from hies_export.pipeline.prepare import prepare
 from hies_export.progress import Silent
@@ -283,9 +283,9 @@ def test_the_order_over_modules_is_by_slope_and_budgets_are_nested() -> None:
         assert sorted(ranks[small.name])[:-1] == list(range(small.units - 1))
         # Every module keeps something, so its last unit ranks above all that may go.
         assert sorted(max(values) for values in ranks.values()) == [total - 3, total - 2, total - 1]
-    plans = [select_heads(found, sites, heads=share) for share in (0.2, 0.4, 0.6, 0.8)]
+    plans = [plan_of(found, sites, heads=share) for share in (0.2, 0.4, 0.6, 0.8)]
     for less, more in itertools.pairwise(plans):
-        assert all(set(more.kept[s.name].query) <= set(less.kept[s.name].query) for s in sites)
+        assert all(set(more.kept[s.name].units) <= set(less.kept[s.name].units) for s in sites)
     assert plans[0].alpha is None
 
 
@@ -371,7 +371,7 @@ def test_a_recipe_may_name_it(
     assert choice.plan.calibration["samples"] == (40 if compensate else 24)
     expected = score_compensated(collect_effects(prepared.model, rows, sites), sites, spreads=spreads)
     assert all(torch.equal(choice.scores.scores[s.name], expected.scores[s.name]) for s in sites)
-    assert select_heads(expected, sites, heads=0.5).kept == choice.plan.kept
+    assert plan_of(expected, sites, heads=0.5).kept == choice.plan.kept
     write_choice(tmp_path, choice)
     written = json.loads((tmp_path / "scores.json").read_text())
     assert written["parameters"] == {"ridge": 0.1, "per_sample": True}

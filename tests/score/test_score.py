@@ -5,24 +5,18 @@ import torch
 from torch import Tensor
 
 from hies_export.errors import RecipeError
-from hies_export.legacy import HeadStatistics
 from hies_export.score.criteria import CRITERIA, criterion, score_units, uses_alpha
 from hies_export.score.normalize import DegenerateRangeWarning
+from hies_export.values import Calibration, Statistics
 
 
-def statistics(
-    his: list[list[float]], entropy: list[list[float]], l2: list[list[float]] | None = None
-) -> HeadStatistics:
+def statistics(his: list[list[float]], entropy: list[list[float]], l2: list[list[float]] | None = None) -> Statistics:
     def tensors(values: list[list[float]]) -> dict[str, Tensor]:
         return {f"layer{i}": torch.tensor(v, dtype=torch.float64) for i, v in enumerate(values)}
 
-    return HeadStatistics(
-        his=tensors(his),
-        entropy=tensors(entropy),
-        weight_l2=tensors(l2 or his),
-        samples=4,
-        labels="data",
-        fingerprint="0" * 64,
+    return Statistics(
+        {"his": tensors(his), "entropy": tensors(entropy), "weight_l2": tensors(l2 or his)},
+        Calibration(4, "data", "0" * 64),
     )
 
 
@@ -88,8 +82,8 @@ def test_a_criterion_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hies_export.score.criteria.CRITERIA", dict(CRITERIA))
 
     @criterion
-    def his_squared(statistics: HeadStatistics, *, normalize: str) -> dict[str, Tensor]:
-        return {name: values**2 for name, values in statistics.his.items()}
+    def his_squared(statistics: Statistics, *, normalize: str) -> dict[str, Tensor]:
+        return {name: values**2 for name, values in statistics["his"].items()}
 
     found = score_units(STATISTICS, criterion="his-squared")
     assert as_lists(found.scores) == [[1, 9], [4, 25]]

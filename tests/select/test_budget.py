@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.cuts import plan_of
 
 from hies_export.errors import PlanError
-from hies_export.legacy import AttentionSite, select_heads
 from hies_export.select.budget import (
     CostTable,
     check_reachable,
@@ -21,11 +21,12 @@ from hies_export.select.budget import (
 )
 from hies_export.select.constraints import Constraints
 from hies_export.select.knapsack import least_loss
+from hies_export.units import Units
 from hies_export.values import Scores
 
 
-def sites_of(*counts: int, group_size: int = 1) -> tuple[AttentionSite, ...]:
-    return tuple(AttentionSite(f"l{i}", n * group_size, n, 8, 8, (), f"l{i}.o") for i, n in enumerate(counts))
+def sites_of(*counts: int, group_size: int = 1) -> tuple[Units, ...]:
+    return tuple(Units(name=f"l{i}", units=n * group_size, groups=n) for i, n in enumerate(counts))
 
 
 def scores_of(values: torch.Tensor) -> Scores:
@@ -101,32 +102,32 @@ def test_an_unreachable_target_says_the_best_there_is() -> None:
 def test_groups_are_whole_in_a_budget_of_cost() -> None:
     table = CostTable("FLOPs", {f"l{i}": (0.0, 0.1, 0.2) for i in range(2)})
     sites, scores = sites_of(3, 3, group_size=2), scores_of(torch.rand(2, 6))
-    plan = select_heads(scores, sites, counts=counts_within(scores, sites, table, ratio=0.75))
-    assert [len(kept.query) for kept in plan.kept.values()] in ([2, 4], [4, 2])
+    plan = plan_of(scores, sites, counts=counts_within(scores, sites, table, ratio=0.75))
+    assert [len(kept.units) for kept in plan.kept.values()] in ([2, 4], [4, 2])
     for kept in plan.kept.values():
-        assert sorted({q // 2 for q in kept.query}) == list(kept.key_value)
+        assert sorted({q // 2 for q in kept.units}) == list(kept.kept_groups)
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 def test_multiple_of_is_kept_by_a_budget_of_heads(allocation: str) -> None:
     scores, sites = scores_of(torch.rand(3, 8, generator=torch.Generator().manual_seed(1))), sites_of(8, 8, 8)
-    plan = select_heads(scores, sites, heads=0.5, allocation=allocation, multiple_of=4)
-    kept = [len(k.query) for k in plan.kept.values()]
+    plan = plan_of(scores, sites, heads=0.5, allocation=allocation, multiple_of=4)
+    kept = [len(k.units) for k in plan.kept.values()]
     assert plan.removed == 12
     assert set(kept) <= {4, 8}
     with pytest.raises(PlanError, match="multiple_of 4 allows no such number"):
-        select_heads(scores, sites, heads=0.1, allocation=allocation, multiple_of=4)
+        plan_of(scores, sites, heads=0.1, allocation=allocation, multiple_of=4)
     # Of all choices that keep 4 or 8 in every layer, the one that loses least.
     if allocation == "global":
         lost = [float(row.sort().values[:4].sum()) for row in scores.scores.values()]
-        plan = select_heads(scores, sites, heads=0.2, multiple_of=4)
-        assert [len(k.query) for k in plan.kept.values()].index(4) == lost.index(min(lost))
+        plan = plan_of(scores, sites, heads=0.2, multiple_of=4)
+        assert [len(k.units) for k in plan.kept.values()].index(4) == lost.index(min(lost))
 
 
 def test_shares_step_through_every_number_of_heads() -> None:
     shares = shares_to_try(sites_of(4, 4), Constraints())
     scores = scores_of(torch.rand(2, 4))
-    assert [select_heads(scores, sites_of(4, 4), heads=s).removed for s in shares[:6]] == [1, 2, 3, 4, 5, 6]
+    assert [plan_of(scores, sites_of(4, 4), heads=s).removed for s in shares[:6]] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.cuts import plan_of
 from support.models import causal_lm, llama, save_project, text_batch
 from torch import Tensor
 
 from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
 from hies_export.errors import RecipeError
-from hies_export.legacy import compensate_heads, select_heads
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
 from hies_export.progress import Silent
@@ -23,6 +23,7 @@ from hies_export.select.constraints import Constraints
 from hies_export.select.iterative import compose, rounds_of
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
+from hies_export.slim.refit import compensate
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.sweep import sweep
 from hies_export.values import PruningPlan, Scores
@@ -30,7 +31,7 @@ from hies_export.values import PruningPlan, Scores
 
 def naive_his(model: Any, sites: Any, batches: list[dict[str, Tensor]], gone: set[tuple[str, int]]) -> dict[Any, float]:
     """Mean over samples of |dL/dm| of every head, with the gone ones at m = 0; one sample at a time."""
-    masks = {s.name: torch.ones(s.heads) for s in sites}
+    masks = {s.name: torch.ones(s.units) for s in sites}
     for name, head in gone:
         masks[name][head] = 0
     for mask in masks.values():
@@ -39,10 +40,10 @@ def naive_his(model: Any, sites: Any, batches: list[dict[str, Tensor]], gone: se
     for site in sites:
 
         def gate(module: Any, x: Any, site: Any = site) -> Any:
-            return ((x[0].unflatten(-1, (site.heads, -1)) * masks[site.name][:, None]).flatten(-2),)
+            return ((x[0].unflatten(-1, (site.units, -1)) * masks[site.name][:, None]).flatten(-2),)
 
-        handles.append(model.get_submodule(site.output).register_forward_pre_hook(gate))
-    totals = {(s.name, h): 0.0 for s in sites for h in range(s.heads)}
+        handles.append(model.get_submodule(site.consumer).register_forward_pre_hook(gate))
+    totals = {(s.name, h): 0.0 for s in sites for h in range(s.units)}
     samples = 0
     for batch in batches:
         for row in range(len(batch["input_ids"])):
@@ -87,9 +88,11 @@ def test_a_plan_in_steps_is_that_of_a_loop(tmp_path: Path) -> None:
                 if len(gone) < size and (name, head) not in gone and left > 1:
                     gone.add((name, head))
         kept = {s.name: tuple(h for h in range(6) if (s.name, h) not in gone) for s in prepared.sites}
-        assert {name: part.query for name, part in choice.plan.kept.items()} == kept
+        assert {name: part.units for name, part in choice.plan.kept.items()} == kept
         # Every head's number is that of the last step it was there for.
-        numbers = {(name, h): float(v) for name, values in choice.statistics.his.items() for h, v in enumerate(values)}
+        numbers = {
+            (name, h): float(v) for name, values in choice.statistics["his"].items() for h, v in enumerate(values)
+        }
         assert numbers == pytest.approx(found, rel=1e-3, abs=1e-7)
         plans[steps] = kept
     assert plans[1] != plans[18]
@@ -104,7 +107,7 @@ def test_heads_are_cut_in_steps_with_refits_and_alpha_chosen(tmp_path: Path) -> 
     assert (plan.heads, plan.removed) == (18, 9)
     slim = load(tmp_path / "out")
     widths = [slim.get_submodule(name).query.out_features for name in plan.kept]
-    assert widths == [8 * len(kept.query) for kept in plan.kept.values()]
+    assert widths == [8 * len(kept.units) for kept in plan.kept.values()]
 
 
 @pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
@@ -127,7 +130,7 @@ def test_later_steps_see_the_refitted_model(tmp_path: Path, monkeypatch: pytest.
     one = recipe_of(tmp_path, budget={"heads": 4 / 18})
     plan = choose(prepared, one, progress=Silent()).plan
     expected = prune_units(prepared.model, plan, prepared.sites)
-    compensate_heads(prepared.model, expected, plan, prepared.sites, prepared.compensation)
+    compensate(prepared.model, expected, plan, prepared.sites, prepared.compensation)
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(second.get_parameter(name), parameter)
 
@@ -140,7 +143,7 @@ def test_sizes_add_up_and_plans_compose(make: Any, allocation: str) -> None:
     batch["input_ids"] %= 32
     sites = find_attention(model, batch)
     constraints = Constraints(allocation=allocation)
-    once = select_heads(random_scores(sites), sites, heads=0.5, allocation=allocation)
+    once = plan_of(random_scores(sites), sites, heads=0.5, allocation=allocation)
     for count in (2, 5):
         slim, plan, now = model, None, sites
         for part in rounds_of(sites, heads=0.5, count=count, constraints=constraints):
@@ -159,7 +162,7 @@ def test_sizes_add_up_and_plans_compose(make: Any, allocation: str) -> None:
 
 
 def random_scores(sites: Any) -> Scores:
-    return Scores("random", {}, {s.name: torch.rand(s.heads, dtype=torch.float64) for s in sites})
+    return Scores("random", {}, {s.name: torch.rand(s.units, dtype=torch.float64) for s in sites})
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from hies_export.calibrate.moments import Moments
 from hies_export.errors import DataError, RecipeError, RequestError
-from hies_export.legacy import KeptHeads, compensate_heads
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import max_abs
 from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import FewTokensWarning, SingularInputsWarning
+from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate
+from hies_export.units import Kept
 from hies_export.values import PruningPlan
 
 
@@ -46,13 +46,13 @@ def test_least_squares_is_the_formula(make: Callable[[], PreTrainedModel]) -> No
     else:
         batches = [text_batch(8, length, padding=make is bert) for length in (30, 24, 40, 18, 35, 22, 31, 40)]
     slim, plan, sites = random_cut(dense, batches[0])
-    fits = compensate_heads(dense, slim, plan, sites, batches, ridge=0.05)
-    cut = [s for s in sites if len(plan.kept[s.name].query) < s.heads]
+    fits = compensate(dense, slim, plan, sites, batches, Compensation(ridge=0.05))
+    cut = [s for s in sites if len(plan.kept[s.name].units) < s.units]
     assert [fit.name for fit in fits] == [s.name for s in cut]
     for site, fit in zip(cut, fits, strict=True):
         assert fit.method == "least_squares"
-        layer, refitted = dense.get_submodule(site.output), slim.get_submodule(site.output)
-        x, _ = collected(dense, site.output, batches)
+        layer, refitted = dense.get_submodule(site.consumer), slim.get_submodule(site.consumer)
+        x, _ = collected(dense, site.consumer, batches)
         bias = None if layer.bias is None else layer.bias.detach().double().numpy()
         weight = layer.weight.detach().double().numpy()
         expected, expected_bias = design_formula(weight, bias, x, kept_columns(plan, site), 0.05)
@@ -120,9 +120,9 @@ def test_the_error_is_what_it_says() -> None:
 def test_nothing_removed_changes_nothing() -> None:
     dense, batch = bert(), text_batch(8)
     sites = find_attention(dense, batch)
-    everything = {s.name: KeptHeads(tuple(range(6)), tuple(range(6)), 6, 6) for s in sites}
+    everything = {s.name: Kept(tuple(range(6)), 6) for s in sites}
     slim = copy.deepcopy(dense)
-    assert compensate_heads(dense, slim, PruningPlan(everything, "none", None, 0), sites, [batch]) == []
+    assert compensate(dense, slim, PruningPlan(everything, "none", None, 0), sites, [batch]) == []
     assert all(torch.equal(a, b) for a, b in zip(dense.parameters(), slim.parameters(), strict=True))
 
 
@@ -132,12 +132,12 @@ def test_it_brings_the_slim_model_nearer_to_the_dense_one(method: str) -> None:
     batches = [text_batch(8, 40, labels=False) for _ in range(10)]
     fresh = [text_batch(8, 40, labels=False) for _ in range(4)]
     slim, plan, sites = random_cut(dense, batches[0])
-    cut = [s for s in sites if len(plan.kept[s.name].query) < s.heads]
-    first = cut[0].output  # its inputs are the same in both models, and not those it was fitted on
+    cut = [s for s in sites if len(plan.kept[s.name].units) < s.units]
+    first = cut[0].consumer  # its inputs are the same in both models, and not those it was fitted on
     _, wanted = collected(dense, first, fresh)
     before = ((collected(slim, first, fresh)[1] - wanted) ** 2).mean()
     state = {k: v.clone() for k, v in dense.state_dict().items()}
-    fits = compensate_heads(dense, slim, plan, sites, batches, method=method)
+    fits = compensate(dense, slim, plan, sites, batches, Compensation(method=method))
     after = ((collected(slim, first, fresh)[1] - wanted) ** 2).mean()
     assert after < before
     assert after / before == pytest.approx(fits[0].error, abs=0.15)
@@ -146,11 +146,11 @@ def test_it_brings_the_slim_model_nearer_to_the_dense_one(method: str) -> None:
     assert all(torch.equal(v, state[k]) for k, v in dense.state_dict().items())
     if method == "bias":
         site = cut[0]
-        x, y = collected(dense, site.output, batches)
+        x, y = collected(dense, site.consumer, batches)
         kept = x[:, kept_columns(plan, site)]
-        weight = slim.get_submodule(site.output).weight.detach().double().numpy()
+        weight = slim.get_submodule(site.consumer).weight.detach().double().numpy()
         expected = y.mean(0) - weight @ kept.mean(0)
-        np.testing.assert_allclose(slim.get_submodule(site.output).bias.detach().numpy(), expected, atol=1e-5)
+        np.testing.assert_allclose(slim.get_submodule(site.consumer).bias.detach().numpy(), expected, atol=1e-5)
 
 
 def test_sequential_takes_inputs_from_the_layers_already_refitted() -> None:
@@ -158,9 +158,9 @@ def test_sequential_takes_inputs_from_the_layers_already_refitted() -> None:
     batches = [text_batch(8, 40, labels=False) for _ in range(10)]
     slim, plan, sites = random_cut(dense, batches[0])
     one_shot = copy.deepcopy(slim)
-    compensate_heads(dense, one_shot, plan, sites, batches, ridge=0.01)
-    compensate_heads(dense, slim, plan, sites, batches, ridge=0.01, sequential=True)
-    first, last = sites[0].output, sites[-1].output
+    compensate(dense, one_shot, plan, sites, batches, Compensation(ridge=0.01))
+    compensate(dense, slim, plan, sites, batches, Compensation(ridge=0.01, sequential=True))
+    first, last = sites[0].consumer, sites[-1].consumer
     torch.testing.assert_close(slim.get_submodule(first).weight, one_shot.get_submodule(first).weight)
     assert max_abs(slim.get_submodule(last).weight, one_shot.get_submodule(last).weight) > 1e-4
     # Nothing fits the dense outputs better, at the inputs that layer now has, than what it was given.
@@ -179,13 +179,13 @@ def test_a_fit_that_does_not_carry_over_is_not_kept() -> None:
     dense = bert()
     batches = [text_batch(5, 3, padding=False, labels=False)]
     slim, plan, sites = random_cut(dense, batches[0])
-    weights = [slim.get_submodule(s.output).weight.clone() for s in sites]
+    weights = [slim.get_submodule(s.consumer).weight.clone() for s in sites]
     with pytest.warns(FewTokensWarning, match="15 calibration tokens are few for the"):
-        fits = compensate_heads(dense, slim, plan, sites, batches, ridge=1e-9)
+        fits = compensate(dense, slim, plan, sites, batches, Compensation(ridge=1e-9))
     kept = [fit.method for fit in fits]
     assert set(kept) - {"least_squares"}
     assert all(fit.error <= 1 for fit in fits)
-    unchanged = [torch.equal(slim.get_submodule(s.output).weight, w) for s, w in zip(sites, weights, strict=True)]
+    unchanged = [torch.equal(slim.get_submodule(s.consumer).weight, w) for s, w in zip(sites, weights, strict=True)]
     by_name = dict(zip([s.name for s in sites], unchanged, strict=True))
     assert [by_name[fit.name] for fit in fits] == [method != "least_squares" for method in kept]
 
@@ -196,7 +196,7 @@ def test_inputs_that_never_change_are_said_and_least_squares_left_out(make: Call
     batches = [text_batch(5, 40, padding=False, labels=False) for _ in range(4)]
     sites = find_attention(dense, batches[0])
     plan = random_plan(sites, uniform=False)
-    empty = next(site for site in sites if len(plan.kept[site.name].query) < site.heads)
+    empty = next(site for site in sites if len(plan.kept[site.name].units) < site.units)
     module = dense.get_submodule(empty.name)
     with torch.no_grad():
         for parameter in (module.value if make is bert else module.v_proj).parameters():
@@ -205,7 +205,7 @@ def test_inputs_that_never_change_are_said_and_least_squares_left_out(make: Call
     instead = "its bias is refitted" if make is bert else "it is left as it was cut"
     said = rf"the inputs of {empty.name} is singular .*, so least squares cannot be fitted and {instead}"
     with pytest.warns(SingularInputsWarning, match=said):
-        fits = {fit.name: fit.method for fit in compensate_heads(dense, slim, plan, sites, batches)}
+        fits = {fit.name: fit.method for fit in compensate(dense, slim, plan, sites, batches)}
     assert fits.pop(empty.name) in ("bias", "none")
     assert set(fits.values()) <= {"least_squares", "bias"}
     assert torch.isfinite(slim(**batches[0]).logits).all()
@@ -215,11 +215,11 @@ def test_bad_requests() -> None:
     dense, batch = bert(), text_batch(8)
     slim, plan, sites = random_cut(dense, batch)
     with pytest.raises(RecipeError, match="2 problems") as error:
-        compensate_heads(dense, slim, plan, sites, [batch], method="magic", ridge=0.0)
+        compensate(dense, slim, plan, sites, [batch], Compensation(method="magic", ridge=0.0))
     assert len(error.value.problems) == 2
     with pytest.raises(DataError, match="at least 5 samples, one of them to hold out, got 4"):
-        compensate_heads(dense, slim, plan, sites, [text_batch(4)])
+        compensate(dense, slim, plan, sites, [text_batch(4)])
     dense, batch = llama(), text_batch(8, padding=False)
     slim, plan, sites = random_cut(dense, batch)
     with pytest.raises(RequestError, match="o_proj has none; use least_squares"):
-        compensate_heads(dense, slim, plan, sites, [batch], method="bias")
+        compensate(dense, slim, plan, sites, [batch], Compensation(method="bias"))

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from hies_export.calibrate.effects import collect_effects
 from hies_export.calibrate.predictions import text_labels
 from hies_export.errors import DataError
-from hies_export.legacy import compensate_heads
 from hies_export.model.tokens import real_tokens
 from hies_export.prunable.attention import find_attention
 from hies_export.score.compensated import RemovalOptions, removal_chain
+from hies_export.slim.refit import Compensation, compensate
 
 Batches = list[dict[str, Tensor]]
 
@@ -67,8 +67,8 @@ def test_effects_are_of_the_log_probability_of_the_text(
     effects = collect_effects(model, batches, sites)
     assert effects.samples == 9
     for site in sites:
-        layer, samples = effects.layers[site.name], collected(model, site.output, batches)
-        weight = model.get_submodule(site.output).weight.detach().double().numpy()
+        layer, samples = effects.layers[site.name], collected(model, site.consumer, batches)
+        weight = model.get_submodule(site.consumer).weight.detach().double().numpy()
         assert layer.centred == ("vision" in site.name)  # LLaMA's projections have no bias
         assert torch.bincount(layer.sample).tolist() == [len(x) for x, _, _ in samples]
         np.testing.assert_allclose(layer.inputs.numpy(), np.concatenate([x for x, _, _ in samples]), atol=1e-5)
@@ -78,7 +78,7 @@ def test_effects_are_of_the_log_probability_of_the_text(
     # A text is no single prediction, so the changes of its tokens are not added up.
     options = RemovalOptions(RIDGE, per_sample=False)
     first, _ = removal_chain(effects.layers[last.name], last, effects.samples, options=options)
-    samples = collected(model, last.output, batches)
+    samples = collected(model, last.consumer, batches)
     costs = [naive_effect(model, last, samples, [1 - group], per_sample=False) for group in (0, 1)]
     cheapest = int(np.argmin(costs))
     assert first.units == tuple(range(last.group_size * cheapest, last.group_size * (cheapest + 1)))
@@ -124,13 +124,13 @@ def test_least_squares_of_real_tokens_is_the_formula(
     dense = make()
     batches = [batch for _ in range(3) for batch in make_batches(side)]
     slim, plan, sites = random_cut(dense, batches[0])
-    fits = {fit.name: fit for fit in compensate_heads(dense, slim, plan, sites, batches, ridge=0.05)}
+    fits = {fit.name: fit for fit in compensate(dense, slim, plan, sites, batches, Compensation(ridge=0.05))}
     assert fits
     for site in sites:
         if site.name not in fits or fits[site.name].method != "least_squares":
             continue
-        samples = collected(dense, site.output, batches)
-        layer, refitted = dense.get_submodule(site.output), slim.get_submodule(site.output)
+        samples = collected(dense, site.consumer, batches)
+        layer, refitted = dense.get_submodule(site.consumer), slim.get_submodule(site.consumer)
         bias = None if layer.bias is None else layer.bias.detach().double().numpy()
         x = np.concatenate([x for x, _, _ in samples])
         weight = layer.weight.detach().double().numpy()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cuts import random_cut, random_plan
+from support.cuts import plan_of, random_cut, random_plan
 from support.families import architecture, decoder
 from support.models import bert, image_batch, text_batch, vit
 from transformers import PreTrainedModel
@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
 from hies_export.errors import CutMismatchError, PlanError, UnsupportedModelError
-from hies_export.legacy import check_cut, select_heads
 from hies_export.prunable.attention import find_attention
-from hies_export.slim.check import first_output, max_abs
+from hies_export.slim.check import compare_cut, first_output, max_abs
 from hies_export.slim.cut import prune_units
 from hies_export.units import Kept
 from hies_export.values import PruningPlan, Scores
@@ -66,32 +65,32 @@ def test_a_slim_config_says_what_its_modules_have(make: Callable[[], PreTrainedM
             assert new.sinks.requires_grad
             assert said.get("parameters", {}).get(f"{name}.sinks", [site.units]) == [len(kept)]
     assert changed > 0 or make is gpt_oss
-    assert check_cut(dense, slim, plan, batch) < 1e-4
+    assert compare_cut(dense, slim, plan, sites, batch) < 1e-4
 
 
 def test_dtype_device_and_frozen_weights_are_kept() -> None:
     dense, batch = bert().to(torch.bfloat16), text_batch()
     dense.bert.encoder.layer[0].attention.self.query.weight.requires_grad_(False)
-    slim, plan, _ = random_cut(dense, batch, uniform=True)
+    slim, plan, sites = random_cut(dense, batch, uniform=True)
     assert {p.dtype for p in slim.parameters()} == {torch.bfloat16}
     assert [n for n, p in slim.named_parameters() if not p.requires_grad] == [
         "bert.encoder.layer.0.attention.self.query.weight"
     ]
-    assert check_cut(dense, slim, plan, batch) < 1e-4
+    assert compare_cut(dense, slim, plan, sites, batch) < 1e-4
 
 
 def test_a_wrong_cut_is_caught() -> None:
     dense, batch = bert(), text_batch()
-    slim, plan, _ = random_cut(dense, batch, uniform=True)
+    slim, plan, sites = random_cut(dense, batch, uniform=True)
     layer = slim.bert.encoder.layer[1].attention.self
     with torch.no_grad():
         layer.value.bias.add_(0.01)
     with pytest.raises(CutMismatchError, match=r"must equal the masked model to 0\.0001, but differs by .*\(bert\)"):
-        check_cut(dense, slim, plan, batch)
+        compare_cut(dense, slim, plan, sites, batch)
     with torch.no_grad():
         layer.value.bias.fill_(float("nan"))
     with pytest.raises(CutMismatchError, match="differs by inf"):
-        check_cut(dense, slim, plan, batch)
+        compare_cut(dense, slim, plan, sites, batch)
 
 
 def test_plans_that_do_not_fit_are_refused() -> None:
@@ -145,7 +144,7 @@ def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
 def test_scores_of_any_origin_can_be_selected_from() -> None:
     dense, batch = bert(), text_batch()
     sites = find_attention(dense, batch)
-    scores = Scores("mine", {}, {s.name: torch.arange(s.heads).double() for s in sites})
-    plan = select_heads(scores, sites, heads=0.5)
+    scores = Scores("mine", {}, {s.name: torch.arange(s.units).double() for s in sites})
+    plan = plan_of(scores, sites, heads=0.5)
     slim = prune_units(dense, plan, sites)
-    assert [s.heads for s in find_attention(slim, batch)] == [3, 3, 3]
+    assert [s.units for s in find_attention(slim, batch)] == [3, 3, 3]

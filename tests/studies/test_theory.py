@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.cli.main import main
-from hies_export.legacy import HeadStatistics
 from hies_export.prunable.attention import find_attention
 from hies_export.studies.theory import SHARES, orthogonality, spectral_norm, theory
+from hies_export.values import Calibration, Statistics
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 30), (30, 5), (40, 40)])
@@ -30,7 +30,7 @@ def test_power_iteration_gives_the_spectral_norm(shape: tuple[int, int]) -> None
 def test_orthogonality_is_that_of_the_vectors_over_all_heads() -> None:
     his = {"a": torch.rand(4).double(), "b": torch.rand(3).double()}
     entropy = {"a": torch.rand(4).double(), "b": torch.rand(3).double()}
-    found = orthogonality(HeadStatistics(his, entropy, {}, samples=1, labels="data", fingerprint=""))
+    found = orthogonality(Statistics({"his": his, "entropy": entropy}, Calibration(1, "data", "")))
     u, v = (np.concatenate([values["a"], values["b"]]) for values in (his, entropy))
     u = u / u.sum()
     assert found.mean_u == pytest.approx(1 / 7)
@@ -39,7 +39,7 @@ def test_orthogonality_is_that_of_the_vectors_over_all_heads() -> None:
     assert found.correlation == pytest.approx(np.corrcoef(u, v)[0, 1])
     assert found.mean_product == pytest.approx(found.covariance + found.mean_u * found.mean_v)
     alike = {"a": torch.ones(4).double(), "b": torch.ones(3).double()}
-    same = orthogonality(HeadStatistics(alike, entropy, {}, samples=1, labels="data", fingerprint=""))
+    same = orthogonality(Statistics({"his": alike, "entropy": entropy}, Calibration(1, "data", "")))
     assert (same.covariance, same.correlation) == (pytest.approx(0), 0)
 
 
@@ -84,9 +84,9 @@ def test_bound_and_increase_equal_loops(kind: str, loss: str, constant: float) -
     for site in sites:
 
         def keep(module: Any, x: Any, site: Any = site) -> None:
-            squares[site.name].append(x[0].detach().double().unflatten(-1, (site.heads, -1)).pow(2).sum(-1))
+            squares[site.name].append(x[0].detach().double().unflatten(-1, (site.units, -1)).pow(2).sum(-1))
 
-        handles.append(model.get_submodule(site.output).register_forward_pre_hook(keep))
+        handles.append(model.get_submodule(site.consumer).register_forward_pre_hook(keep))
     for batch in batches:
         model(**batch)
     for handle in handles:
@@ -100,27 +100,27 @@ def test_bound_and_increase_equal_loops(kind: str, loss: str, constant: float) -
         ]
         activation[name] = torch.stack(rows).mean(0)
     for site in sites:
-        norms, weight = found.modules[site.name], model.get_submodule(site.output).weight.detach().double()
+        norms, weight = found.modules[site.name], model.get_submodule(site.consumer).weight.detach().double()
         assert norms.output == pytest.approx(torch.linalg.matrix_norm(weight, ord=2).item(), rel=1e-5)
-        blocks = [torch.linalg.matrix_norm(b, ord=2).item() for b in weight.split(site.value_dim, dim=1)]
+        blocks = [torch.linalg.matrix_norm(b, ord=2).item() for b in weight.split(site.unit_width, dim=1)]
         assert norms.blocks.tolist() == pytest.approx(blocks, rel=1e-5)
         torch.testing.assert_close(norms.activation, activation[site.name], rtol=1e-5, atol=1e-8)
-        torch.testing.assert_close(norms.deficit, 1 - statistics.entropy[site.name])
+        torch.testing.assert_close(norms.deficit, 1 - statistics["entropy"][site.name])
     dense = loss_of(model, batches)
-    order = sorted((float(h), name, i) for name, his in statistics.his.items() for i, h in enumerate(his))
+    order = sorted((float(h), name, i) for name, his in statistics["his"].items() for i, h in enumerate(his))
     for row in (row for row in found.increases if row.criterion == "his"):
         gone: list[tuple[float, str, int]] = []
         for head in order:
-            last = sum(name == head[1] for _, name, _ in gone) == statistics.his[head[1]].numel() - 1
+            last = sum(name == head[1] for _, name, _ in gone) == statistics["his"][head[1]].numel() - 1
             if len(gone) < round(row.share * len(order)) and not last:
                 gone.append(head)
         masked = copy.deepcopy(model)
         expected = {"first": 0.0, "whole": 0.0, "blocks": 0.0}
         for his, name, number in gone:
             site = next(s for s in sites if s.name == name)
-            columns = slice(number * site.value_dim, (number + 1) * site.value_dim)
+            columns = slice(number * site.unit_width, (number + 1) * site.unit_width)
             with torch.no_grad():
-                masked.get_submodule(site.output).weight[:, columns] = 0
+                masked.get_submodule(site.consumer).weight[:, columns] = 0
             norms = found.modules[name]
             expected["first"] += his
             expected["whole"] += constant / 2 * norms.output**2 * activation[name][number].item()

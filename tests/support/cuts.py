@@ -2,35 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.legacy import AttentionSite, select_heads
 from hies_export.prunable.attention import find_attention
+from hies_export.select.constraints import Constraints
+from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
-from hies_export.units import Kept, PrunableModule
-from hies_export.values import PruningPlan, Scores
+from hies_export.units import Kept, PrunableModule, Units
+from hies_export.values import Provenance, PruningPlan, Scores, library_versions
 
 
-def random_plan(sites: Sequence[AttentionSite], *, uniform: bool, seed: int = 0) -> PruningPlan:
+def plan_of(
+    scores: Scores,
+    modules: Sequence[Units],
+    *,
+    heads: float | None = None,
+    counts: Sequence[int] | None = None,
+    seed: int = 0,
+    calibration: Mapping[str, Any] | None = None,
+    model: Mapping[str, tuple[float, ...]] | None = None,
+    **constraints: Any,
+) -> PruningPlan:
+    """Return the plan of what `select_units` selects; `constraints` are the fields of `Constraints`."""
+    kept = select_units(scores, modules, heads=heads, counts=counts, constraints=Constraints(**constraints))
+    provenance = Provenance(
+        scores.criterion,
+        alpha=scores.parameters.get("alpha"),
+        seed=seed,
+        calibration=dict(calibration or {}),
+        versions=library_versions(),
+        model=dict(model or {}),
+    )
+    return PruningPlan.of(kept, provenance)
+
+
+def random_plan(sites: Sequence[PrunableModule], *, uniform: bool, seed: int = 0) -> PruningPlan:
     """Return a plan that removes four heads of ten, in whole groups where there are several."""
     generator = torch.Generator().manual_seed(seed)
-    scores = {s.name: torch.rand(s.heads, generator=generator, dtype=torch.float64) for s in sites}
-    return select_heads(
+    scores = {s.name: torch.rand(s.units, generator=generator, dtype=torch.float64) for s in sites}
+    return plan_of(
         Scores("random", {}, scores),
         sites,
         heads=0.4,
         allocation="uniform" if uniform else "global",
-        unit="query" if all(s.key_value_heads == 1 for s in sites) else "group",
+        unit="query" if all(s.groups == 1 for s in sites) else "group",
     )
 
 
 def random_cut(
     dense: PreTrainedModel, batch: dict[str, Tensor], *, uniform: bool = False
-) -> tuple[PreTrainedModel, PruningPlan, tuple[AttentionSite, ...]]:
+) -> tuple[PreTrainedModel, PruningPlan, tuple[PrunableModule, ...]]:
     """Cut a model by a random plan; return the slim model, the plan and the dense model's attention modules."""
     sites = find_attention(dense, batch)
     plan = random_plan(sites, uniform=uniform)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.legacy import AttentionSite
 from hies_export.units import PrunableModule
 from hies_export.values import PruningPlan
 
@@ -20,10 +19,10 @@ class NotApplicable(Exception):
     """Say that there is nothing to compare with."""
 
 
-def kept_columns(plan: PruningPlan, site: AttentionSite) -> list[int]:
+def kept_columns(plan: PruningPlan, site: PrunableModule) -> list[int]:
     """Return the input columns of the output projection that a plan keeps."""
-    width = site.value_dim
-    return [head * width + j for head in plan.kept[site.name].query for j in range(width)]
+    width = site.unit_width
+    return [head * width + j for head in plan.kept[site.name].units for j in range(width)]
 
 
 def design_formula(
@@ -74,7 +73,7 @@ def naive_effect(
 
 
 def naive_statistics(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[PrunableModule]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return HIS and entropy from eager attention, one sample at a time, a mask before each output projection.
 
@@ -92,21 +91,21 @@ def naive_statistics(
 
 
 def _naive_statistics(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[AttentionSite]
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[PrunableModule]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    his = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
-    entropy = {s.name: torch.zeros(s.heads, dtype=torch.float64) for s in sites}
+    his = {s.name: torch.zeros(s.units, dtype=torch.float64) for s in sites}
+    entropy = {s.name: torch.zeros(s.units, dtype=torch.float64) for s in sites}
     samples = 0
     for batch in batches:
         for i in range(len(batch["labels"])):
             one = {key: value[i : i + 1] for key, value in batch.items()}
-            masks = {s.name: torch.ones(s.heads, requires_grad=True) for s in sites}
+            masks = {s.name: torch.ones(s.units, requires_grad=True) for s in sites}
             maps: dict[str, list[Tensor]] = {s.name: [] for s in sites}
             hooks = []
             for site in sites:
                 mask, found = masks[site.name], maps[site.name]
                 hooks += [
-                    model.get_submodule(site.output).register_forward_pre_hook(_multiply(mask, site)),
+                    model.get_submodule(site.consumer).register_forward_pre_hook(_multiply(mask, site)),
                     model.get_submodule(site.name).register_forward_hook(_keep_map(found, site)),
                 ]
             try:
@@ -128,18 +127,18 @@ def _naive_statistics(
     return {k: v / samples for k, v in his.items()}, {k: v / samples for k, v in entropy.items()}
 
 
-def _multiply(mask: Tensor, site: AttentionSite) -> Callable[..., Tensor]:
+def _multiply(mask: Tensor, site: PrunableModule) -> Callable[..., Tensor]:
     def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        heads = inputs[0].unflatten(-1, (site.heads, site.value_dim))
+        heads = inputs[0].unflatten(-1, (site.units, site.unit_width))
         return (heads * mask[:, None]).flatten(-2)
 
     return hook
 
 
-def _keep_map(found: list[Tensor], site: AttentionSite) -> Callable[..., None]:
+def _keep_map(found: list[Tensor], site: PrunableModule) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: object, outputs: object) -> None:
         tensors = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, tuple) else []
-        maps = [o.detach() for o in tensors if o.dim() == 4 and o.shape[1] == site.heads]
+        maps = [o.detach() for o in tensors if o.dim() == 4 and o.shape[1] == site.units]
         if len(maps) == 1:  # some cut one map into that of the tokens and that of an encoder's
             found.append(maps[0])
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.cuts import plan_of
 from support.models import bert, causal_lm, llama, save_project, text_batch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
@@ -25,7 +26,6 @@ from hies_export.data.lengths import by_length
 from hies_export.errors import OutputExistsError, RecipeError, RequestError
 from hies_export.evaluate.judge import compute_metrics, stability
 from hies_export.evaluate.predict import predict, references
-from hies_export.legacy import compensate_heads, select_heads
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.prepare import prepare
@@ -35,7 +35,7 @@ from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
 from hies_export.select.constraints import Constraints
 from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import Compensation, refit
+from hies_export.slim.refit import Compensation, compensate, refit
 from hies_export.sweep.choosing import weighted_area
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.journal import Journal
@@ -101,7 +101,7 @@ def test_rows_are_what_a_single_run_of_each_finds(
         slim = prune_units(prepared.model, plan, prepared.sites)
         if row["compensation"] != "none":
             batches = by_length(prepared.compensation, config=prepared.model.config)
-            compensate_heads(prepared.model, slim, plan, prepared.sites, batches)
+            compensate(prepared.model, slim, plan, prepared.sites, batches)
         found = evaluate_run(prepared, slim, plan, alone, progress=Silent())
         assert row["quality"] == found.metrics["accuracy"].slim
         assert row["stability"] == found.stability
@@ -246,7 +246,7 @@ def test_weighted_area_is_the_integral() -> None:
 
 def random_scores(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> tuple[Any, Scores]:
     sites = find_attention(model, batch)
-    return sites, Scores("random", {}, {s.name: torch.rand(s.heads).double() for s in sites})
+    return sites, Scores("random", {}, {s.name: torch.rand(s.units).double() for s in sites})
 
 
 @pytest.mark.parametrize("make", [bert, llama])
@@ -259,9 +259,9 @@ def test_refitting_from_moments_of_all_inputs_equals_a_pass_of_its_own(make: Any
     sites, scores = random_scores(model, batches[0])
     moments = collect_moments(model, sites, batches)
     for share in (0.25, 0.5):
-        plan = select_heads(scores, sites, heads=share)
+        plan = plan_of(scores, sites, heads=share)
         one, other = (prune_units(model, plan, sites) for _ in range(2))
-        expected = compensate_heads(model, one, plan, sites, batches, method=method)
+        expected = compensate(model, one, plan, sites, batches, Compensation(method=method))
         found = refit(other, plan, sites, moments, Compensation(method=method))
         assert [f.ridge for f in found] == [f.ridge for f in expected]
         for name, parameter in other.named_parameters():

@@ -19,19 +19,19 @@ from typing import Any
 
 import pytest
 import torch
+from support.cuts import plan_of
 from support.models import causal_lm
 from support.runs import run_project
 
 import hies_export
 from hies_export.cli.main import main
 from hies_export.errors import MissingRuntimeError, RequestError
-from hies_export.legacy import HeadStatistics
 from hies_export.measure.counts import count_flops
 from hies_export.model.tokens import synthetic_batch
 from hies_export.report.maps import CUT
 from hies_export.studies.explore import Exploration, lost_share, predict, read_exploration
 from hies_export.ui.page import draw, save, show
-from hies_export.values import PruningPlan
+from hies_export.values import Calibration, PruningPlan, Statistics
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_flops_are_those_of_a_real_cut(ran: Path) -> None:
     sites = hies_export.find_attention(dense, batch)
     for share, allocation in ((0.1, "global"), (0.7, "global"), (0.34, "uniform")):
         plan = exploration.plan_at(0.5, share, allocation)
-        slim = hies_export.prune_heads(dense, plan, sites)
+        slim = hies_export.prune_units(dense, plan, sites)
         counted = count_flops(slim, batch) / count_flops(dense, batch)
         assert exploration.flops_ratio(plan) == pytest.approx(counted, abs=1e-9)
 
@@ -84,10 +84,11 @@ def test_groups_go_together_and_query_heads_apart() -> None:
     model = causal_lm(hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
     sites = hies_export.find_attention(model, synthetic_batch(model, batch=2, sequence=8))
     values = {site.name: torch.rand(6, dtype=torch.float64) for site in sites}
-    statistics = HeadStatistics(values, {name: v.flip(0) for name, v in values.items()}, {}, 4, "data", "f")
-    scores = hies_export.score_heads(statistics, alpha=0.3)
+    entropy = {name: v.flip(0) for name, v in values.items()}
+    statistics = Statistics({"his": values, "entropy": entropy}, Calibration(4, "data", "f"))
+    scores = hies_export.score_units(statistics, alpha=0.3)
     for unit in ("group", "query"):
-        made = hies_export.select_heads(scores, sites, heads=0.34, unit=unit)
+        made = plan_of(scores, sites, heads=0.34, unit=unit)
         exploration = Exploration("m", statistics, "model", made, 0.01, "", "accuracy")
         found = exploration.plan_at(0.3, 0.34, "global")
         assert (exploration.unit, found.kept) == (unit, made.kept)
@@ -119,7 +120,7 @@ def test_a_sweep_measured_its_plans_by_compensation(swept: Path) -> None:
         for row, lost in zip(own, measured.lost[1:], strict=True):
             if row["criterion"] == "hies":
                 plan = exploration.plan_at(row["alpha"], row["sparsity"], "global")
-                assert lost_share(exploration.statistics.his, plan) == pytest.approx(lost)
+                assert lost_share(exploration.statistics["his"], plan) == pytest.approx(lost)
                 assert exploration.flops_ratio(plan) == pytest.approx(row["flops_ratio"])
 
 
