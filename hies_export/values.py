@@ -10,7 +10,7 @@ PruningPlan      a selection with its provenance, saved as JSON            selec
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from itertools import pairwise
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import __version__
 from .errors import PlanError, quoted
-from .files import Rule, Schema, check, parse_json, read_json
+from .files import Rule, Schema, parse_json, read_json
 from .kinds import ATTENTION, MLP
 from .units import Kept, Selection
 
@@ -222,12 +222,12 @@ class PruningPlan:
 
     @classmethod
     def from_json(cls, text: str) -> PruningPlan:
-        """Read a plan from JSON of format 2, or of format 1, which knew attention heads only.
+        """Read a plan from JSON.
 
         Raises:
             PlanError: The text is not a plan.
         """
-        return cls._of_json(parse_json(text, _PlanHead, _PLAN_RULE, where="it"), where="it")
+        return cls._of_json(parse_json(text, _Plan, _PLAN_RULE, where="it"))
 
     @classmethod
     def from_file(cls, path: str | Path) -> PruningPlan:
@@ -236,15 +236,17 @@ class PruningPlan:
         Raises:
             PlanError: There is no such file, or it is not a plan.
         """
-        return cls._of_json(read_json(path, _PlanHead, _PLAN_RULE), where=str(path))
+        return cls._of_json(read_json(path, _Plan, _PLAN_RULE))
 
     @classmethod
-    def _of_json(cls, plan: dict[str, Any], *, where: str) -> PruningPlan:
-        schema, read = _FORMATS[plan.pop("format")]
-        check(plan, schema, _PLAN_RULE, where=where)
-        kept = {name: read(name, kept) for name, kept in plan["kept"].items()}
+    def _of_json(cls, plan: dict[str, Any]) -> PruningPlan:
+        kept = {
+            name: Kept(tuple(of["units"]), of["total"], of["groups"], of.get("kind", ATTENTION))
+            for name, of in plan["kept"].items()
+        }
         # Older plans have a norm alone.
         model = {name: tuple(of) if isinstance(of, list) else (of,) for name, of in plan.get("model", {}).items()}
+        del plan["format"]
         return cls(**plan | {"kept": kept, "model": model})
 
 
@@ -263,7 +265,7 @@ _Fingerprint = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
 
 
 class _KeptUnits(Schema):
-    """The units that one module keeps, in a plan of format 2."""
+    """The units that one module keeps."""
 
     units: _Indices
     total: _Size
@@ -272,36 +274,14 @@ class _KeptUnits(Schema):
 
     @model_validator(mode="after")
     def _fit(self) -> _KeptUnits:
-        _check_indices("units", self.units, self.total)
+        ascending = all(one < other for one, other in pairwise(self.units))
+        if not self.units or not ascending or not 0 <= self.units[0] <= self.units[-1] < self.total:
+            raise ValueError(
+                f"units must be ascending indices in [0, {self.total}), at least one, got {quoted(self.units)}"
+            )
         if self.total % self.groups:
             raise ValueError(f"total must be a multiple of groups, got {self.total} and {self.groups}")
         return self
-
-
-class _KeptHeads(Schema):
-    """The heads that one module keeps, in a plan of format 1."""
-
-    query: _Indices
-    key_value: _Indices
-    heads: _Size
-    key_value_heads: _Size
-
-    @model_validator(mode="after")
-    def _fit(self) -> _KeptHeads:
-        _check_indices("query", self.query, self.heads)
-        if self.heads % self.key_value_heads:
-            raise ValueError(f"heads must be a multiple of key_value_heads, got {self.heads}, {self.key_value_heads}")
-        return self
-
-
-def _check_indices(name: str, units: Sequence[int], total: int) -> None:
-    ascending = all(one < other for one, other in pairwise(units))
-    if not units or not ascending or not 0 <= units[0] <= units[-1] < total:
-        raise ValueError(f"{name} must be ascending indices in [0, {total}), at least one, got {quoted(units)}")
-
-
-class _PlanHead(Schema):
-    format: Literal[1, 2]
 
 
 class _Compensation(Schema):
@@ -311,9 +291,11 @@ class _Compensation(Schema):
     refit: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = ""
 
 
-class _PlanFields(Schema):
+class _Plan(Schema):
     model_config = ConfigDict(extra="forbid")
 
+    format: Literal[2]
+    kept: dict[_Name, _KeptUnits]
     criterion: str
     alpha: float | None = None
     seed: int = 0
@@ -323,31 +305,8 @@ class _PlanFields(Schema):
     compensation: _Compensation | None = None
 
 
-class _PlanOfFormat2(_PlanFields):
-    kept: dict[_Name, _KeptUnits]
-
-
-class _PlanOfFormat1(_PlanFields):
-    kept: dict[_Name, _KeptHeads]
-
-
-def _kept_of_format_2(name: str, kept: Mapping[str, Any]) -> Kept:
-    return Kept(tuple(kept["units"]), kept["total"], kept["groups"], kept.get("kind", ATTENTION))
-
-
-def _kept_of_format_1(name: str, kept: Mapping[str, Any]) -> Kept:
-    found = Kept(tuple(kept["query"]), kept["heads"], kept["key_value_heads"])
-    if found.kept_groups != tuple(kept["key_value"]):
-        raise PlanError(
-            f"a key/value head goes when, and only when, its query heads go, but in {name} the plan keeps query heads "
-            f"{quoted(kept['query'])} with key/value heads {quoted(kept['key_value'])}"
-        )
-    return found
-
-
-_FORMATS = {1: (_PlanOfFormat1, _kept_of_format_1), PLAN_FORMAT: (_PlanOfFormat2, _kept_of_format_2)}
 _PLAN_RULE = Rule(
-    f"a plan must be JSON written by hies_export (format 1 or {PLAN_FORMAT})",
+    f"a plan must be JSON written by hies_export (format {PLAN_FORMAT})",
     "make one with 'hies-export score' or 'hies-export run'",
     PlanError,
     shown=True,

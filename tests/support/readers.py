@@ -133,11 +133,9 @@ def _plans(folder: Path) -> list[Read]:
     model = _tiny()
     _, plan, modules = random_cut(model, text_batch())
     plan = replace(plan, compensation={"method": "least_squares"})
-    files = {name: folder / name for name in ("plan.json", "streamed.json", "plan-1.json")}
+    files = {name: folder / name for name in ("plan.json", "streamed.json")}
     files["plan.json"].write_text(plan.to_json())
     files["streamed.json"].write_text(plan.to_json())
-    kept = {"query": [0, 1, 4, 5], "key_value": [0, 2], "heads": 6, "key_value_heads": 3}
-    files["plan-1.json"].write_text(json.dumps({"format": 1, "kept": {"a": kept}, "criterion": "his", "seed": 0}))
     model.save_pretrained(folder / "dense")
 
     def cut(file: Path) -> None:
@@ -147,10 +145,6 @@ def _plans(folder: Path) -> list[Read]:
         assert PruningPlan.from_json(read.to_json()) == read or "nan" in read.to_json().lower()
         check_selection(read.kept, modules)
         prune_units(model, read, modules)
-
-    def show() -> None:
-        for units in plan_maps(PruningPlan.from_file(files["plan-1.json"])):
-            console().print(map_text(units))
 
     def stream() -> None:
         apply_plan(PruningPlan.from_file(files["streamed.json"]), folder / "dense", folder / "cut", overwrite=True)
@@ -162,7 +156,6 @@ def _plans(folder: Path) -> list[Read]:
         Read("refitted layers, prune", "safetensors", folder / REFIT, lambda: read_refit(of_plan, folder / REFIT), 6),
         Read("refitted layers, apply", "safetensors", folder / REFIT, lambda: _read_refit(of_plan, folder / REFIT), 6),
         Read("plan, shown and cut", "json", files["plan.json"], lambda: cut(files["plan.json"]), 30),
-        Read("plan of format 1", "json", files["plan-1.json"], show, 10),
         Read("plan, apply", "json", files["streamed.json"], stream, 2),
     ]
 
