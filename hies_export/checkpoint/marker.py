@@ -14,12 +14,6 @@ MARKER = ".hies_export"
 SLACK_SECONDS = 2.0
 # Desktops leave these in folders that people look into.
 _IGNORED = (MARKER, ".DS_Store", "Thumbs.db", "desktop.ini")
-# Versions before the marker put a plan into every checkpoint, and only such files beside it.
-_PLANS_OF_OLD = ("hies_plan.json", "slim/hies_plan.json", "run/slim/hies_plan.json")
-_SUFFIXES_OF_OLD = (
-    *(".json", ".safetensors", ".onnx", ".onnx_data", ".md", ".html", ".txt", ".model", ".jinja"),
-    *(".parquet", ".yaml", ".py"),
-)
 
 
 def mark(folder: Path) -> None:
@@ -33,19 +27,13 @@ def mark(folder: Path) -> None:
 
 
 def find_foreign(folder: Path) -> str | None:
-    """Return what in a folder this package did not write, as the end of "but FOLDER ..."; None if it wrote everything.
-
-    A folder from before the marker counts if it has a plan, and besides it only kinds of files that were written then.
-    """
+    """Return what in a folder this package did not write, as the end of "but FOLDER ..."; None if it wrote everything."""
     if not folder.is_dir():
         return "is not a folder"
     found = sorted(_files(folder))
     if not found:
         return None
     if not (folder / MARKER).is_file():
-        old = any((folder / plan).is_file() for plan in _PLANS_OF_OLD)
-        if old and all(name.endswith(_SUFFIXES_OF_OLD) for name in found):
-            return None
         return f"has no {MARKER}, the file that marks what hies-export wrote"
     written = _written(folder)
     added = next((name for name in found if name not in written), None)

@@ -108,18 +108,6 @@ def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     assert (write(tmp_path / "out") / "a.json").is_file()
 
 
-@pytest.mark.parametrize(("foreign", "ours"), [((), True), (("optimizer.pt",), False), (("slim/notes.docx",), False)])
-def test_a_run_from_before_the_marker_counts_by_its_plan(foreign: tuple[str, ...], ours: bool, tmp_path: Path) -> None:
-    for name in ("report.json", "slim/hies_plan.json", "slim/model.safetensors", "slim/modeling_hies.py", *foreign):
-        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "out" / name).touch()
-    if ours:
-        refuse_existing(tmp_path / "out", overwrite=True)
-    else:
-        with pytest.raises(OutputExistsError, match="has no .hies_export"):
-            refuse_existing(tmp_path / "out", overwrite=True)
-
-
 def test_other_files_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
 
