@@ -244,8 +244,7 @@ class PruningPlan:
             name: Kept(tuple(of["units"]), of["total"], of["groups"], of.get("kind", ATTENTION))
             for name, of in plan["kept"].items()
         }
-        # Older plans have a norm alone.
-        model = {name: tuple(of) if isinstance(of, list) else (of,) for name, of in plan.get("model", {}).items()}
+        model = {name: tuple(of) for name, of in plan.get("model", {}).items()}
         del plan["format"]
         return cls(**plan | {"kept": kept, "model": model})
 
@@ -301,7 +300,7 @@ class _Plan(Schema):
     seed: int = 0
     calibration: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
-    model: dict[_Name, FiniteFloat | _Fingerprint] = Field(default_factory=dict)
+    model: dict[_Name, _Fingerprint] = Field(default_factory=dict)
     compensation: _Compensation | None = None
 
 

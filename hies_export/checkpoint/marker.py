@@ -27,7 +27,7 @@ def mark(folder: Path) -> None:
 
 
 def find_foreign(folder: Path) -> str | None:
-    """Return what in a folder this package did not write, as the end of "but FOLDER ..."; None if it wrote everything."""
+    """Return what in a folder is not of this package, as the end of "but FOLDER ..."; None if it wrote everything."""
     if not folder.is_dir():
         return "is not a folder"
     found = sorted(_files(folder))

@@ -15,8 +15,6 @@ from ..units import PrunableModule
 # Weights that differ by this share of their norm are others. Rounding to bfloat16 moves a number of a fingerprint by
 # 0.001 of the norm (one standard deviation), and two fine-tunings of one model by 0.04.
 TOLERANCE = 0.006
-# Of older plans, which have norms only.
-NORM_TOLERANCE = 1e-3
 
 # After so many elements, signs repeat.
 PERIOD = 1 << 20
@@ -82,11 +80,7 @@ def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, S
     if lacking is not None:
         raise PlanError(f"a plan must be for the weights it is applied to, but this model has no {lacking}; {_ADVICE}")
     apart = {name: _apart(made, found[name]) for name, made in made_for.items()}
-    others = [
-        name
-        for name, made in made_for.items()
-        if not apart[name] <= (TOLERANCE if len(made) > 1 else NORM_TOLERANCE)  # NaN too
-    ]
+    others = [name for name in made_for if not apart[name] <= TOLERANCE]  # NaN too
     if others:
         name = max(others, key=lambda name: apart[name])
         raise PlanError(
@@ -96,8 +90,8 @@ def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, S
 
 
 def _apart(made: Sequence[float], here: Sequence[float]) -> float:
-    """Return how far two fingerprints are apart, as a share of the norm; an older one is a norm alone."""
-    return max(abs(one - other) for one, other in zip(made, here, strict=False)) / max(made[0], 1e-30)
+    """Return how far two fingerprints are apart, as a share of the norm."""
+    return max(abs(one - other) for one, other in zip(made, here, strict=True)) / max(made[0], 1e-30)
 
 
 _ADVICE = "make a plan for this model, or pass --force to cut it all the same"
