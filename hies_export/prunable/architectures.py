@@ -38,20 +38,17 @@ Entry = Mapping[str, Any]
 
 
 def read_table(model_types: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the table, or its entries for the given model types.
+    """Return the table, or its entries for the given model types: `versions` of libraries, and `types` by name.
 
-    Returns:
-        A mapping with two keys. `versions` are those of the libraries that the contract was run with. `types` maps a
-        model type to its entry, which has these keys:
+    An entry has these keys:
 
-        - `kind`: "tried", "refused", "failed" or "not tried".
-        - `steps`: Of a tried type, "yes" or the reason of the failure for each step.
-        - `refused`: Of any other type, the reason.
-        - `class`, `inputs`, `heads`: The class and the inputs of the tiny model, and its numbers of query and of
-          key/value heads over all layers.
-        - `config_alone`: Whether stock transformers loads a uniform cut without code from this package.
-        - `neurons`: What holds for the neurons of feed-forward blocks: `steps` and `config_alone` as above and `units`,
-          their number over all blocks, or `refused`, the reason.
+    - `kind`: "tried", "refused", "failed" or "not tried".
+    - `steps`: Of a tried type, "yes" or the reason of the failure for each step.
+    - `refused`: Of any other type, the reason.
+    - `class`, `inputs`, `heads`: The class and the inputs of the tiny model, and its numbers of query and of
+      key/value heads over all layers.
+    - `config_alone`: Whether stock transformers loads a uniform cut without code from this package.
+    - `neurons`: The same of the neurons of feed-forward blocks, with `units`, their number over all blocks.
 
     Raises:
         RequestError: A model type is not in the table.

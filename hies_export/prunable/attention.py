@@ -1,26 +1,40 @@
 """Find the attention modules of a model, and which features of which linear layers belong to which head.
 
-Nothing here knows an architecture. A forward pass of the model without its weights (`Probe`) shows which modules call
-the attention function, with what shapes, and which features of the linear layers in front of it reach which head. That
-works alike for separate and fused projections, rotations, norms of single heads and gates. Then the cut is rehearsed:
-with one head fewer everywhere, the model's own code must hand the attention function exactly the remaining heads. A
-model that fails is refused with the reason, because a wrong cut is worse than none.
+Nothing here knows an architecture. A forward pass without weights (`Probe`) shows which modules call the attention
+function, and which features of the linear layers in front of it reach which head. That holds for separate and fused
+projections, rotations, norms of single heads and gates. Then the cut is rehearsed: with one head fewer everywhere, the
+model's own code must hand the attention function exactly the remaining heads. A model that fails is refused with the
+reason, because a wrong cut is worse than none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..model.attention import use_attention
-from ..units import PrunableModule, Slice, spans_of
-from .observe import SUPPORTED, FoundAttention, Observer
+from ..kinds import ATTENTION
+from ..model.attention import AttentionCall, use_attention
+from ..model.kernels import VisibleKeys, attend
+from ..units import Count, Kept, PrunableModule, Slice, spans_of
+from .observe import AttentionObserver, FoundAttention
 from .probe import Probe
-from .rehearse import rehearsed_attention
+from .rehearse import Meanings, Rehearsal, Wrong, rehearsed, same
+
+SUPPORTED = (
+    "models whose attention goes through transformers' attention interface, between linear layers (nn.Linear or "
+    "Conv1D, separate or fused) with features of single heads, such as BERT, ViT, LLaMA, GPT-2, Phi-3 and LLaVA"
+)
+# Attributes whose name says what they count. Others are changed only if a rehearsal fails without it.
+_NAMES = {
+    "units": ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "heads"),
+    "groups": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+    "group_size": ("num_key_value_groups", "n_rep"),
+}
+_QUERY_WIDTH_NAMES = ("all_head_size",)
 
 # Roles in which every feature must belong to one head. Heads may share some features of their keys (the rotary part of
 # multi-head latent attention).
@@ -51,7 +65,7 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
     """
     label = f"{type(model).__name__} ({model.config.model_type})"
     probe = Probe(model)
-    observer = Observer(probe)
+    observer = AttentionObserver(probe)
     for parameter in probe.small_parameters():
         parameter.requires_grad_(True)
     with use_attention(probe.model, observer.attention):
@@ -64,15 +78,19 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
             f"{label} never called the attention function, so it has no attention that can be scored; "
             f"supported are {SUPPORTED}"
         )
-    return rehearsed_attention(probe, batch, found, [_describe(f, label) for f in found], label)
+
+    def rehearse(pairs: Sequence[tuple[FoundAttention, PrunableModule]]) -> Wrong[FoundAttention] | None:
+        without_group = _HeadRehearsal(probe, pairs, _without_first_group).run(batch)
+        return without_group or _HeadRehearsal(probe, pairs, _without_first_query).run(batch)
+
+    pairs = [(f, _describe(f, label)) for f in found]
+    return rehearsed(label, probe, pairs, _head_counts, rehearse, supported=SUPPORTED)
 
 
 def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:
-    """Return the tower of a composite model that contains a module.
+    """Return the tower of a composite model that contains a module: "language", "vision", "audio", ...
 
-    Returns:
-        "language", or the name of the sub-config that the module reads, without "_config": "vision", "audio", ...
-        A module without a config reads that of the innermost module around it that has one.
+    It is named after the sub-config that the module reads. A module without one reads that of the innermost around it.
     """
     own = None
     path = module.name.split(".")
@@ -89,11 +107,7 @@ def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:
 
 
 def _describe(found: FoundAttention, label: str) -> PrunableModule:
-    """Return the description of an observed attention module, still without its attributes.
-
-    Raises:
-        UnsupportedModelError: Its heads cannot be cut, for example because they share features.
-    """
+    """Return the description of an observed attention module, still without its attributes."""
 
     def refuse(reason: str) -> UnsupportedModelError:
         where = f"{found.name or 'the model'} ({type(found.module).__name__})"
@@ -109,7 +123,7 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
     _add_gates(owned, found, refuse)
     return PrunableModule(
         name=found.name,
-        kind="attention",
+        kind=ATTENTION,
         units=heads,
         unit_width=found.value.shape[3],
         consumer=found.readers[0],
@@ -166,11 +180,7 @@ def _parameters(found: FoundAttention, refuse: Refusal) -> list[Slice]:
 
 
 def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
-    """Add to `owned` the features that gate a head between the attention and its consumer.
-
-    Raises:
-        UnsupportedModelError: No single layer reads the heads side by side, or a feature gates several heads.
-    """
+    """Add to `owned` the features that gate a head between the attention and its consumer."""
     heads, width = found.query.shape[1], found.value.shape[3]
     if len(found.readers) != 1:
         what = "no linear layer reads the attention output"
@@ -186,3 +196,63 @@ def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
         per_head = owned.setdefault(layer, {}).setdefault(False, [set() for _ in range(heads)])
         for head in range(heads):
             per_head[head].update((head_of == head).nonzero().flatten().tolist())
+
+
+def _head_counts(module: PrunableModule) -> Meanings:
+    """Return what the attributes of an attention module may count."""
+    assert module.key_width is not None
+    query_width, output_width = Count("units", module.key_width), Count("units", module.unit_width)
+    return Meanings(
+        by_name={name: Count(of) for of, known in _NAMES.items() for name in known}
+        | dict.fromkeys(_QUERY_WIDTH_NAMES, query_width),
+        by_value=(query_width, Count("groups", module.key_width), Count("groups", module.unit_width), output_width),
+    )
+
+
+def _without_first_group(module: PrunableModule) -> Kept:
+    """Return all groups but the first, or `_without_first_query` of a module with one group."""
+    if module.groups == 1:
+        return _without_first_query(module)
+    return module.kept(range(module.group_size, module.units))
+
+
+def _without_first_query(module: PrunableModule) -> Kept:
+    """Return all units but the first of every group; all units where a group has only one."""
+    first = module.group_size > 1
+    return module.kept(u for u in range(module.units) if not first or u % module.group_size)
+
+
+class _HeadRehearsal(Rehearsal[FoundAttention]):
+    """With fewer heads, the attention function gets exactly those that stay, and their outputs are joined as before."""
+
+    def compare(self, batch: Mapping[str, Tensor]) -> None:
+        self._visible = VisibleKeys()
+        self._readers: dict[str, list[tuple[FoundAttention, PrunableModule]]] = {}
+        with use_attention(self.probe.model, self._attention):
+            self.probe.run(batch, before=self._before)
+
+    def _attention(self, call: AttentionCall) -> Tensor:
+        output = attend(call, self._visible)
+        found = self.pending.get(call.module)
+        if found is None:
+            return output
+        kept = self.kept[call.module]
+        for role, tensor, dense, index in (
+            ("query", call.query, found.query, kept.units),
+            ("key", call.key, found.key, kept.kept_groups),
+            ("value", call.value, found.value, kept.kept_groups),
+        ):
+            if not same(tensor, dense[:, list(index)]):
+                self.wrong.append((found, f"it makes another {role} of its features"))
+        if found.sinks is not None and not (call.sinks is not None and same(call.sinks, found.sinks[list(kept.units)])):
+            self.wrong.append((found, "its sinks are not those of its heads"))
+        module = next(module for f, module in self.pairs if f is found)
+        self._readers.setdefault(found.readers[0], []).append((found, module))
+        return output
+
+    def _before(self, name: str, x: Tensor) -> None:
+        for found, module in self._readers.pop(name, []):
+            columns = module.columns(self.kept[found.module].units)
+            if found.read is None or not same(x, found.read[..., columns]):
+                self.wrong.append((found, "it joins the heads in another way"))
+            self.pending.pop(found.module, None)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
 
 from ..model.linear import is_linear
-from .reads import MIXED, Call, Reach, Read, Reader
+from .reads import MIXED, Call, LinearObserver, Reach, Read
 
 
 @dataclass
@@ -28,8 +29,6 @@ class FoundBlock:
     Attributes:
         name: Dotted name of the innermost module with all of its layers; of the consumer if another block has it too.
         module: The module of that name in the probe's model.
-        consumer: Dotted name of the layer that reads the neurons.
-        units: Number of neurons.
         columns: Producer -> the neuron of each of its features, (features,).
         parameters: Parameter outside of linear layers -> the neuron of each of its elements, (elements,).
     """
@@ -44,70 +43,60 @@ class FoundBlock:
 
 def layers_of_linears(model: nn.Module) -> dict[str, str]:
     """Return linear layer -> the innermost element of an `nn.ModuleList` above it, for those that have one."""
-    names = [name for name, module in model.named_modules() if is_linear(module)]
-    return {name: layer for name in names if (layer := _layer_of(model, name))}
-
-
-def _layer_of(model: nn.Module, name: str) -> str:
-    """Return the innermost element of an `nn.ModuleList` above a module, or an empty string."""
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 1, -1):
-        if isinstance(model.get_submodule(".".join(parts[: length - 1])), nn.ModuleList):
-            return ".".join(parts[:length])
-    return ""
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    found = {}
+    for name in (name for name, module in model.named_modules() if is_linear(module)):
+        parts = name.split(".")
+        for length in range(1, len(parts) - 1):  # the last one found is the innermost
+            if ".".join(parts[:length]) in lists:
+                found[name] = ".".join(parts[: length + 1])
+    return found
 
 
 def found_blocks(
-    model: nn.Module, reader: Reader, layers: Mapping[str, str]
+    model: nn.Module, dense: LinearObserver, layers: Mapping[str, str]
 ) -> tuple[list[FoundBlock], dict[str, str]]:
-    """Return the feed-forward blocks of a model, and what is almost one.
+    """Return the feed-forward blocks of a model in the order of the run, and consumer -> why it is not quite one.
 
-    Args:
-        model: The probe's model.
-        reader: What its linear layers read in a run.
-        layers: From `layers_of_linears`.
-
-    Returns:
-        The blocks, in the order of the run, and consumer -> reason for what is a block but for that reason, and is in a
-        layer that has no other.
+    The latter are in layers that have no block.
     """
     reasons: dict[str, str] = {}
-    blocks = _named(model, _blocks(reader, reasons), layers)
+    blocks = _named(model, _blocks(dense, reasons), layers)
     having = {layers[block.consumer] for block in blocks}
     return blocks, {name: why for name, why in reasons.items() if layers[name] not in having}
 
 
-def _blocks(reader: Reader, reasons: dict[str, str]) -> list[FoundBlock]:
-    """Return the blocks, still without names; add to `reasons` why a layer is almost the consumer of one.
+def _blocks(dense: LinearObserver, reasons: dict[str, str]) -> list[FoundBlock]:
+    """Return the blocks, still without names; add to `reasons` why a layer is not quite the consumer of one.
 
     A layer that is called several times, with shared weights, must have the same producers every time.
     """
     calls: dict[str, list[Call]] = {}
-    for call in reader.reads:
+    for call in dense.reads:
         calls.setdefault(call[0], []).append(call)
     blocks = []
     for of_layer in calls.values():
-        found = [_block(reader.reads[call], call, reader, reasons) for call in of_layer]
+        found = [_block(dense.reads[call], call, dense, reasons) for call in of_layer]
         first = found[0]
         if first is None or not all(other is not None and _equal(first, other) for other in found[1:]):
             continue
-        fed = {c for call in of_layer for c in reader.reads[call].sources}
+        fed = {c for call in of_layer for c in dense.reads[call].sources}
         if all(call in fed for name in first.columns for call in calls[name]):
             blocks.append(first)
     return blocks
 
 
-def _block(read: Read, call: Call, reader: Reader, reasons: dict[str, str]) -> FoundBlock | None:
+def _block(read: Read, call: Call, dense: LinearObserver, reasons: dict[str, str]) -> FoundBlock | None:
     """Return the block whose consumer made a call, if there is one."""
     if not read.reach or not all(reach.at_token for reach in read.reach.values()):
         return None
     if all(reach.linear for reach in read.reach.values()):
         return None  # two layers with no activation between are one of low rank
-    if any(reader.reads[source].constant for source in read.reach):
+    if any(dense.reads[source].constant for source in read.reach):
         return None  # such as the network that makes position biases: it sees no sample
-    if reason := _reason_against(read, call, reader):
+    if reason := _reason_against(read, call, dense):
         reasons[read.layer] = reason
-    alone = all(reader.readers[source] == {call} for source in read.sources)
+    alone = all(dense.readers[source] == {call} for source in read.sources)
     if (
         reason
         or not alone
@@ -121,10 +110,10 @@ def _block(read: Read, call: Call, reader: Reader, reasons: dict[str, str]) -> F
     return FoundBlock("", nn.Module(), read.layer, read.columns, columns, parameters)
 
 
-def _reason_against(read: Read, call: Call, reader: Reader) -> str:
+def _reason_against(read: Read, call: Call, dense: LinearObserver) -> str:
     """Return why a layer that reads something like neurons is not the consumer of a block; else an empty string."""
     names = " and ".join(dict.fromkeys(name for name, _ in read.reach))
-    own = {source for source in read.reach if reader.readers[source] == {call}}
+    own = {source for source in read.reach if dense.readers[source] == {call}}
     if own < read.sources:
         made = " and ".join(
             dict.fromkeys(s[0] for s in read.reach if s in own and _one_each(read.reach[s], read.columns))
@@ -180,10 +169,5 @@ def _named(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping[str, 
 
 def _common(names: Iterable[str]) -> str:
     """Return the dotted name of the innermost module above all the named ones."""
-    paths = [name.split(".")[:-1] for name in names]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))

@@ -12,12 +12,7 @@ from ..units import Kept, PrunableModule
 
 
 def feature_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[tuple[str, int, Tensor]]:
-    """Return which features of the linear layers of a module stay.
-
-    Returns:
-        One tuple per layer that loses features: its name, 0 for output or 1 for input features, and the indices of the
-        features that stay, (features,) int64.
-    """
+    """Return the linear layers that lose features: name, 0 (output) or 1 (input), and what stays, (features,) int64."""
     cuts = []
     for name in module.producers:
         features = features_of(model.get_submodule(name))[0]
@@ -30,11 +25,7 @@ def feature_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[t
 
 
 def row_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[tuple[str, Tensor]]:
-    """Return which rows of the parameters of a module, outside of its linear layers, stay.
-
-    Returns:
-        One tuple per parameter that loses rows: its name, and the indices of the rows that stay, (rows,) int64.
-    """
+    """Return the parameters outside of linear layers that lose rows: name, and what stays, (rows,) int64."""
     cuts = []
     for name in module.parameters:
         rows = len(model.get_parameter(name))
@@ -45,16 +36,7 @@ def row_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[tuple
 
 
 def set_attributes(owner: nn.Module, module: PrunableModule, kept: Kept) -> dict[str, Any]:
-    """Set the attributes that count units or groups to the numbers that stay.
-
-    Args:
-        owner: The torch module that has the attributes.
-        module: Its description.
-        kept: The units that stay.
-
-    Returns:
-        Attribute -> its new value, for those that changed.
-    """
+    """Set the attributes of a module that count units or groups to the numbers that stay; return those that changed."""
     changed = {}
     for name, count in module.attributes.items():
         value = count.value(units=len(kept.units), groups=len(kept.kept_groups))

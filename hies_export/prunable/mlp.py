@@ -21,8 +21,8 @@ from ..kinds import MLP
 from ..units import Count, Kept, PrunableModule, Slice, Span
 from .blocks import FoundBlock, found_blocks, layers_of_linears
 from .probe import Probe
-from .reads import Call, Read, Reader, sample, signature, tensors_in
-from .rehearse import Meanings, fewer, rehearsed, same
+from .reads import LinearObserver, sample, signature, tensors_in
+from .rehearse import Meanings, Rehearsal, Wrong, rehearsed, same
 
 SUPPORTED = (
     "models whose feed-forward blocks are linear layers (nn.Linear or Conv1D, with or without gate, separate or fused) "
@@ -69,26 +69,28 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
     layers = layers_of_linears(probe.model)
     for parameter in probe.other_parameters():
         parameter.requires_grad_(True)
-    reader = Reader(probe, layers)
-    outputs = reader.end(_run(probe, batch, before=reader.before, after=reader.after))
+    dense = LinearObserver(probe, layers)
+    dense.end(_run(probe, batch, before=dense.before, after=dense.after))
     for parameter in probe.other_parameters():
         parameter.requires_grad_(False)
-    blocks, almost = found_blocks(probe.model, reader, layers)
+    blocks, almost = found_blocks(probe.model, dense, layers)
     for consumer, reason in almost.items():
-        raise UnsupportedModelError(
-            f"{label} cannot be cut: {reason} in front of {consumer}; supported are {SUPPORTED}"
-        )
+        raise _refusal(label, f"{reason} in front of {consumer}")
     if not blocks:
         raise UnsupportedModelError(
             f"{label} has no feed-forward block in its layers whose neurons reach one linear layer, each on its own; "
             f"supported are {SUPPORTED}"
         )
+
+    def rehearse(pairs: Sequence[tuple[FoundBlock, PrunableModule]]) -> Wrong[FoundBlock] | None:
+        return _NeuronRehearsal(dense, probe, pairs, _some).run(batch)
+
     pairs = [(block, _describe(block, probe, label)) for block in blocks]
+    return rehearsed(label, probe, pairs, _neuron_counts, rehearse, supported=SUPPORTED)
 
-    def rehearse(described: Sequence[PrunableModule]) -> tuple[FoundBlock | None, str]:
-        return _Rehearsal(probe, reader.reads, outputs, blocks, described).run(batch)
 
-    return rehearsed(probe, pairs, _neuron_counts, rehearse, label=label, supported=SUPPORTED)
+def _refusal(label: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{label} cannot be cut: {reason}; supported are {SUPPORTED}")
 
 
 def _run(probe: Probe, batch: Mapping[str, Tensor], **hooks: Callable[[str, Tensor], None]) -> Any:
@@ -99,36 +101,24 @@ def _run(probe: Probe, batch: Mapping[str, Tensor], **hooks: Callable[[str, Tens
 
 
 def _refuse_experts(model: PreTrainedModel, label: str) -> None:
-    """Refuse a mixture of experts.
-
-    Raises:
-        UnsupportedModelError: A module is called so, and has parameters.
-    """
+    """Refuse a mixture of experts: a module that is called so, and has parameters."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         named = _EXPERTS.fullmatch(name.rpartition(".")[2]) or "Experts" in kind
         if named and any(True for _ in module.parameters()):
-            raise UnsupportedModelError(
-                f"{label} cannot be cut: its neurons belong to a mixture of experts, of which each token sees a few, "
-                f"in {name} ({kind}); supported are {SUPPORTED}"
-            )
+            experts = "its neurons belong to a mixture of experts, of which each token sees a few,"
+            raise _refusal(label, f"{experts} in {name} ({kind})")
 
 
 def _describe(block: FoundBlock, probe: Probe, label: str) -> PrunableModule:
-    """Return the description of a block, still without its attributes.
-
-    Raises:
-        UnsupportedModelError: A parameter has values for each neuron, but not in rows.
-    """
+    """Return the description of a block, still without its attributes."""
     slices = [Slice(layer, 0, _spans(column, block.units)) for layer, column in block.columns.items()]
     for name, column in block.parameters.items():
         shape = probe.model.get_parameter(name).shape
         of_row = column.view(shape).flatten(1) if len(shape) > 1 else column[:, None]
         if (of_row != of_row[:, :1]).any():
-            raise UnsupportedModelError(
-                f"{label} cannot be cut: the parameter {name} has values for every neuron, but not in rows, in front "
-                f"of {block.consumer}; supported are {SUPPORTED}"
-            )
+            reason = f"the parameter {name} has values for every neuron, but not in rows,"
+            raise _refusal(label, f"{reason} in front of {block.consumer}")
         slices.append(Slice(name, 0, _spans(of_row[:, 0], block.units), parameter=True))
     return PrunableModule(
         name=block.name, kind=MLP, units=block.units, unit_width=1, consumer=block.consumer, slices=tuple(slices)
@@ -138,9 +128,7 @@ def _describe(block: FoundBlock, probe: Probe, label: str) -> PrunableModule:
 def _spans(unit_of: Tensor, units: int) -> tuple[Span, ...]:
     """Return the spans of features that belong to units, as many to each; `units.spans_of` is for few units.
 
-    Args:
-        unit_of: The unit of each feature, (features,) int64.
-        units: Number of units.
+    `unit_of` is the unit of each feature, (features,) int64.
     """
     owned = unit_of.argsort(stable=True).view(units, -1)  # (units, features per unit), ascending
     spans = []
@@ -175,51 +163,31 @@ def _some(module: PrunableModule) -> Kept:
     return module.kept(u for u in range(module.units) if u % 3 or module.units == 1)
 
 
-class _Rehearsal:
-    """A run of the probe with fewer neurons, compared with the dense run."""
+class _NeuronRehearsal(Rehearsal[FoundBlock]):
+    """With fewer neurons, consumers read those that stay, and all else and the outputs are as before."""
 
-    def __init__(
-        self,
-        probe: Probe,
-        dense: Mapping[Call, Read],
-        outputs: tuple[float, float],
-        blocks: Sequence[FoundBlock],
-        modules: Sequence[PrunableModule],
-    ):
-        self._probe, self._dense, self._outputs = probe, dense, outputs
-        self._pairs = list(zip(blocks, modules, strict=True))
-        self._kept = {block.module: _some(module) for block, module in self._pairs}
-        self._columns = {
-            block.consumer: module.columns(self._kept[block.module].units) for block, module in self._pairs
-        }
-        self._pending = {block.consumer: block for block in blocks}
-        self._latest = blocks[0]
+    def __init__(self, dense: LinearObserver, *args: Any):
+        super().__init__(*args)
+        self._dense = dense
+
+    def compare(self, batch: Mapping[str, Tensor]) -> None:
+        self.pending = {block.consumer: block for block, _ in self.pairs}
+        self._columns = {block.consumer: module.columns(self.kept[block.module].units) for block, module in self.pairs}
         self._calls: dict[str, int] = {}
-        self._wrong: list[tuple[FoundBlock, str]] = []
-
-    def run(self, batch: Mapping[str, Tensor]) -> tuple[FoundBlock | None, str]:
-        """Return the first block for which the two runs differ, and how; (None, "") if they agree."""
-        try:
-            with fewer(self._probe, self._pairs, self._kept):
-                returned = _run(self._probe, batch, before=self._before)
-            sums = [signature(tensor) for tensor in tensors_in(returned)]
-            if not _close((sum(s for s, _ in sums), sum(s for _, s in sums)), self._outputs):
-                self._wrong.append((self._latest, "the model's outputs change"))
-        except Exception as error:  # whatever the model's own code raises on shapes it does not expect
-            reason = " ".join(str(error).split())[:200]
-            self._wrong.append((next(iter(self._pending.values()), self._latest), reason))
-        return self._wrong[0] if self._wrong else (None, "")
+        returned = _run(self.probe, batch, before=self._before)
+        if not _close(signature(*tensors_in(returned)), self._dense.outputs):
+            self.wrong.append((self.latest, "the model's outputs change"))
 
     def _before(self, name: str, x: Tensor) -> None:
         self._calls[name] = self._calls.get(name, -1) + 1
-        dense = self._dense.get((name, self._calls[name]))
+        dense = self._dense.reads.get((name, self._calls[name]))
         columns = self._columns.get(name)
         if columns is not None:
-            self._latest = self._pending.pop(name, self._latest)
+            self.latest = self.pending.pop(name, self.latest)
             if dense is None or dense.rows is None or not same(sample(x), dense.rows[:, columns]):
-                self._wrong.append((self._latest, "it computes other neurons"))
+                self.wrong.append((self.latest, "it computes other neurons"))
         elif dense is None or not _close(signature(x), dense.signature):
-            self._wrong.append((self._latest, f"{name} reads something else"))
+            self.wrong.append((self.latest, f"{name} reads something else"))
 
 
 def _close(one: tuple[float, float], other: tuple[float, float]) -> bool:

@@ -13,23 +13,16 @@ from ..model.kernels import VisibleKeys, attend
 from ..model.linear import is_linear
 from .probe import Probe, head_of_columns, head_of_features
 
-SUPPORTED = (
-    "models whose attention goes through transformers' attention interface, between linear layers (nn.Linear or "
-    "Conv1D, separate or fused) with features of single heads, such as BERT, ViT, LLaMA, GPT-2, Phi-3 and LLaVA"
-)
-
 
 @dataclass
 class FoundAttention:
     """One attention module, as observed in a run of the probe.
 
     Attributes:
-        name: Dotted name of the module.
         module: The module of the probe's model.
         query, key, value: What the attention function was given, (batch, heads, tokens, head_dim).
         head_bias: Whether the attention mask differs between heads.
-        heads_of: "query", "key" or "value" -> linear layer -> two tensors (features,): the head that each feature
-            reaches, and whether it reaches any.
+        heads_of: "query", "key" or "value" -> linear layer -> what `head_of_features` says of its features.
         per_head: Parameter outside of linear layers whose every element belongs to one head -> whether these are
             key/value heads (else query heads), and the head of each element, in the parameter's shape.
         sinks: Attention sinks, (heads,), or None.
@@ -37,8 +30,7 @@ class FoundAttention:
         output: (batch, tokens, heads * value width), a leaf of the autograd graph.
         readers: Linear layers whose input depends on the output directly.
         read: Input of the last reader; None until there is one.
-        columns: "" (the output) or a layer that gates it -> two tensors (features,), as in `heads_of`, for the heads in
-            the input of the reader.
+        columns: "" (the output) or a layer that gates it -> what `head_of_columns` says of the reader's input.
     """
 
     name: str
@@ -57,12 +49,8 @@ class FoundAttention:
     columns: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-class Observer:
-    """Hooks for one run of a probe; they record the inputs and the readers of every attention module.
-
-    Attributes:
-        found: Module -> what was observed, in the order of the forward pass.
-    """
+class AttentionObserver:
+    """Hooks for one run of a probe, which record in `found`, by module, what feeds and what reads its heads."""
 
     def __init__(self, probe: Probe):
         self._names = {id(module): name for name, module in probe.model.named_modules()}

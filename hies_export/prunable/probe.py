@@ -2,8 +2,7 @@
 
 Every linear layer of the copy returns random features that do not depend on its input. So the inputs of the attention
 function depend only on the layers right in front of it, through the model's own code: views, splits, norms, rotations,
-gates. Derivatives then show which feature reaches which head. No weight is read, so the model may be of any size, and
-on the meta device.
+gates. Derivatives then show which feature reaches which head. The model may be of any size, and on the meta device.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ _LARGEST_REAL_PARAMETER = 2**20
 
 
 class Probe:
-    """A weightless copy of a model.
+    """A weightless copy of a model, in evaluation mode, on the CPU.
 
     Attributes:
-        model: The copy, in evaluation mode, on the CPU.
+        model: The copy.
         kept: Linear layer -> indices of the output features it returns; a layer not named returns all. A feature has
             the same values in every run, whichever others are left out.
         kept_rows: Parameter -> indices of the rows (axis 0) it has in a run; a parameter not named has all.
-        positive: Whether the features are uniform instead of normal: in (0, 1) at every other token, where no common
-            activation is flat, and in (-1, 1) at the others. A ReLU is off for half of all normal features, and its
-            input then has no derivative.
+        positive: Whether features are uniform, not normal: in (0, 1) at every other token, where no common activation
+            is flat, and in (-1, 1) at the others. A ReLU has no derivative at half of all normal features.
         config_reads: Module -> the names that it read from its own config in the last run.
     """
 
@@ -70,16 +68,13 @@ class Probe:
         before: Callable[[str, Tensor], None] | None = None,
         after: Callable[[str, Tensor], None] | None = None,
     ) -> Any:
-        """Run one forward pass.
+        """Run one forward pass, without labels, and return what the model returns.
 
         Args:
-            batch: Inputs of the model; labels are left out.
+            batch: Inputs of the model.
             before: Called with the name and the input of every linear layer, before it runs.
-            after: Called with the name and the features of every linear layer, (..., out_features), after it ran. The
-                features are a leaf that requires a gradient.
-
-        Returns:
-            What the model returns.
+            after: Called with the name and the features of every linear layer, (..., out_features), leaves that require
+                a gradient.
         """
         calls: dict[str, int] = {}
 
@@ -128,8 +123,8 @@ def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, 
         leaves: Layer -> its features, (..., features); or name -> a parameter, whose every element is a feature.
 
     Returns:
-        Leaf -> two tensors (features,), for every leaf that reaches the tensor. The first, int64, is the head that a
-        feature reaches, or -1 if it reaches none or several. The second, bool, is whether it reaches any.
+        Leaf that reaches the tensor -> the head of each feature, (features,) int64, -1 for none or several, and whether
+        it reaches any, (features,) bool.
     """
     generator = torch.Generator().manual_seed(0)
     weights = 0.5 + torch.rand(tensor.shape, generator=generator)

@@ -54,12 +54,10 @@ class Read:
     """One call of a linear layer, as observed.
 
     Attributes:
-        layer: Dotted name of the layer.
-        columns: Number of its input columns.
         sources: Calls of the layers on whose features its input depends.
         constant: Whether its input depends on nothing but buffers, such as a table of coordinates.
-        reach: Of those of them that were looked into, which column each feature reaches.
-        parameters: The same of parameters outside of linear layers, by name.
+        reach: Source that was looked into -> which column each of its features reaches.
+        parameters: Parameter outside of linear layers -> the same of its elements.
         rows: Some rows of the input, (rows, columns), if `reach` is not empty.
         signature: Two sums over the input, by which a changed one is noticed.
     """
@@ -74,12 +72,13 @@ class Read:
     signature: tuple[float, float] = (0.0, 0.0)
 
 
-class Reader:
-    """Hooks for one run of a probe; they record what every linear layer reads.
+class LinearObserver:
+    """Hooks for one run of a probe, which record what every linear layer reads.
 
     Attributes:
         reads: Call -> what was observed, in the order of the calls.
-        readers: Call -> the calls whose inputs depend on its features.
+        readers: Call -> the calls whose inputs depend on its features; ("", 0) stands for the model's outputs.
+        outputs: Signature of the model's outputs.
     """
 
     def __init__(self, probe: Probe, inside: Iterable[str]):
@@ -91,6 +90,7 @@ class Reader:
         self._calls: dict[str, int] = {}
         self.reads: dict[Call, Read] = {}
         self.readers: dict[Call, set[Call]] = {}
+        self.outputs = (0.0, 0.0)
 
     def before(self, name: str, x: Tensor) -> None:
         """Record what the input of a linear layer depends on."""
@@ -124,14 +124,13 @@ class Reader:
         """Remember the features of a linear layer."""
         self._leaves[features] = (name, self._calls[name])
 
-    def end(self, outputs: Any) -> tuple[float, float]:
-        """Record which features the model's outputs depend on; return the signature of the outputs."""
-        sums = [0.0, 0.0]
-        for tensor in tensors_in(outputs):
+    def end(self, outputs: Any) -> None:
+        """Record which features the model's outputs depend on, and their signature."""
+        tensors = list(tensors_in(outputs))
+        self.outputs = signature(*tensors)
+        for tensor in tensors:
             for leaf in self._below(tensor)[0]:
                 self.readers.setdefault(leaf, set()).add(("", 0))
-            sums = [one + other for one, other in zip(sums, signature(tensor), strict=True)]
-        return sums[0], sums[1]
 
     def _below(self, x: Tensor) -> tuple[dict[Call, Tensor], dict[str, nn.Parameter]]:
         """Return the features, and the parameters outside of linear layers, that a tensor depends on."""
@@ -219,10 +218,13 @@ def sample(x: Tensor) -> Tensor:
     return rows[:: max(1, len(rows) // _SAMPLED_ROWS)].clone()
 
 
-def signature(x: Tensor) -> tuple[float, float]:
-    """Return the sum of a tensor's elements, and the sum of their sizes."""
-    values = x.detach()
-    return values.sum(dtype=torch.float64).item(), torch.linalg.vector_norm(values.flatten(), 1).item()
+def signature(*tensors: Tensor) -> tuple[float, float]:
+    """Return the sum of all elements, and the sum of their sizes."""
+    values = [tensor.detach() for tensor in tensors]
+    return (
+        sum(v.sum(dtype=torch.float64).item() for v in values),
+        sum(torch.linalg.vector_norm(v.flatten(), 1).item() for v in values),
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
