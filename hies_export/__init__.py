@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .calibrate.collect import collect_statistics
-    from .calibrate.effects import collect_effects
     from .checkpoint.loading import HIESModel, load
     from .checkpoint.save import save_slim
     from .errors import (
@@ -101,7 +100,6 @@ _HOMES = {
     "UnsupportedModelError": "errors",
     "apply_plan": "stream.apply",
     "bench": "pipeline.bench",
-    "collect_effects": "calibrate.effects",
     "collect_statistics": "calibrate.collect",
     "compare_cut": "slim.check",
     "compare_latency": "measure.latency",

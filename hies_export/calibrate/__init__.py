@@ -1,15 +1,14 @@
 """Run calibration batches through a dense model, and collect what scoring and refitting need.
 
-In go a model, its `PrunableModule`s and batches, out come `Statistics` (averages per unit), `Effects` (inputs and
+In go a model, its `PrunableModule`s and batches, out come `Statistics` (averages per unit), effects (inputs and
 gradients of every consumer) or moments (sums for least squares). The model is restored afterwards.
 
 collect.py    `collect_statistics`: one forward and one backward pass per batch
-totals.py     its sums over samples
 gates.py      "his": gradients to a gate of one on every unit's output
 entropy.py    "entropy": entropies of attention rows
 inputs.py     "activation_l2", "output_norm" and "obs": sums over the inputs of consumers
 weights.py    "weight_l2", "taylor" and "channel_taylor": sums over weights and their gradients
-effects.py    `collect_effects` and `EffectStream`, for `score_compensated`
+effects.py    `EffectStream`, for `score_compensated`
 moments.py    `collect_moments` and `MomentStream`, for `compensate`
 ridge.py      `Moments`, and the ridge regression that they allow
 sums.py       `LayerMoments`: running sums, from which moments follow for any weight of the tokens

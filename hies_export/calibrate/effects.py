@@ -39,25 +39,16 @@ class LayerEffects:
     centred: bool
 
 
-@dataclass(frozen=True)
-class Effects:
-    """Inputs and gradients of all consumers on the calibration samples, for `score_compensated`.
-
-    Attributes:
-        layers: Module -> effects of its consumer.
-        samples: Number of samples.
-    """
-
-    layers: Mapping[str, LayerEffects]
-    samples: int
-
-
 class EffectStream(Stream[LayerEffects]):
-    """The effects of every consumer, module by module, under a memory limit; see `Stream` and `collect_effects`.
+    """Inputs of every consumer, and gradients of the prediction with respect to them, under a memory limit.
+
+    See `Stream` and `predictions`. Each pass runs every batch forward and backward, with every weight frozen. A module
+    takes 8 bytes for each real token and input, e.g. 150 MB for 8,000 tokens and 6 layers of width 384.
 
     Args:
         model: A classifier, regressor or language model; it is restored after each pass.
-        batches: Keyword arguments of the model, as in `collect_effects`.
+        batches: Keyword arguments of the model; padding is excluded by their `attention_mask`. Covariances of hundreds
+            of inputs need about 256 samples; with fewer, use a larger ridge.
         modules: The modules whose consumers to watch, in the order in which the model runs them.
         limit_bytes: Bytes that the effects of a group of modules may take.
         owners: As in `Stream`.
@@ -68,6 +59,7 @@ class EffectStream(Stream[LayerEffects]):
 
     Raises:
         DataError: There is no batch, or a language model's sample has no label token.
+        NonFiniteError: A prediction or a gradient is NaN or infinite; the message names the batch.
 
     Examples:
         >>> stream = EffectStream(model, batches, modules, limit_bytes=1 << 30)
@@ -85,86 +77,35 @@ class EffectStream(Stream[LayerEffects]):
         owners: Mapping[str, int] | None = None,
         progress: Progress = SILENT,
     ):
-        _check(batches)
+        if not batches:
+            raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
+        check_label_tokens(batches)
         self._model, self._batches, self._progress = model, batches, progress
         self.samples = sum(map(size_of, batches))
         super().__init__(modules, _sizes(model, batches, modules), limit_bytes, what="the effects", owners=owners)
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerEffects]:
-        return _collect(self._model, self._batches, group, self.owners, self._progress)
-
-
-def collect_effects(
-    model: PreTrainedModel,
-    batches: Sequence[dict[str, Tensor]],
-    modules: Sequence[PrunableModule],
-    *,
-    progress: Progress = SILENT,
-) -> Effects:
-    """Record the inputs of every consumer, and the gradient of the model's prediction with respect to them.
-
-    The prediction of a regressor is its output. That of a classifier is the margin of the predicted class over the
-    runner-up. That of a language model is the log-probability of the labels, or without labels of the text itself; see
-    `predictions`.
-
-    Each batch takes one forward and one backward pass, with every weight frozen. Memory is 8 bytes for each real token
-    and input of each consumer, e.g. 150 MB for 8,000 tokens and 6 layers of width 384. `EffectStream` takes as many
-    passes as a limit makes necessary.
-
-    Args:
-        model: A classifier, regressor or language model; its weights, mode and gradients are restored.
-        batches: Keyword arguments of the model; padding is excluded by their `attention_mask`. Covariances of hundreds
-            of inputs need about 256 samples; with fewer, use a larger ridge.
-        modules: From `find_attention`.
-        progress: Shows the loop over the batches.
-
-    Returns:
-        The inputs and gradients of every consumer, at all real tokens.
-
-    Raises:
-        DataError: There is no batch, or a language model's sample has no label token.
-        NonFiniteError: A prediction or a gradient is NaN or infinite; the message names the batch.
-    """
-    _check(batches)
-    owners = dict.fromkeys((module.name for module in modules), 0)
-    layers = processes.merged(_collect(model, batches, modules, owners, progress))
-    return Effects(layers=layers, samples=sum(map(size_of, batches)))
-
-
-def _check(batches: Sequence[Mapping[str, Tensor]]) -> None:
-    if not batches:
-        raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
-    check_label_tokens(batches)
-
-
-def _collect(
-    model: PreTrainedModel,
-    batches: Sequence[dict[str, Tensor]],
-    modules: Sequence[PrunableModule],
-    owners: Mapping[str, int],
-    progress: Progress,
-) -> dict[str, LayerEffects]:
-    """Return the effects of every consumer that this process owns, from one pass over the batches."""
-    # Of each call: the number of its batch, inputs, gradients and samples.
-    parts: dict[str, list[tuple[int, Tensor, Tensor, Tensor]]] = {module.name: [] for module in modules}
-    first = [0, *accumulate(map(size_of, batches))]
-    with reading(model, modules, gradients=True) as read, threads_for(model, batches):
-        for index, batch in progress.track(processes.share(batches), "effects"):
-            numbers = torch.arange(first[index], first[index + 1])
-            for one in read(batch, index):
-                assert one.gradients is not None
-                sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
-                inputs, gradients = (t[one.real].float().cpu() for t in (one.inputs, one.gradients))
-                parts[one.name].append((index, inputs, gradients, sample))
-    layers = {}
-    for module in modules:
-        calls = [call for part in processes.gather(parts.pop(module.name), owners[module.name]) for call in part]
-        if owners[module.name] == processes.rank():
-            in_order = sorted(calls, key=lambda call: call[0])
-            inputs, gradients, sample = (torch.cat(part) for part in [*zip(*in_order, strict=True)][1:])
-            centred = model.get_submodule(module.consumer).bias is not None
-            layers[module.name] = LayerEffects(inputs, gradients, sample, centred)
-    return layers
+        # Of each call: the number of its batch, inputs, gradients and samples.
+        parts: dict[str, list[tuple[int, Tensor, Tensor, Tensor]]] = {module.name: [] for module in group}
+        first = [0, *accumulate(map(size_of, self._batches))]
+        with reading(self._model, group, gradients=True) as read, threads_for(self._model, self._batches):
+            for index, batch in self._progress.track(processes.share(self._batches), "effects"):
+                numbers = torch.arange(first[index], first[index + 1])
+                for one in read(batch, index):
+                    assert one.gradients is not None
+                    sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
+                    inputs, gradients = (t[one.real].float().cpu() for t in (one.inputs, one.gradients))
+                    parts[one.name].append((index, inputs, gradients, sample))
+        layers = {}
+        for module in group:
+            owner = self.owners[module.name]
+            calls = [call for part in processes.gather(parts.pop(module.name), owner) for call in part]
+            if owner == processes.rank():
+                in_order = sorted(calls, key=lambda call: call[0])
+                inputs, gradients, sample = (torch.cat(part) for part in [*zip(*in_order, strict=True)][1:])
+                centred = self._model.get_submodule(module.consumer).bias is not None
+                layers[module.name] = LayerEffects(inputs, gradients, sample, centred)
+        return layers
 
 
 def _sizes(

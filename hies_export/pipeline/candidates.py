@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
-from .. import processes
 from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
-from ..calibrate.effects import EffectStream
 from ..calibrate.moments import MomentStream
 from ..calibrate.stream import LIMIT_BYTES
 from ..data.batches import Batch
 from ..data.targets import size_of
-from ..model.threads import threads_for
 from ..model.tokens import count_tokens
 from ..progress import Progress
 from ..recipe import PruningRecipe
-from ..score.compensated import RemovalOptions, removal_chain, scores_of_chains
+from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, needs_of, score_modules, uses_alpha
 from ..tasks import TASKS
 from ..values import Scores, Statistics
@@ -120,29 +116,16 @@ class Candidates:
             moments = MomentStream(
                 prepared.model, prepared.scored, prepared.compensation, limit_bytes=limit, progress=self.progress
             )
-        effects = EffectStream(
+        self.progress.stage("rank units by greedy removal")
+        return score_compensated(
             prepared.model,
             self.effect_batches,
             prepared.scored,
+            moments=moments,
+            per_sample=not self._generative,
             limit_bytes=limit,
-            # Whoever owns the one needs the other.
-            owners=None if moments is None else moments.owners,
             progress=self.progress,
         )
-        options = RemovalOptions(per_sample=not self._generative, device=prepared.model.device)
-        names = {module.name for module in prepared.scored}
-        known = iter(()) if moments is None else moments.each(names)
-        chains = {}
-        self.progress.stage("rank units by greedy removal")
-        # Both streams yield the modules in the model's order.
-        with threads_for(prepared.model, self.effect_batches):
-            for (module, layer), pair in zip_longest(effects.each(None), known):
-                if layer is not None:
-                    found = None if pair is None else pair[1]
-                    spread = None if found is None else found.spread(centred=layer.centred)
-                    chains[module.name] = removal_chain(layer, module, effects.samples, spread=spread, options=options)
-        chains = processes.merged(chains)
-        return scores_of_chains(prepared.scored, [chains[module.name] for module in prepared.scored], options)
 
 
 def criterion_of(scores: Scores, recipe: PruningRecipe) -> str:

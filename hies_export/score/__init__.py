@@ -1,7 +1,7 @@
 """Turn what calibration collected into one score per unit; a higher score means keep.
 
-In go `Statistics` and the name of a criterion, or `Effects`, out come `Scores`. To add a criterion, decorate a function
-with `criterion`.
+In go `Statistics` and the name of a criterion, or a model and batches, out come `Scores`. To add a criterion, decorate
+a function with `criterion`.
 
 criteria.py       the criteria by name, `criterion` to register one, and `score_units`
 normalize.py      min-max normalisation over the model or over each module

@@ -21,16 +21,21 @@ counts there. Units are removed step by step, each time those that raise e least
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ..calibrate.effects import Effects, LayerEffects
-from ..calibrate.moments import Spread
+from .. import processes
+from ..calibrate.effects import EffectStream, LayerEffects
+from ..calibrate.moments import MomentStream, Spread
+from ..calibrate.stream import LIMIT_BYTES
 from ..errors import RecipeError
 from ..kinds import ATTENTION
+from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 from ..units import PrunableModule
 from ..values import Chain, Removal, Scores
@@ -72,47 +77,56 @@ DEFAULT = RemovalOptions()
 
 
 def score_compensated(
-    effects: Effects,
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, Tensor]],
     modules: Sequence[PrunableModule],
     *,
+    moments: MomentStream | None = None,
     ridge: float = 0.1,
     per_sample: bool = True,
-    spreads: Mapping[str, Spread] | None = None,
+    limit_bytes: float = LIMIT_BYTES,
     progress: Progress = SILENT,
 ) -> Scores:
     """Score every unit by its rank in a greedy removal of all units of its kind.
 
     Args:
-        effects: From `collect_effects`.
-        modules: The modules that `effects` were collected of.
+        model: A classifier, regressor or language model; its weights, mode and gradients are restored.
+        batches: Keyword arguments of the model, whose predictions the removals should change least. Labels are read
+            only if they are tokens. Fewer than about 256 samples need a larger ridge, or `moments`.
+        modules: The modules that may lose units, heads or neurons, in the model's order.
+        moments: The moments of at least these modules, from rows with more tokens than `batches` have: with few tokens,
+            an order takes neurons to be free that are not. By default those of `batches`.
         ridge, per_sample: See `RemovalOptions`.
-        spreads: Module -> mu and C of its consumer's inputs, from more tokens than the effects have; see
-            `LayerMoments.spread`. With few tokens, an order takes neurons to be free that are not. By default those of
-            the effects' own tokens.
-        progress: Shows the loop over the modules.
+        limit_bytes: Bytes that inputs and gradients of several modules may take together, see `EffectStream`.
+        progress: Shows the loops over the batches.
 
     Returns:
-        See `scores_of_chains`.
+        The chains of removals, and as score of a unit its rank among the units of its kind, in [0, 1): (units,)
+        float64 per module.
 
     Raises:
         RecipeError: The ridge is not positive.
+        DataError: There is no batch, or a language model's sample has no label token.
+        NonFiniteError: A prediction or a gradient is NaN or infinite; the message names the batch.
 
     Examples:
-        >>> score_compensated(collect_effects(model, batches, modules), modules).criterion
+        >>> score_compensated(model, batches, modules).criterion
         'compensated'
     """
-    options = RemovalOptions(ridge, per_sample)
-    chains = [
-        removal_chain(
-            effects.layers[module.name],
-            module,
-            effects.samples,
-            spread=None if spreads is None else spreads[module.name],
-            options=options,
-        )
-        for module in progress.track(modules, "greedy removal")
-    ]
-    return scores_of_chains(modules, chains, options)
+    options = RemovalOptions(ridge, per_sample, model.device)
+    # Whoever owns the effects of a module needs its moments.
+    owners = None if moments is None else moments.owners
+    known = repeat((None, None)) if moments is None else moments.each({module.name for module in modules})
+    chains = {}
+    with threads_for(model, batches):
+        effects = EffectStream(model, batches, modules, limit_bytes=limit_bytes, owners=owners, progress=progress)
+        # Both streams yield the modules in the model's order.
+        for (module, layer), (_, found) in zip(effects.each(None), known, strict=False):
+            if layer is not None:
+                spread = None if found is None else found.spread(centred=layer.centred)
+                chains[module.name] = removal_chain(layer, module, effects.samples, spread=spread, options=options)
+    chains = processes.merged(chains)
+    return scores_of_chains(modules, [chains[module.name] for module in modules], options)
 
 
 def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], options: RemovalOptions) -> Scores:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from support.cuts import by_module
 from support.generative import padded, with_images
 from support.models import bert, causal_lm, image_batch, llama, llava, text_batch, vit
 from support.neurons import half, neurons, one_by_one
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import OPTConfig, OPTForSequenceClassification, PreTrainedModel
 
 from hies_export.calibrate import ridge, sums
-from hies_export.calibrate.effects import EffectStream, collect_effects
+from hies_export.calibrate.effects import EffectStream
 from hies_export.calibrate.moments import Moments, MomentStream, bytes_of, collect_moments
 from hies_export.errors import DataError, NonFiniteError, RequestError
 from hies_export.prunable.attention import find_attention
@@ -265,20 +266,21 @@ def test_groups_of_modules_give_the_same_effects_in_more_passes(case: str) -> No
     model = make()
     batches = [{k: v for k, v in batch.items() if k != "labels"} for batch in make_batches()]
     modules = both_kinds(model, batches[0])
-    whole = collect_effects(model, batches, modules)
-    sizes = [sum(t.nbytes for t in (e.inputs, e.gradients, e.sample)) for e in whole.layers.values()]
+    everything = EffectStream(model, batches, modules)
+    whole = by_module(everything)
+    sizes = [sum(t.nbytes for t in (e.inputs, e.gradients, e.sample)) for e in whole.values()]
     tokens = naive(model, modules[-1], batches)
-    last = whole.layers[modules[-1].name]
+    last = whole[modules[-1].name]
     np.testing.assert_allclose(last.gradients.numpy(), tokens.g, atol=1e-4 * np.abs(tokens.g).max())
     assert last.sample.tolist() == tokens.sample.tolist()
     for limit, groups in ((1, len(modules)), (sum(sizes) - 1, 2), (sum(sizes), 1)):
         stream = EffectStream(model, batches, modules, limit_bytes=limit)
-        assert (stream.samples, len(stream.groups)) == (whole.samples, groups)
+        assert (stream.samples, len(stream.groups)) == (everything.samples, groups)
         for _ in range(2):
             for (module, found), expected in zip(stream, modules, strict=True):
                 assert module is expected
                 for name in ("inputs", "gradients", "sample"):
-                    assert torch.equal(getattr(found, name), getattr(whole.layers[module.name], name))
+                    assert torch.equal(getattr(found, name), getattr(whole[module.name], name))
         assert stream.passes == (1 if groups == 1 else 2 * groups)
     assert EffectStream(model, batches[:1], modules, limit_bytes=1).samples == len(next(iter(batches[0].values())))
 

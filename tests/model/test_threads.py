@@ -10,13 +10,13 @@ import torch
 from support.models import bert, image_batch, llava, text_batch, vit
 
 from hies_export.calibrate.collect import collect_statistics
-from hies_export.calibrate.effects import collect_effects
 from hies_export.calibrate.moments import collect_moments
 from hies_export.evaluate.predict import predict
 from hies_export.measure.counts import count_flops
 from hies_export.measure.environment import environment
 from hies_export.model import threads
 from hies_export.prunable.find import find_modules
+from hies_export.score.compensated import score_compensated
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def seen_in(model: Any, loop: str) -> set[int]:
     try:
         functions = {
             "score": lambda: collect_statistics(model, batches, found),
-            "effects": lambda: collect_effects(model, batches, found),
+            "effects": lambda: score_compensated(model, batches, found),
             "moments": lambda: collect_moments(model, found, batches),
             "predict": lambda: predict(model, batches),
         }

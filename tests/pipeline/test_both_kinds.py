@@ -18,7 +18,6 @@ from transformers import AutoModelForSequenceClassification
 
 import hies_export
 from hies_export.calibrate.collect import collect_statistics
-from hies_export.calibrate.effects import collect_effects
 from hies_export.calibrate.moments import MomentStream
 from hies_export.cost.flops import flops_table
 from hies_export.cost.parameters import parameters_table
@@ -180,11 +179,9 @@ def by_hand(prepared: Prepared) -> list[tuple[Scores, Selection]]:
     table = flops_table(prepared.model, prepared.sites, batch=batch)
     statistics = collect_statistics(prepared.model, prepared.calibration, prepared.sites)
     stream = MomentStream(prepared.model, prepared.sites, prepared.compensation)
-    spreads = {module.name: found.spread(centred=True) for module, found in stream}
-    # There are too few rows to reach the number of tokens that greedy removal wants, so it takes all.
-    effects = collect_effects(prepared.model, prepared.compensation, prepared.sites)
     scores = [
-        score_compensated(effects, prepared.sites, spreads=spreads),
+        # There are too few rows to reach the number of tokens that greedy removal wants, so it takes all.
+        score_compensated(prepared.model, prepared.compensation, prepared.sites, moments=stream),
         score_modules(statistics, prepared.sites, criterion="fisher"),
         *(score_modules(statistics, prepared.sites, alpha=alpha) for alpha in (0.3, 0.6, 0.9, 0.99)),
         score_modules(statistics, prepared.sites, criterion="his"),

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.cuts import plan_of
+from support.cuts import by_module, plan_of
 from support.models import bert, image_batch, llama, save_text_model, text_batch, vit, write_rows
 from support.neurons import neurons
 from support.references import RIDGE, naive_effect
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.effects import Effects, LayerEffects, collect_effects
+from hies_export.calibrate.effects import EffectStream, LayerEffects
 from hies_export.calibrate.moments import MomentStream, Spread
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.pipeline.choose import choose, write_choice
@@ -27,7 +27,7 @@ from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
 from hies_export.score import compensated
-from hies_export.score.compensated import RemovalOptions, removal_chain, score_compensated
+from hies_export.score.compensated import RemovalOptions, removal_chain, score_compensated, scores_of_chains
 from hies_export.score.criteria import score_units
 from hies_export.units import PrunableModule
 
@@ -65,8 +65,7 @@ def test_it_is_greedy_by_the_effect_of_the_compensated_layers(make: Callable[...
     model = make(intermediate_size=6)
     batches = [image_batch(9), image_batch(7)] if make is vit else [text_batch(4, 20), text_batch(8, 30)]
     modules = [*find_attention(model, batches[0]), *neurons(model)]
-    effects = collect_effects(model, batches, modules)
-    found = score_compensated(effects, modules, ridge=RIDGE, per_sample=per_sample)
+    found = score_compensated(model, batches, modules, ridge=RIDGE, per_sample=per_sample)
     assert (found.criterion, found.parameters) == ("compensated", {"ridge": RIDGE, "per_sample": per_sample})
     assert len(found.chains) == len(modules)
     for module, chain in zip(modules, found.chains, strict=True):
@@ -257,25 +256,24 @@ def test_few_tokens_take_neurons_to_be_free_and_more_tokens_do_not() -> None:
 def test_moments_reach_the_modules_they_were_collected_of() -> None:
     model, batches, others = bert(intermediate_size=16), [text_batch(8, 20)], [text_batch(8, 30), text_batch(8, 30)]
     modules = [*find_attention(model, batches[0]), *neurons(model)]
-    effects = collect_effects(model, batches, modules)
-    spreads = {m.name: found.spread(centred=True) for m, found in MomentStream(model, modules, others)}
-    found = score_compensated(effects, modules, spreads=spreads)
-    for module, chain in zip(modules, found.chains, strict=True):
-        layer = effects.layers[module.name]
-        assert chain == removal_chain(layer, module, 8, spread=spreads[module.name])
+    effects, moments = by_module(EffectStream(model, batches, modules)), MomentStream(model, modules, others)
+    found = score_compensated(model, batches, modules, moments=moments)
+    for (module, known), chain in zip(moments, found.chains, strict=True):
+        layer = effects[module.name]
+        assert chain == removal_chain(layer, module, 8, spread=known.spread(centred=True))
         assert [r.effect for r in chain[:-1]] != pytest.approx([r.effect for r in removal_chain(layer, module, 8)[:-1]])
 
 
 def test_the_order_over_modules_is_by_slope_and_budgets_are_nested() -> None:
     model, batches = bert(intermediate_size=12), [text_batch(8, 30)]
     sites, blocks = find_attention(model, batches[0]), neurons(model)
-    effects = collect_effects(model, batches, [*sites, *blocks])
+    layers = by_module(EffectStream(model, batches, [*sites, *blocks]))
     # Modules on which predictions hang a thousand times less are emptied, up to one unit, before the others.
-    layers = dict(effects.layers)
     for module in (sites[1], blocks[2]):
         layer = layers[module.name]
         layers[module.name] = LayerEffects(layer.inputs, layer.gradients * 1e-3, layer.sample, layer.centred)
-    found = score_compensated(Effects(layers, effects.samples), [*sites, *blocks])
+    chains = [removal_chain(layers[module.name], module, 8) for module in (*sites, *blocks)]
+    found = scores_of_chains([*sites, *blocks], chains, RemovalOptions())
     for kind, small, total in ((sites, sites[1], 18), (blocks, blocks[2], 36)):
         ranks = {m.name: (found.scores[m.name] * total).round().int().tolist() for m in kind}
         # Heads rank among heads, and neurons among neurons.
@@ -290,8 +288,8 @@ def test_the_order_over_modules_is_by_slope_and_budgets_are_nested() -> None:
 
 
 def test_groups_share_a_rank() -> None:
-    layer = layer_of(100, 16, 10, centred=False)
-    found = score_compensated(Effects({"layer": layer}, 10), [module_of(8, width=2, groups=4)])
+    layer, module = layer_of(100, 16, 10, centred=False), module_of(8, width=2, groups=4)
+    found = scores_of_chains([module], [removal_chain(layer, module, 10)], RemovalOptions())
     by_group = found.scores["layer"].view(4, 2)
     assert torch.equal(by_group[:, 0], by_group[:, 1])
     assert sorted(by_group[:, 0].tolist()) == [0, 0.25, 0.5, 0.75]
@@ -310,15 +308,15 @@ def test_the_model_is_left_as_it_was(training: bool) -> None:
         assert all(p.grad is None and p.requires_grad == (p is not frozen) for p in model.parameters())
         assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
-    first = collect_effects(model, [batch], sites)
+    first = by_module(EffectStream(model, [batch], sites))
     check()
     with torch.no_grad():  # nobody has to know that a gradient is needed
-        again = collect_effects(model, [batch], sites)
-    assert all(torch.equal(first.layers[k].gradients, again.layers[k].gradients) for k in first.layers)
+        again = by_module(EffectStream(model, [batch], sites))
+    assert all(torch.equal(first[k].gradients, again[k].gradients) for k in first)
     with torch.no_grad():
         model.classifier.weight[0, 0] = state["classifier.weight"][0, 0] = float("inf")
     with pytest.raises(NonFiniteError, match="batch 0 gave NaN or infinity"):
-        collect_effects(model, [batch], sites)
+        score_compensated(model, [batch], sites)
     model.classifier.weight.data[0, 0] = state["classifier.weight"][0, 0] = 0.0
     check()
 
@@ -327,10 +325,9 @@ def test_padding_and_labels_make_no_difference() -> None:
     model, batch = bert(), text_batch(4, 12)
     sites = find_attention(model, batch)
     wider = {k: torch.nn.functional.pad(batch[k], (0, 7)) for k in ("input_ids", "attention_mask")}
-    one, other = (collect_effects(model, [b], sites) for b in (batch, wider))
-    assert one.samples == 4
+    one, other = (by_module(EffectStream(model, [b], sites)) for b in (batch, wider))
     for site in sites:
-        a, b = one.layers[site.name], other.layers[site.name]
+        a, b = one[site.name], other[site.name]
         assert len(a.inputs) == batch["attention_mask"].sum()
         assert torch.bincount(a.sample).tolist() == batch["attention_mask"].sum(1).tolist()
         assert torch.equal(a.sample, b.sample)
@@ -362,14 +359,13 @@ def test_a_recipe_may_name_it(
     # The plan keeps the name that the recipe gave.
     assert (choice.plan.criterion, choice.plan.alpha, choice.plan.removed) == (name, None, 9)
     assert choice.plan.calibration["labels"] == "predictions"  # those of the rows are not looked at
-    sites, spreads = prepared.sites, None
+    sites, moments = prepared.sites, None
     rows = prepared.calibration
     if compensate:  # the rows to refit on are more than those to score on, so their gradients and moments are used
         rows = prepared.compensation
-        stream = MomentStream(prepared.model, sites, prepared.compensation)
-        spreads = {module.name: found.spread(centred=True) for module, found in stream}
+        moments = MomentStream(prepared.model, sites, prepared.compensation)
     assert choice.plan.calibration["samples"] == (40 if compensate else 24)
-    expected = score_compensated(collect_effects(prepared.model, rows, sites), sites, spreads=spreads)
+    expected = score_compensated(prepared.model, rows, sites, moments=moments)
     assert all(torch.equal(choice.scores.scores[s.name], expected.scores[s.name]) for s in sites)
     assert plan_of(expected, sites, heads=0.5).kept == choice.plan.kept
     write_choice(tmp_path, choice)
@@ -382,10 +378,10 @@ def test_bad_requests() -> None:
     model, batch = bert(), text_batch(4)
     sites = find_attention(model, batch)
     with pytest.raises(DataError, match="at least one sample, got none; raise calibration.samples"):
-        collect_effects(model, [], sites)
+        score_compensated(model, [], sites)
     for ridge in (0, -1, float("nan")):
         with pytest.raises(RecipeError, match=f"ridge must be above 0, got {ridge}"):
-            score_compensated(collect_effects(model, [batch], sites), sites, ridge=ridge)
+            score_compensated(model, [batch], sites, ridge=ridge)
     for name in ("compensated", "hies-compensated"):
         with pytest.raises(RecipeError, match=f"got '{name}'; {name} is scored by score_compensated"):
             score_units(None, criterion=name)  # type: ignore[arg-type]

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support.cuts import random_cut
+from support.cuts import by_module, random_cut
 from support.generative import padded, unpadded, with_images
 from support.models import bert, causal_lm, llava
 from support.references import RIDGE, design_formula, kept_columns, naive_effect
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.effects import collect_effects
+from hies_export.calibrate.effects import EffectStream
 from hies_export.calibrate.predictions import text_labels
 from hies_export.errors import DataError
 from hies_export.model.tokens import real_tokens
@@ -64,10 +64,11 @@ def test_effects_are_of_the_log_probability_of_the_text(
 ) -> None:
     model, batches = make(), make_batches(side)
     sites = find_attention(model, batches[0])
-    effects = collect_effects(model, batches, sites)
-    assert effects.samples == 9
+    stream = EffectStream(model, batches, sites)
+    assert stream.samples == 9
+    effects = by_module(stream)
     for site in sites:
-        layer, samples = effects.layers[site.name], collected(model, site.consumer, batches)
+        layer, samples = effects[site.name], collected(model, site.consumer, batches)
         weight = model.get_submodule(site.consumer).weight.detach().double().numpy()
         assert layer.centred == ("vision" in site.name)  # LLaMA's projections have no bias
         assert torch.bincount(layer.sample).tolist() == [len(x) for x, _, _ in samples]
@@ -77,7 +78,7 @@ def test_effects_are_of_the_log_probability_of_the_text(
     last = sites[-1]
     # A text is no single prediction, so the changes of its tokens are not added up.
     options = RemovalOptions(RIDGE, per_sample=False)
-    first, _ = removal_chain(effects.layers[last.name], last, effects.samples, options=options)
+    first, _ = removal_chain(effects[last.name], last, stream.samples, options=options)
     samples = collected(model, last.consumer, batches)
     costs = [naive_effect(model, last, samples, [1 - group], per_sample=False) for group in (0, 1)]
     cheapest = int(np.argmin(costs))
@@ -88,11 +89,11 @@ def test_effects_are_of_the_log_probability_of_the_text(
 def test_the_labels_are_the_text_and_say_which_tokens_count() -> None:
     model, batch = causal_lm(), padded([9, 4, 6], "right", answers=[2, 3, 1])
     sites = find_attention(model, batch)
-    one = collect_effects(model, [batch], sites).layers[sites[0].name]
+    one = by_module(EffectStream(model, [batch], sites))[sites[0].name]
     other = batch | {"labels": torch.where(batch["labels"] == -100, -100, 7)}
     fewer = batch | {"labels": padded([9, 4, 6], "right", answers=[1, 1, 1])["labels"]}
     for changed in (other, fewer):
-        found = collect_effects(model, [changed], sites).layers[sites[0].name]
+        found = by_module(EffectStream(model, [changed], sites))[sites[0].name]
         assert torch.equal(found.inputs, one.inputs)
         assert not torch.allclose(found.gradients, one.gradients)
 
@@ -107,13 +108,13 @@ def test_without_labels_the_text_is_its_own(make: Callable[[], PreTrainedModel],
     labelled = batch | {"labels": batch["labels"].masked_fill(firsts, -100)}
     unlabelled = {k: v for k, v in batch.items() if k != "labels"}
     sites = find_attention(model, batch)
-    one, other = (collect_effects(model, [b], sites) for b in (labelled, unlabelled))
+    one, other = (by_module(EffectStream(model, [b], sites)) for b in (labelled, unlabelled))
     for site in sites:
-        assert torch.equal(one.layers[site.name].gradients, other.layers[site.name].gradients)
+        assert torch.equal(one[site.name].gradients, other[site.name].gradients)
     assert torch.equal(text_labels(model, unlabelled)[:, 1:], labelled["labels"][:, 1:])
     embedded = {"inputs_embeds": torch.randn(5, 4, 32)}
     with pytest.raises(DataError, match="must have labels or input_ids, got inputs_embeds"):
-        collect_effects(causal_lm(), [embedded], find_attention(causal_lm(), padded([4], "right")))
+        list(EffectStream(causal_lm(), [embedded], find_attention(causal_lm(), padded([4], "right"))))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

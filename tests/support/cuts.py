@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.units import Kept, PrunableModule, Units
 from hies_export.values import Provenance, PruningPlan, Scores, library_versions
+
+T = TypeVar("T")
 
 
 def plan_of(
@@ -73,3 +75,8 @@ def random_neurons(modules: Sequence[PrunableModule], *, uniform: bool, seed: in
         groups = set(torch.randperm(most, generator=generator)[: max(1, stay)].tolist())
         kept[module.name] = module.kept(u for u in range(module.units) if u // module.group_size in groups)
     return kept
+
+
+def by_module(stream: Iterable[tuple[PrunableModule, T]]) -> dict[str, T]:
+    """Return what an `EffectStream` or a `MomentStream` yields, by the name of the module."""
+    return {module.name: found for module, found in stream}
