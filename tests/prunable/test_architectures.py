@@ -138,20 +138,54 @@ def words(model_type: str) -> str:
     return " ".join(word for word in outside.split() if word.isalpha() and word.islower())
 
 
-def test_a_change_of_the_cut_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "hies_export"
-    for name in ("__init__.py", "prunable/attention.py", "slim/cut.py", "report/page.py"):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text("pass")
-    monkeypatch.setattr(hies_export, "__file__", str(package / "__init__.py"))
-    monkeypatch.setattr(representatives, "LOCK", tmp_path / "lock")
-    assert changed_since_all_were_checked()
-    (tmp_path / "lock").write_text(decisive_sources() + "\n")
-    assert not changed_since_all_were_checked()
+CUT_SOURCE = (
+    '"""Cut."""\n\nclass Cut:\n    """One."""\n\n    def of(self):\n        """What."""\n        return "one"\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "noticed"),
+    [
+        ('"""Cut."""', '"""Cut heads."""', False),
+        ('    """One."""\n', "", False),
+        ('"""What."""', '"""What,\n        in two lines."""', False),
+        ("\n\nclass", "\n# why\nclass", False),
+        ('return "one"', 'return ("one")  # why', False),
+        ('return "one"', 'return "two"', True),
+        ('return "one"', '"two"\n        return "one"', True),
+        ("def of", "async def of", True),
+        ('"""What."""', 'f"""What."""', True),
+    ],
+)
+def test_changes_of_the_code_are_noticed_and_those_of_words_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, noticed: bool
+) -> None:
+    package = package_beside_a_lock(tmp_path, monkeypatch)
+    assert CUT_SOURCE.count(before) == 1
+    (package / "slim/cut.py").write_text(CUT_SOURCE.replace(before, after))
+    assert changed_since_all_were_checked() == noticed
+
+
+def test_files_that_move_are_noticed_where_they_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = package_beside_a_lock(tmp_path, monkeypatch)
     (package / "report/page.py").write_text("1")
     assert not changed_since_all_were_checked()
     (package / "slim/cut.py").rename(package / "slim/mask.py")
     assert changed_since_all_were_checked()
+
+
+def package_beside_a_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a small package for whose code a lock holds."""
+    package = folder / "hies_export"
+    for name in ("__init__.py", "prunable/attention.py", "slim/cut.py", "report/page.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(CUT_SOURCE)
+    monkeypatch.setattr(hies_export, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(representatives, "LOCK", folder / "lock")
+    assert changed_since_all_were_checked()
+    (folder / "lock").write_text(decisive_sources() + "\n")
+    assert not changed_since_all_were_checked()
+    return package
 
 
 def test_the_table_is_whole() -> None:

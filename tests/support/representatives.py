@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from pathlib import Path
 
@@ -85,15 +86,25 @@ LOCK = Path(__file__).parents[1] / "prunable" / "architectures.lock"
 
 
 def decisive_sources() -> str:
-    """Return a digest of the code that decides which steps a model type passes."""
+    """Return a digest of the code that decides which steps a model type passes, without comments and docstrings."""
     root = Path(hies_export.__file__).parent
     files = sorted(
         path for folder in DECISIVE for path in (root / folder).rglob("*.py") if path.name not in NOT_DECISIVE
     )
     digest = hashlib.sha256()
     for path in files:
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(f"{path.relative_to(root).as_posix()}\0{_without_words(path)}\0".encode())
     return digest.hexdigest()
+
+
+def _without_words(path: Path) -> str:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+            ast.get_docstring(node, clean=False) is not None
+        ):
+            del node.body[0]
+    return ast.unparse(tree)
 
 
 def changed_since_all_were_checked() -> bool:
