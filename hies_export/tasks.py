@@ -16,14 +16,11 @@ class Task:
     """What the models of a task read and predict, and which columns of the data that takes.
 
     Attributes:
-        name: As recipes write it.
         auto_class: Name of the Auto class of transformers that loads its models.
-        text: Whether its models read text.
-        images: Whether its models read images.
-        generative: Whether they predict text, token by token, rather than a class.
         columns: The sets of fields of a recipe's `data` (among text, image, prompt and label) that may be given
             together; `answer` always comes with `prompt`.
         needs: These columns, in words.
+        generative: Whether its models predict text, token by token, rather than a class.
         text_columns: How many columns `text` may name.
         may_regress: Whether a model with one label predicts a number rather than a class.
     """
@@ -93,11 +90,7 @@ TASKS: dict[str, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """Return the task of a name.
-
-    Raises:
-        RequestError: There is no such task.
-    """
+    """Return the task of a name, or refuse it."""
     if name not in TASKS:
         raise RequestError(f"the task must be one of {', '.join(TASKS)}, got {name!r}")
     return TASKS[name]

@@ -13,7 +13,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from ..errors import ReloadMismatchError
 from ..model.auto import auto_classes, has_auto_base
-from ..model.copies import convert, convert_each
+from ..model.copies import convert
 from ..model.internals import dtypes_in, saved_state
 from ..model.tokens import for_base_model
 from ..slim.check import first_output, max_abs
@@ -66,7 +66,7 @@ def save_slim(
         0.0
     """
     if dtype is not None and dtype != model.dtype:
-        model = convert_each(model, dtypes_in(model, dtype))
+        model = convert(model, dtype=dtypes_in(model, dtype))
     with new_folder(folder, overwrite=overwrite) as temporary:
         model.save_pretrained(temporary)
         if processor is not None:

@@ -22,15 +22,10 @@ def is_large(parts: Sequence[Path]) -> bool:
 
 
 def read_in_chunks(parts: Sequence[Path], folder: Path, options: Mapping[str, Any]) -> datasets.Dataset | None:
-    """Read csv or tsv files in two passes: one finds the column types of the first file, one writes the rows to disk.
+    """Read csv or tsv files in two passes: one finds the column types of the first file, one writes `rows.arrow`.
 
-    Args:
-        parts: The files, in order.
-        folder: Where to write `rows.arrow`.
-        options: Those of `pandas.read_csv`.
-
-    Returns:
-        The rows, mapped from that file; None where only the whole file says the type of a column.
+    `options` are those of `pandas.read_csv`. Returns the rows, mapped from that file; None where only the whole file
+    says the type of a column.
     """
     kinds = _kinds(parts[0], options)
     if None in kinds.values():

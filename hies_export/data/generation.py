@@ -205,17 +205,7 @@ class TextGenerationReader(GenerationReader):
 
 
 def check_answer(tokens: int, answer_tokens: int, row: str, limit: int | None) -> None:
-    """Check that a sample of so many tokens has a prompt, and an answer that fits behind it.
-
-    Args:
-        tokens: Of the prompt and the answer.
-        answer_tokens: Of the answer.
-        row: From `row_name`.
-        limit: Most tokens of a sample.
-
-    Raises:
-        DataError: One of them has no token, or the answer takes all that are allowed.
-    """
+    """Check that a sample of so many tokens has a prompt, and an answer that fits behind it."""
     if answer_tokens == 0 or answer_tokens == tokens:
         what = "an answer" if answer_tokens == 0 else "a prompt"
         raise DataError(f"every row must have {what} of at least one token, but {row} has none")

@@ -95,11 +95,7 @@ def _labels(batch: Batch, answer_tokens: Sequence[int]) -> torch.Tensor:
 
 
 def with_image_token(prompt: str, processor: Any) -> str:
-    """Say in a prompt where the image is: where the prompt says it itself, by the chat template, or in a line before.
-
-    Raises:
-        DataError: The processor has neither a chat template nor an image token.
-    """
+    """Say in a prompt where the image is: as the prompt says itself, by the chat template, or in a line before it."""
     token = getattr(processor, "image_token", None)
     if token is not None and token in prompt:
         return prompt

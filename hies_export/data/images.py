@@ -26,20 +26,12 @@ def as_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
 
 
 def image_of_row(rows: datasets.Dataset, column: str, row: int) -> PIL.Image.Image:
-    """Decode the image of one row, as RGB.
-
-    Raises:
-        DataError: It does not decode.
-    """
+    """Decode the image of one row, as RGB."""
     return _as_rgb(lambda: rows[row][column], f"every {column!r} must be an image, but {row_name(rows, row)} is not")
 
 
 def image_of_file(file: str | Path) -> PIL.Image.Image:
-    """Decode an image file, as RGB.
-
-    Raises:
-        DataError: It does not decode.
-    """
+    """Decode an image file, as RGB."""
     return _as_rgb(lambda: PIL.Image.open(file), f"an image must be a file that Pillow decodes, and {file} is not")
 
 

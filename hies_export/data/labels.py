@@ -19,11 +19,7 @@ STRINGS = ("string", "large_string")
 
 
 def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int] | list[float]:
-    """Return one label per row: class numbers, matched by name where the data has names, or numbers for regression.
-
-    Raises:
-        DataError: A row has no label, or one that the model does not know.
-    """
+    """Return one label per row: class numbers, matched by name where the data has names, or numbers for regression."""
     feature, values = rows.features[column], rows[column][:]
     for row, value in enumerate(values):
         if value is None or (isinstance(value, float) and math.isnan(value)):

@@ -14,14 +14,9 @@ from .targets import IGNORED
 def by_length(batches: Sequence[dict[str, Tensor]], *, config: Any) -> list[dict[str, Tensor]]:
     """Make batches of the same samples and sizes, shortest samples first, padded no further than they need.
 
-    Args:
-        batches: Of text: tensors of shape (batch, tokens), like `attention_mask`, or (batch,). Padding may be on
-            either side. Batches of other inputs (images, images with text) are returned as they are.
-        config: The model's; its padding token fills up the shorter samples.
-
-    Returns:
-        Batches of the same samples, sorted by length; samples of equal length keep their order. A model predicts the
-        same for each of them.
+    Batches are of text: tensors like `attention_mask`, (batch, tokens), or (batch,), padded on either side by the
+    config's padding token. Others (images, images with text) are returned as they are. Samples of equal length keep
+    their order. A model predicts the same for each of them.
     """
     if not batches or not all(_is_text(batch) for batch in batches):
         return list(batches)

@@ -22,18 +22,12 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
     """Load the tokenizer, the image processor, or the processor of both that a task needs.
 
     Images always go through the Pillow backend, so results do not depend on torchvision being installed. Code of the
-    checkpoint is neither executed nor asked about.
-
-    Args:
-        path: A checkpoint folder or Hub id.
-        task: One of `TASKS`.
-        revision: A branch, tag or commit of the Hub id.
-        for_prompts: Prepare it for prompts to be continued: it pads on the left, and with its end-of-text or unknown
-            token where it has no padding token.
+    checkpoint is neither executed nor asked about. With `for_prompts` it pads on the left, and with its end-of-text or
+    unknown token where it has no padding token.
 
     Raises:
         DataError: The checkpoint has none that can be loaded, or prompts cannot be padded.
-        RequestError: The task is not one of these.
+        RequestError: There is no such task.
     """
     wanted = find_task(task)
     loader, what = _loader(wanted)

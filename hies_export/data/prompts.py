@@ -23,11 +23,7 @@ LISTS = (datasets.List, datasets.LargeList)
 
 
 def template_fields(template: str) -> tuple[str, ...]:
-    """Return the columns that a prompt template such as "Question: {question}\\nAnswer:" names.
-
-    Raises:
-        DataError: it is not a template, or a field has no name.
-    """
+    """Return the columns that a prompt template such as "Question: {question}\\nAnswer:" names."""
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
     except ValueError as error:
@@ -44,12 +40,7 @@ def template_fields(template: str) -> tuple[str, ...]:
 
 
 def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
-    """Check that the columns of template and answer are there and that every row has an answer.
-
-    Raises:
-        DataError: a field of the template or the answer is no column; they do not hold text, numbers or lists of these;
-            the lists of a row differ in length; a row has none.
-    """
+    """Check that the columns of template and answer are there, and that every row has both, lists of equal length."""
     for what, column in [*(("a field of data.prompt", f) for f in template_fields(prompt)), ("data.answer", answer)]:
         if column not in rows.column_names:
             known = own_columns(rows)
@@ -73,9 +64,6 @@ def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) ->
     Where a column of the template holds lists, all columns of the template that do, and the answer if it does, are
     paired item by item, so a row's lists must be of one length. Where only the answer column holds lists, each list
     holds several answers to one question, and rows stay as they are.
-
-    Raises:
-        DataError: as `check_prompt`.
     """
     columns = _listed_columns(rows, prompt=prompt, answer=answer)
     if not columns:
@@ -92,11 +80,7 @@ def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) ->
 
 
 def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets.Dataset:
-    """Replace the choices in the answer column by the one that the label column numbers, counting from 0.
-
-    Raises:
-        DataError: the answers are no lists, or a label is not the number of a choice.
-    """
+    """Replace the choices in the answer column by the one that the label column numbers, counting from 0."""
     if not isinstance(rows.features[answer], LISTS):
         raise DataError(
             f"data.label numbers the right one of the choices in data.answer, but {answer!r} holds "
@@ -115,11 +99,7 @@ def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets
 
 
 def check_one_question(rows: datasets.Dataset, *, prompt: str) -> None:
-    """Check that no column of a prompt with choices holds lists of questions.
-
-    Raises:
-        DataError: One does.
-    """
+    """Check that no column of a prompt with choices holds lists of questions."""
     for column in template_fields(prompt):
         if isinstance(rows.features[column], LISTS):
             raise DataError(
@@ -130,12 +110,10 @@ def check_one_question(rows: datasets.Dataset, *, prompt: str) -> None:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the rows of `one_row_per_choice` are, in their order; numbers count from 0.
+    """What the rows of `one_row_per_choice` are, in their order: the choice, and numbers from 0.
 
     Attributes:
-        text: The choice.
-        question: Number of the question.
-        choice: Number of the choice among those of its question.
+        question, choice: Number of the question, and of the choice among those of its question.
         right: Number of the right one among them.
     """
 
@@ -156,11 +134,7 @@ class Choices:
 
 
 def one_row_per_choice(rows: datasets.Dataset, *, answer: str, label: str) -> tuple[datasets.Dataset, Choices]:
-    """Return a question's row once for each choice in its answer column, in order, and what these rows are.
-
-    Raises:
-        DataError: As `right_choice`.
-    """
+    """Return a question's row once for each choice in its answer column, in order, and what these rows are."""
     right_choice(rows, answer=answer, label=label)
     choices, labels = rows[answer][:], rows[label][:]
     numbers = [(row, number) for row, of_row in enumerate(choices) for number in range(len(of_row))]
@@ -196,13 +170,9 @@ def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, st
 
 
 def answer_text(prompt: str, answer: str, tokenizer: Any, *, end: bool = True) -> str:
-    """Return what follows the prompt: a space unless it ends in one, the answer, the end-of-text token if any.
+    """Return what follows the prompt: a space unless it ends in one, the answer, and with `end` the end-of-text token.
 
-    Args:
-        prompt: From `filled`.
-        answer: From `filled`.
-        tokenizer: A tokenizer of transformers.
-        end: Whether to add the end-of-text token, if the tokenizer does not set it itself.
+    That token is left out where the tokenizer sets it itself.
     """
     last = (tokenizer.eos_token or "") if end else ""
     if last and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]:
@@ -215,12 +185,6 @@ def tokenise(prompt: str, answer: str, tokenizer: Any, *, end: bool = True) -> t
 
     A tokenizer may merge characters across the border between the two, so the answer begins at the first token that
     differs from the tokens of the prompt alone.
-
-    Args:
-        prompt: From `filled`.
-        answer: From `filled`.
-        tokenizer: A tokenizer of transformers.
-        end: As in `answer_text`.
     """
     special = not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token))
     options: dict[str, Any] = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}

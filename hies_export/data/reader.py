@@ -29,8 +29,8 @@ class Columns:
     Args:
         text: The text column, or two of them for sentence pairs; one for plain text to generate.
         image: The image column.
-        label: The column of labels of a classification, None for unlabelled rows; of generated text, the column that
-            says which of the choices in `answer` is right.
+        label: The column of labels, None for unlabelled rows; of generated text, the column that says which of the
+            choices in `answer` is right.
         prompt: A template over the columns, such as "Question: {question}\\nAnswer:".
         answer: The column with what is to follow the prompt.
     """
@@ -47,7 +47,6 @@ class Reader(ABC):
     """Turns rows into samples, and samples into batches, for one task and one model.
 
     Attributes:
-        columns: The columns to read.
         config: The model's configuration. Its labels, problem type, positions and vocabulary are read.
         processor: From `load_processor`; only `check` does without.
         max_length: Tokens a text is cut to; None for as many as tokenizer and model take. Plain text to generate is
@@ -74,11 +73,7 @@ class Reader(ABC):
         shuffle_seed: int | None = None,
         in_order: bool = False,
     ) -> datasets.Dataset:
-        """Load rows as `load_rows` does, `check` them, and `draw` samples from them.
-
-        Raises:
-            DataError: One of the three refuses.
-        """
+        """Load rows as `load_rows` does, `check` them, and `draw` samples from them."""
         source: dict[str, Any] = {"name": name, "files": files, "split": split, "numbered": True}
         if self.a_row_is_a_sample:
             rows = load_rows(**source, samples=samples, shuffle_seed=shuffle_seed, in_order=in_order)
@@ -90,9 +85,6 @@ class Reader(ABC):
 
     def check(self, rows: datasets.Dataset) -> None:
         """Check that the model can be fed with these rows, before anything is computed.
-
-        Args:
-            rows: From `load_rows`.
 
         Raises:
             DataError: A column is missing or of the wrong kind, a row has no text, image or usable label, or the
@@ -135,17 +127,7 @@ class Reader(ABC):
         shuffle_seed: int | None = None,
         in_order: bool = False,
     ) -> datasets.Dataset:
-        """Turn rows into one row per sample, then take as many as wanted, so that samples are what is counted.
-
-        Args:
-            rows: Those that `check` accepted, all and in their own order.
-            samples: How many; None for all. When there are fewer, all are returned.
-            shuffle_seed: Take them in a seeded random order.
-            in_order: Return those that a seed takes in their own order.
-
-        Raises:
-            DataError: The rows give no samples, or max_length is more than the model can take.
-        """
+        """Turn all rows, in their own order, into one row per sample, and `take` as many of these as wanted."""
         return take(self._as_samples(rows), samples=samples, shuffle_seed=shuffle_seed, in_order=in_order)
 
     def _as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
@@ -157,10 +139,6 @@ class Reader(ABC):
 
         A tokenizer without a padding token gets one (the config's, else its end-of-text token), and a config without
         `pad_token_id` gets the tokenizer's: both are changed in place, with a logged warning.
-
-        Args:
-            samples: From `draw` or `load`.
-            batch_size: Samples per batch; the last one may have fewer.
 
         Raises:
             DataError: batch_size is below 1; an image does not decode (of images to talk about, more than one in a
@@ -178,11 +156,7 @@ class Reader(ABC):
 
 
 def batched(items: Iterable[Item], batch_size: int) -> Iterator[list[Item]]:
-    """Yield so many items at a time; the last batch may have fewer.
-
-    Raises:
-        DataError: batch_size is below 1.
-    """
+    """Yield so many items at a time; the last batch may have fewer."""
     if batch_size < 1:
         raise DataError(f"batch_size must be at least 1, got {batch_size}")
     remaining = iter(items)

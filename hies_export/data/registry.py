@@ -19,9 +19,5 @@ READERS: dict[str, type[Reader]] = {
 
 
 def reader_for(task: str, **fields: Any) -> Reader:
-    """Return the `Reader` of a task, with the fields it is given.
-
-    Raises:
-        RequestError: The task is not one of `TASKS`.
-    """
+    """Return the `Reader` of a task, with the fields it is given."""
     return READERS[find_task(task).name](**fields)

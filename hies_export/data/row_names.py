@@ -13,22 +13,12 @@ _NUMBERS = "hies_export: row of "
 
 
 def number_rows(rows: datasets.Dataset, *, source: str) -> datasets.Dataset:
-    """Return all rows of a source in their own order, with a column of their numbers, counted from 0.
-
-    Args:
-        rows: Before any of them is selected.
-        source: What the rows are counted in, such as "train.jsonl".
-    """
+    """Return all rows of a source, such as "train.jsonl", in their own order, with a column of their numbers from 0."""
     return rows.add_column(_NUMBERS + source, np.arange(len(rows)))
 
 
 def row_name(rows: datasets.Dataset, row: int) -> str:
-    """Return what an error calls a row: "row 30 of train.jsonl (from 0)", or "row 3 (from 0)" of rows without numbers.
-
-    Args:
-        rows: What was selected from the result of `number_rows`, or any other rows.
-        row: Place among these rows, from 0.
-    """
+    """Return what an error calls a row: "row 30 of train.jsonl (from 0)", or "row 3 (from 0)" if it has no number."""
     for column in rows.column_names:
         if column.startswith(_NUMBERS):
             return f"row {rows[column][row]} of {column.removeprefix(_NUMBERS)} (from 0)"

@@ -80,11 +80,8 @@ def load_rows(
         in_order: Return the rows that a seed takes in file order.
         numbered: Add a column with the number of every row in its file or split, for `row_name`.
 
-    Returns:
-        The rows; those of local files are held in memory, but for the images of a folder.
-
     Raises:
-        DataError: not exactly one of name and files; a file, split or file ending that is not known; a file
+        DataError: Not exactly one of name and files; a file, split or file ending that is not known; a file
             that cannot be read; a split without rows; a Hub dataset that does not load.
     """
     if samples is not None and samples < 1:
@@ -100,14 +97,7 @@ def load_rows(
 def mapped_rows(
     *, name: str | None = None, files: Mapping[str, str | Path] | None = None, split: str, numbered: bool = False
 ) -> Iterator[datasets.Dataset]:
-    """Yield all rows of one split, which stay on disk: inside the block, memory holds what is read of them.
-
-    Args:
-        name, files, split, numbered: As in `load_rows`.
-
-    Raises:
-        DataError: As in `load_rows`.
-    """
+    """Yield all rows of one split, as `load_rows`; they stay on disk, and memory holds what is read of them."""
     if (name is None) == (files is None):
         given = "neither" if name is None else "both"
         raise DataError(f"data must give exactly one of name and files, got {given}")
@@ -139,13 +129,8 @@ def take(
 ) -> datasets.Dataset:
     """Return the first rows, or the first of a seeded random order, copied into memory without the others.
 
-    `taken_from` tells of the result how many rows there were.
-
-    Args:
-        rows: Any rows.
-        samples: How many; None for all. When there are fewer, all are returned.
-        shuffle_seed: Seed of the order; None for their own.
-        in_order: Return the rows that a seed takes in their own order.
+    `taken_from` tells of the result how many rows there were. With `in_order`, those that a seed takes come in their
+    own order.
     """
     order: Sequence[int] | np.ndarray = range(len(rows))
     if shuffle_seed is not None:

@@ -26,25 +26,15 @@ def is_regression(config: Any) -> bool:
 
 
 def predicted_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Return which outputs of a language model are judged: those that predict a label.
+    """Return which outputs of a language model predict a label, (batch, tokens - 1) bool: the last one never does.
 
-    An output predicts the next token, so the last one is never judged.
-
-    Args:
-        labels: (batch, tokens), -100 where no loss is wanted; not shifted, as models take them.
-
-    Returns:
-        (batch, tokens - 1), bool.
+    `labels` are (batch, tokens), not shifted, as models take them; -100 where no loss is wanted.
     """
     return labels[:, 1:] != IGNORED
 
 
 def check_label_tokens(batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Check, where labels are tokens, that every sample has one to compute a loss from.
-
-    Raises:
-        DataError: A sample has none.
-    """
+    """Check, where labels are tokens, that every sample has one to compute a loss from."""
     for index, batch in enumerate(batches):
         labels = batch.get("labels")
         if labels is not None and labels.dim() == 2:

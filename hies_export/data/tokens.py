@@ -16,11 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def settle_padding(tokenizer: Any, config: Any) -> None:
-    """Give a tokenizer without a padding token the config's or its end-of-text token, and the config the tokenizer's.
-
-    Raises:
-        DataError: there is none of them.
-    """
+    """Give a tokenizer without padding token the config's or its end-of-text token, and the config the tokenizer's."""
     pad_token_id = getattr(config, "pad_token_id", None)
     if tokenizer.pad_token_id is None:
         own = tokenizer.convert_ids_to_tokens(pad_token_id) if pad_token_id is not None else None
@@ -37,11 +33,7 @@ def settle_padding(tokenizer: Any, config: Any) -> None:
 
 
 def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | None:
-    """Return how many tokens a sample may have: `max_length`, else what tokenizer and model take; None for no limit.
-
-    Raises:
-        DataError: max_length is more than the model takes, or less than 1.
-    """
+    """Return how many tokens a sample may have: `max_length`, else what tokenizer and model take; None for no limit."""
     longest = longest_sequence(config)
     if max_length is not None:
         if max_length < 1 or (longest is not None and longest < max_length):
@@ -54,11 +46,7 @@ def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | No
 
 
 def check_vocabulary(input_ids: torch.Tensor, config: Any) -> None:
-    """Check that every token of a batch is one the model knows.
-
-    Raises:
-        DataError: one is not.
-    """
+    """Check that every token of a batch is one the model knows."""
     known = config.get_text_config().vocab_size
     if input_ids.max() >= known:
         raise DataError(

@@ -110,22 +110,13 @@ class Judge:
         return references(self.batches) if self._labelled else predicted(self.dense, regression=self.regression)
 
     def _stability(self, predictions: Predictions) -> float:
-        return stability(self.dense, predictions, regression=self.regression, tolerance=self.tolerance)
+        return self.agreement(predictions).double().mean().item()
 
 
 def compute_metrics(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], regression: bool = False
 ) -> dict[str, float]:
-    """Compute metrics of predictions. An undefined one is 0.0, and a warning is logged.
-
-    Args:
-        predictions: From `predict`.
-        references: From `references`.
-        names: Names of metrics.
-        regression: Whether the logit is the prediction, rather than the class of the largest one.
-
-    Returns:
-        Name -> value, in the order of names.
+    """Compute metrics of predictions, by name. An undefined one is 0.0, and a warning is logged.
 
     Raises:
         RecipeError: A metric does not exist or does not fit the model.
@@ -156,17 +147,6 @@ def standard_error(
     """Return the bootstrap standard error of a metric: its standard deviation over resampled sets of samples.
 
     Every set has as many samples as there are; where the metric is undefined it counts as 0.0.
-
-    Args:
-        predictions: From `predict`.
-        references: From `references`.
-        name: Name of the metric.
-        regression: As in `compute_metrics`.
-        resamples: How many sets are drawn.
-        seed: Seed of the draws.
-
-    Raises:
-        RecipeError, DataError: As in `compute_metrics`.
     """
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(0, len(predictions), (resamples, len(predictions)), generator=generator)
@@ -212,12 +192,7 @@ def agreement(
     """Return which predictions equal the dense model's, (predictions,) bool.
 
     A prediction is a sample's class, its number, its choice, or all tokens of its answer; in plain text it is a token.
-
-    Args:
-        dense: From `predict`.
-        other: From `predict`, of the same samples in the same order.
-        regression: Compare numbers rather than classes.
-        tolerance: Largest absolute difference, in units of the label, at which two numbers count as equal.
+    Numbers count as equal up to `tolerance`, in units of the label.
 
     Raises:
         DataError: The predictions differ in shape, or there are none.
@@ -243,20 +218,11 @@ def agreement(
 
 
 def stability(dense: Predictions, other: Predictions, *, regression: bool = False, tolerance: float = 0.25) -> float:
-    """Return the share, in [0, 1], of predictions that equal the dense model's; see `agreement`.
-
-    Raises:
-        DataError: The predictions differ in shape, or there are none.
-    """
+    """Return the share, in [0, 1], of predictions that equal the dense model's; see `agreement`."""
     return agreement(dense, other, regression=regression, tolerance=tolerance).double().mean().item()
 
 
 def clearly_better(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether one model agrees with the dense one more often than another, beyond two paired standard errors.
-
-    Args:
-        one: From `agreement`.
-        other: The same of another model, for the same predictions.
-    """
+    """Return whether one model's `agreement` is above another's, beyond two paired standard errors."""
     gained = one.double() - other.double()
     return bool(gained.mean() > 2 * gained.std() / len(gained) ** 0.5)

@@ -16,9 +16,8 @@ from ..progress import quiet
 def check_benchmarks(tasks: Sequence[str]) -> None:
     """Refuse, before any work, benchmarks that cannot be run, and load the data of the others.
 
-    Args:
-        tasks: Names of lm-eval's tasks and groups, or YAML files of tasks
-            (https://github.com/EleutherAI/lm-evaluation-harness/tree/main/lm_eval/tasks).
+    Tasks are names of lm-eval's tasks and groups, or YAML files of tasks
+    (https://github.com/EleutherAI/lm-evaluation-harness/tree/main/lm_eval/tasks).
 
     Raises:
         MissingRuntimeError: lm-eval is not installed.
@@ -68,17 +67,9 @@ def _tasks_known(files_only: bool) -> Any:
 def run_benchmarks(
     model: PreTrainedModel, tokenizer: Any, tasks: Sequence[str], *, samples: int | None = None, batch_size: int = 8
 ) -> dict[str, float]:
-    """Run benchmarks on a dense or slim model.
+    """Run benchmarks on a dense or slim language model, on the first `samples` documents of each task.
 
-    Args:
-        model: A language model.
-        tokenizer: Its tokenizer, with a bos or an eos token.
-        tasks: As in `check_benchmarks`.
-        samples: How many documents of each task are used, the first ones; all by default.
-        batch_size: How many requests are run at a time.
-
-    Returns:
-        "task metric" -> value, e.g. "hellaswag acc_norm"; for groups such as MMLU only the group's value.
+    Returns "task metric" -> value, e.g. "hellaswag acc_norm"; for groups such as MMLU only the group's value.
     """
     with quiet():
         from lm_eval import simple_evaluate

@@ -223,14 +223,7 @@ def _only(found: dict[str, Any]) -> Any:
 def default_metrics(
     *, regression: bool = False, task: str = "text-classification", answers: bool = False, choices: bool = False
 ) -> tuple[str, ...]:
-    """Return the names of the metrics to compute when none are asked for; the first one is the quality.
-
-    Args:
-        regression: Whether the model predicts a number rather than a class.
-        task: The task.
-        answers: Whether text is generated in answer to a prompt.
-        choices: Whether there are several answers to choose from.
-    """
+    """Return the names of the metrics to compute when none are asked for; the first one is the quality."""
     kind = _kind_of(task, regression=regression, choices=choices)
     if kind == "choices":
         return ("choice_accuracy", "choice_accuracy_norm")
@@ -242,13 +235,7 @@ def default_metrics(
 def check_metrics(
     names: Sequence[str], *, regression: bool = False, task: str = "text-classification", choices: bool = False
 ) -> None:
-    """Check, before any work, that every metric exists and fits the model.
-
-    Args:
-        names: Names of metrics.
-        regression: Whether the model predicts a number rather than a class.
-        task: The task.
-        choices: Whether there are several answers to choose from.
+    """Check, before any work, that every metric exists and fits what the model predicts.
 
     Raises:
         RecipeError: A metric does not exist or does not fit; all problems at once.

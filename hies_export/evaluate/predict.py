@@ -102,14 +102,8 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     The labels are left out, so the model computes no loss; token labels say which predictions count. Every module's
     training flag is put back afterwards. Several processes share the batches, and all have all predictions.
 
-    Args:
-        model: A model for one of the tasks; the batches are moved to its device.
-        batches: From `make_batches`.
-        progress: Told about the loop.
-
-    Returns:
-        The logits, (samples, labels), float32, on the CPU; where labels are tokens, `TokenPredictions`; where every row
-        is a choice (`CHOICE_KEYS`), `ChoicePredictions`.
+    Returns the logits, (samples, labels), float32, on the CPU; where labels are tokens, `TokenPredictions`; where every
+    row is a choice (`CHOICE_KEYS`), `ChoicePredictions`.
 
     Raises:
         DataError: There are no batches, or a sample has no label token.
@@ -177,9 +171,8 @@ def _are_answers(batches: Sequence[Batch]) -> bool:
 def references(batches: Sequence[Batch]) -> torch.Tensor:
     """Return the labels of batches in one tensor.
 
-    Returns:
-        (samples,): int64 classes, or float32 for regression; where labels are tokens, (label tokens,) int64; where
-        every row is a choice, the number of the right one, (questions,) int64.
+    They are classes, (samples,) int64; numbers, (samples,) float32; label tokens, (label tokens,) int64; or the right
+    choices, (questions,) int64.
 
     Raises:
         DataError: The batches have no labels.

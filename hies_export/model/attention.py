@@ -72,12 +72,10 @@ class AttentionCall:
 def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
     """Route every attention layer of `model` through `function` inside the block.
 
-    Args:
-        model: Any model whose attention goes through transformers' attention interface.
-        function: Takes an `AttentionCall`, returns the head outputs, (batch, heads, query, value head_dim).
+    The function takes an `AttentionCall` and returns the head outputs, (batch, heads, query, value head_dim).
 
     Raises:
-        UnsupportedModelError: The model does not use the attention interface.
+        UnsupportedModelError: The model does not use transformers' attention interface.
     """
 
     for registered, mask in ((_NAME, sdpa_mask), (_NAME_EAGER, eager_mask)):

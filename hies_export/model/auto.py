@@ -7,12 +7,7 @@ from transformers.models.auto import modeling_auto
 
 
 def auto_classes(name: str, model_type: str) -> list[str]:
-    """Return the names of the AutoModel classes that load a model class.
-
-    Args:
-        name: Name of the model class.
-        model_type: Of its config.
-    """
+    """Return the names of the AutoModel classes that load a model class, which is given by its name."""
     found = []
     for constant, auto_class in modeling_auto.__dict__.items():
         if constant.startswith("AutoModel") and hasattr(auto_class, "_model_mapping"):

@@ -12,14 +12,10 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def share_weights(model: Model, *, device: str | None = None) -> Model:
-    """Copy a model's modules and config but not its weights.
+    """Copy a model's modules and config but not its weights, at no cost of memory.
 
-    Evaluation mode, attention implementation and forward wrappers of the copy do not reach the original. The copy costs
-    no memory.
-
-    Args:
-        model: Any model. Its config is not read, so layers may have been resized by hand.
-        device: `None` for the very same tensors; `"meta"` for shapes without data.
+    The copy has its own evaluation mode, attention implementation and forward wrappers. Layers may have been resized by
+    hand. With the device "meta" it has shapes without data; else the very same tensors.
     """
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,43 +28,28 @@ def share_weights(model: Model, *, device: str | None = None) -> Model:
     return copy_with(model, stand_in)
 
 
-def convert(model: Model, *, dtype: torch.dtype | None = None, device: str | None = None) -> Model:
+def convert(
+    model: Model, *, dtype: torch.dtype | Mapping[str, torch.dtype] | None = None, device: str | None = None
+) -> Model:
     """Copy a model's modules and config, with its tensors in another dtype or on another device.
 
     Args:
         model: Any model; tensors that are so already are shared with it.
-        dtype: Of the floating tensors; `None` for the one they have.
-        device: Of all tensors; `None` for the one they have.
+        dtype: Of the floating tensors, or name of a parameter or buffer -> dtype; tensors without one keep theirs.
+        device: Of all tensors; None for the one they have.
     """
+    by_id: dict[int, torch.dtype] = {}
+    if isinstance(dtype, Mapping):
+        named = (*model.named_parameters(), *model.named_buffers())
+        by_id = {id(tensor): dtype[name] for name, tensor in named if name in dtype}
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        return _moved(tensor, dtype, device)
-
-    return copy_with(model, stand_in)
-
-
-def _moved(tensor: torch.Tensor, dtype: torch.dtype | None, device: str | None = None) -> torch.Tensor:
-    """Return a tensor, a parameter if it is one, in a dtype if it is floating and on a device; itself if it is so."""
-    wanted = dtype if tensor.is_floating_point() else None
-    moved = tensor.detach().to(device=device, dtype=wanted)
-    if moved.dtype == tensor.dtype and moved.device == tensor.device:
-        return tensor
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
-
-
-def convert_each(model: Model, dtypes: Mapping[str, torch.dtype]) -> Model:
-    """Copy a model's modules and config, with its floating parameters and buffers in dtypes of their own.
-
-    Args:
-        model: Any model; tensors that have their dtype already, and those that `dtypes` does not name, are shared.
-        dtypes: Name of a parameter or buffer -> floating dtype.
-    """
-    named = (*model.named_parameters(), *model.named_buffers())
-    wanted = {id(tensor): dtypes[name] for name, tensor in named if name in dtypes}
-
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        return _moved(tensor, wanted.get(id(tensor)))
+        wanted = by_id.get(id(tensor)) if isinstance(dtype, Mapping) else dtype
+        moved = tensor.detach().to(device=device, dtype=wanted if tensor.is_floating_point() else None)
+        if moved.dtype == tensor.dtype and moved.device == tensor.device:
+            return tensor
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
 
     return copy_with(model, stand_in)
 
@@ -76,12 +57,7 @@ def convert_each(model: Model, dtypes: Mapping[str, torch.dtype]) -> Model:
 def round_each(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> list[str]:
     """Round a model's floating parameters and buffers, in place, to what dtypes of their own can hold.
 
-    Args:
-        model: Any model; its tensors keep their dtypes.
-        dtypes: Name of a parameter or buffer -> floating dtype.
-
-    Returns:
-        The names of tensors with numbers that are too large for their dtype, and became infinite.
+    They keep their dtypes. Returned are the names of those with numbers that are too large and became infinite.
     """
     overflown = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -97,12 +73,9 @@ def round_each(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> lis
 
 
 def copy_with(model: Model, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Model:
-    """Copy a model's modules and config, and replace each of its tensors.
+    """Copy a model's modules and config, and replace each of its tensors by what `stand_in` returns for it.
 
-    Args:
-        model: Any model.
-        stand_in: Takes a tensor, returns the one for the copy. Called once for each parameter, then each buffer, then
-            each other tensor that a module holds.
+    It is called once for each parameter, then each buffer, then each other tensor that a module holds.
     """
     plain = [value for module in model.modules() for value in vars(module).values()]
     tensors = [*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, torch.Tensor))]

@@ -58,9 +58,6 @@ def never_asking() -> Iterator[None]:
 
     `trust_remote_code=False` does not reach all of its loaders: `AutoProcessor` drops it on the way to the image
     processor, and a model does on the way to the models of its sub-configs. To these, no time to answer means no.
-
-    Raises:
-        RequestError: A checkpoint that is loaded in the block needs code of its own.
     """
     before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
@@ -84,13 +81,7 @@ def _is_about_code(error: BaseException) -> bool:
 
 @never_asking()
 def empty_model(model_class: type[PreTrainedModel], config: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return a model of a config on the meta device; the config is copied.
-
-    Args:
-        model_class: The class of the model.
-        config: Its config.
-        dtype: Of its floating tensors; by default the config's.
-    """
+    """Return a model of a config, which is copied, on the meta device; its dtype is the config's by default."""
     options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
         return model_class._from_config(copy.deepcopy(config), **options)
@@ -99,13 +90,7 @@ def empty_model(model_class: type[PreTrainedModel], config: Any, dtype: torch.dt
 def load_shapes(model: PreTrainedModel, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
     """Load tensors without data into a model on the meta device, as `from_pretrained` loads tensors with data.
 
-    Args:
-        model: From `empty_model`.
-        stored: The checkpoint's tensors, on the meta device.
-        dtype: Of the model.
-
-    Returns:
-        The `LoadStateDictInfo` of transformers: `missing_keys`, `mismatched_keys`, `conversion_errors`.
+    Returns the `LoadStateDictInfo` of transformers: `missing_keys`, `mismatched_keys`, `conversion_errors`.
     """
     options = LoadStateDictConfig(
         device_map={"": "meta"},
@@ -117,16 +102,9 @@ def load_shapes(model: PreTrainedModel, stored: Mapping[str, Tensor], dtype: tor
 
 
 def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes that parameters and buffers have when a model's checkpoint is loaded in a dtype.
+    """Return the dtypes that parameters and buffers have, by name, when a model's checkpoint is loaded in a dtype.
 
     Some parameters stay in float32 in some models.
-
-    Args:
-        model: Dense or slim; it is not changed.
-        dtype: The `dtype` of `from_pretrained`.
-
-    Returns:
-        Name of a parameter or buffer -> dtype.
     """
     skeleton = empty_model(type(model), model.config, dtype)
     found = {name: tensor.dtype for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers())}
@@ -141,12 +119,9 @@ def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dty
 
 
 def finish_loading(model: PreTrainedModel, info: Any, agree: Callable[[str, str], bool]) -> None:
-    """Tie the parameters that `from_pretrained` would tie, and forgive what it may miss.
+    """Tie the parameters that `from_pretrained` would tie, and take from `info` of `load_shapes` what may be missing.
 
-    Args:
-        model: Loaded by `load_shapes`.
-        info: What `load_shapes` returned; keys that may be missing leave it.
-        agree: Whether two parameters, both in the checkpoint, have the same values: only then are they tied.
+    `agree` says whether two parameters, both in the checkpoint, have the same values: only then are they tied.
     """
     missing = info.missing_keys
     for target, source in list(model.all_tied_weights_keys.items()):
@@ -182,10 +157,7 @@ def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the parameters and buffers that `save_pretrained` saves, under the names of the modules, tied ones twice.
-
-    See `without_tied` for the files, in which tied parameters are once.
-    """
+    """Return what `save_pretrained` saves, by the names of the modules, with tied parameters twice."""
     ignored = set(model._keys_to_ignore_on_save or ())
     return {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
 
@@ -224,7 +196,6 @@ class Conversions:
     """The rules by which transformers renames, merges and splits tensors, in one direction.
 
     Attributes:
-        model: The model.
         rename: Returns the new name of a tensor, and the pattern of the converter that also merges or splits it, or
             None where it is only renamed.
         finish: Returns the name of what a converter made.
@@ -237,15 +208,12 @@ class Conversions:
     converters: Mapping[str, WeightConverter]
 
     def convert(self, name: str, patterns: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Merge or split tensors.
+        """Merge or split tensors into new ones, by name.
 
         Args:
             name: The new name that `rename` gives to all of them.
             patterns: Old name -> pattern, both of `rename`, in loading order.
             tensors: Old name -> tensor.
-
-        Returns:
-            New name -> tensor.
         """
         converter: Any = copy.deepcopy(self.converters[next(iter(patterns.values()))])
         for key, pattern in patterns.items():

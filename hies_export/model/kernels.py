@@ -31,14 +31,12 @@ class VisibleKeys:
         self._without_mask: dict[Any, tuple[Tensor | None, Tensor, bool]] = {}
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor | None, Tensor, bool]:
-        """Return what the mask of a call says.
+        """Return what the mask of a call says: `bias`, `log_keys` and `has_bias`.
 
-        Returns:
-            bias: Additive mask in the query's dtype; None where the call has no mask.
-            log_keys: Logarithm of the number of keys that each row sees, float32, broadcastable to
-                (batch, heads, query). It is 0 for rows that do not count: those that see one key or none, and those of
-                padding tokens.
-            has_bias: Whether the mask changes the scores of visible keys.
+        `bias` is the additive mask in the query's dtype, None where the call has no mask. `log_keys` is the logarithm
+        of the number of keys that each row sees, float32, broadcastable to (batch, heads, query); 0 for rows that do
+        not count: those that see one key or none, and those of padding tokens. `has_bias` is whether the mask changes
+        the scores of visible keys.
         """
         query_length, key_length = call.query.shape[2], call.key.shape[2]
         seen = self._without_mask if call.mask is None else self._by_mask.setdefault(call.mask, {})
@@ -74,11 +72,7 @@ class VisibleKeys:
 
 
 def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
-    """Compute the layer's own attention, by torch's fused kernels where they can.
-
-    Returns:
-        (batch, heads, query, value head_dim)
-    """
+    """Compute the layer's own attention, (batch, heads, query, value head_dim), by fused kernels where they can."""
     bias, _, _ = visible(call)
     key, value = _repeat_groups(call)
     if not call.is_plain:
@@ -207,11 +201,7 @@ def _explicit_output(call: AttentionCall, key: Tensor, value: Tensor, bias: Tens
 
 
 def _explicit_entropy(call: AttentionCall, key: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute row entropies by an explicit softmax, a slice of rows at a time, where the kernels cannot serve.
-
-    Returns:
-        (batch, heads, query) float32
-    """
+    """Compute row entropies, (batch, heads, query) float32, by an explicit softmax, a slice of rows at a time."""
     out = []
     for rows in _row_slices(call):
         log_p = _log_softmax(call, key, bias, rows)

@@ -10,10 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is one of the two.
-
-    A subclass (quantised, adapted) is not, as it may compute something else.
-    """
+    """Return whether a module is one of the two; a subclass, which may compute something else, is not."""
     return type(module) in (nn.Linear, Conv1D)
 
 
@@ -35,13 +32,7 @@ def features_of(layer: nn.Module) -> tuple[int, int]:
 
 
 def select_features(layer: Any, index: Tensor, axis: int) -> nn.Module:
-    """Return a new layer with some of the features, of the same class, dtype and device.
-
-    Args:
-        layer: `nn.Linear` or `Conv1D`.
-        index: Features that stay, int64.
-        axis: 0 for output features, 1 for input features.
-    """
+    """Return a new layer with some output (`axis` 0) or input (1) features, of the same class, dtype and device."""
     index = index.to(layer.weight.device)
     weight = layer.weight.detach().index_select(weight_axis(layer, axis), index)
     bias = layer.bias

@@ -40,10 +40,7 @@ def hub_or_cache(
         name: A Hub id, or a path on this machine, for which nothing is asked.
         what: What is read: "model" or "data set".
         local_files_only: The libraries were told to ask nothing.
-        error: What is raised where neither the Hub nor the cache has it.
-
-    Raises:
-        RequestError: Of the class `error`: the Hub does not answer, and the cache lacks what the block reads.
+        error: What is raised where the Hub does not answer and the cache lacks what the block reads.
     """
     missing = None if local_files_only or not _is_hub_id(name) else _unreachable()
     if missing is None:

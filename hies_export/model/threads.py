@@ -45,11 +45,8 @@ def one_thread() -> Iterator[None]:
 def threads_for(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
     """Run torch on one thread inside the block if the batches are small work for the model.
 
-    The number of threads stays as it is where `chosen_by_hand`, and for a model that is not on the CPU.
-
-    Args:
-        model: A model of transformers.
-        batches: All batches of a loop. Of several processes each takes a part, and all decide alike.
+    The number of threads stays as it is where `chosen_by_hand`, and for a model that is not on the CPU. `batches` are
+    all of a loop: of several processes each takes a part, and all decide alike.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     small = bool(batches) and on_cpu and not chosen_by_hand() and mean_flops(model, batches) < SMALL_FLOPS

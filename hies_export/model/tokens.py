@@ -24,10 +24,7 @@ _PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audi
 
 
 def longest_sequence(config: Any) -> int | None:
-    """Return the longest sequence, in tokens, that a model of this configuration takes; None if there is no limit.
-
-    For a composite model, the limit is its language model's.
-    """
+    """Return the longest sequence, in tokens, that a model of this configuration takes; None if there is no limit."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is None or positions < 1:  # some configurations write -1 for no limit
@@ -38,17 +35,10 @@ def longest_sequence(config: Any) -> int | None:
 
 
 def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
-    """Return a mask of the tokens of an attention module's output that are not padding.
+    """Return a mask of the tokens of an attention module's output y, (batch, tokens, width), that are not padding.
 
-    Args:
-        model: The whole model.
-        name: Dotted name of the attention module.
-        batch: The inputs of the forward pass.
-        y: The module's output, (batch, tokens, width).
-
-    Returns:
-        Booleans, (batch, tokens). The `attention_mask` describes text only: all patches of an image are real, even if
-        an image has as many patches as the text has tokens.
+    The `attention_mask` describes text only: all patches of an image are real, even if an image has as many patches as
+    the text has tokens.
     """
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == y.shape[:2] and _reads_text(model, name):
@@ -71,19 +61,17 @@ def synthetic_batch(
 ) -> dict[str, torch.Tensor]:
     """Make random inputs of one shape, such as the model's task takes.
 
+    They are `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values`, (batch, channels, height,
+    width), or all three for a model of images that also reads text. Multiple choice has one choice per row, so its
+    tokens are (batch, 1, sequence). An encoder-decoder has `decoder_input_ids`, (batch, sequence), unless its head
+    makes them from the text. Classifiers with a decoder, such as BART, read the last end-of-text token: it ends every
+    row and is nowhere else. Tokens that stand for images, videos or audio are not drawn.
+
     Args:
         model: Its class decides which inputs it takes, its config the vocabulary and the image size.
         batch: Number of rows.
         sequence: Tokens per row, required for text and ignored for images alone.
         seed: Seed of the values.
-
-    Returns:
-        `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values` of shape
-        (batch, channels, height, width), or all three for a model of images that also reads text. Multiple choice has
-        one choice per row, so its tokens are (batch, 1, sequence). An encoder-decoder has `decoder_input_ids`,
-        (batch, sequence), unless its head makes them from the text. Classifiers with a decoder, such as BART, read the
-        last end-of-text token: it ends every row and is nowhere else. Tokens that stand for images, videos or audio
-        are not drawn.
 
     Raises:
         RecipeError: batch or sequence is below 1, or sequence is missing or longer than the model allows.
@@ -107,14 +95,10 @@ def synthetic_batch(
 
 
 def sample_batch(model: PreTrainedModel, *, sequence: int | None = None) -> dict[str, torch.Tensor]:
-    """Make random inputs on which the modules of a model are found: two short rows, or one where no more fit.
+    """Make random inputs on which the modules of a model are found: two short rows of `synthetic_batch`.
 
     A decoder that classifies reads the last token that is not padding. If its config names no padding token, it takes
     one row only.
-
-    Args:
-        model: As for `synthetic_batch`, which says what is returned and raised.
-        sequence: Tokens per row.
     """
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     alone = pad is None and "AutoModelForSequenceClassification" in _heads(model)
@@ -187,8 +171,7 @@ def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def for_base_model(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's batch as its base model takes it.
 
-    The head of an encoder-decoder such as T5 may make the tokens for the decoder from the text, which its base model
-    does not.
+    The head of an encoder-decoder such as T5 may make the decoder's tokens from the text; its base model does not.
     """
     accepted = inspect.signature(model.base_model.forward).parameters
     needs = model.config.is_encoder_decoder and "decoder_input_ids" in accepted and "input_ids" in batch
@@ -220,12 +203,5 @@ def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str
 
 
 def positions_of(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return the position of every token, counted from the first real token; padding on the left has position 0.
-
-    Args:
-        attention_mask: Ones and zeros, (batch, sequence).
-
-    Returns:
-        Integers, (batch, sequence).
-    """
+    """Return each token's position, (batch, sequence), from the first real one; left padding has position 0."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -32,17 +32,10 @@ class Watched:
 def watch(
     model: nn.Module, layers: Mapping[str, str], *, outputs: bool = False, gradients: bool = False
 ) -> Iterator[Watched]:
-    """Record the first input of layers, and their outputs, inside the block.
+    """Record the first input of layers, and with `outputs` their outputs, inside the block, by the keys of `layers`.
 
-    Args:
-        model: The model.
-        layers: Key -> dotted name of a layer.
-        outputs: Record outputs too.
-        gradients: Let every recorded input take a gradient. An input that takes none by itself, as in front of the
-            first layer of a frozen model, becomes a leaf.
-
-    Yields:
-        What was recorded since the last `clear`.
+    With `gradients`, every recorded input takes a gradient. One that takes none by itself, as in front of the first
+    layer of a frozen model, becomes a leaf.
     """
     seen = Watched()
 
@@ -67,13 +60,7 @@ def watch(
 
 @contextmanager
 def intercept(model: nn.Module, layers: Mapping[str, str], function: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Replace the first input of layers inside the block.
-
-    Args:
-        model: The model.
-        layers: Key -> dotted name of a layer.
-        function: Takes the key and the input, returns what the layer reads instead.
-    """
+    """Replace the first input of layers inside the block by what `function` returns for their key and that input."""
 
     def replace(key: str) -> Callable[..., tuple[Any, ...]]:
         def hook(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

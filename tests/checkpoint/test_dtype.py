@@ -19,7 +19,7 @@ from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
 from hies_export.checkpoint.stored import stored_dtype, weight_files
 from hies_export.errors import ReloadMismatchError
-from hies_export.model.copies import convert_each, round_each
+from hies_export.model.copies import convert, round_each
 from hies_export.model.internals import dtypes_in
 from hies_export.slim.check import first_output
 
@@ -93,7 +93,7 @@ def test_rounding_is_what_saving_and_loading_does() -> None:
     model = bert()
     dtypes = dtypes_in(model, torch.float16)
     expected = {name: t.half().float() for name, t in model.state_dict().items() if t.is_floating_point()}
-    shared = convert_each(model, {})
+    shared = convert(model, dtype={})
     assert all(a is b for a, b in zip(shared.parameters(), model.parameters(), strict=True))
     assert round_each(model, dtypes) == []
     assert all(torch.equal(expected[name], model.state_dict()[name]) for name in expected)
