@@ -306,7 +306,7 @@ class _Plan(Schema):
 
 _PLAN_RULE = Rule(
     f"a plan must be JSON written by hies_export (format {PLAN_FORMAT})",
-    "make one with 'hies-export score' or 'hies-export run'",
+    "make one by scoring, or by a run",
     PlanError,
     shown=True,
 )

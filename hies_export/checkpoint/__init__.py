@@ -4,7 +4,7 @@ A slim checkpoint is a folder of Hugging Face: config.json, safetensors, tokeniz
 no config can describe the shapes, it also holds `modeling_hies.py`. Loading never executes code from the folder.
 
 folders.py    folders and files that appear whole or not at all
-contents.py   what a path holds; the part of a run's folder that a command needs
+contents.py   what a path holds
 classes.py    the config and the model class of a checkpoint
 schema.py     what the JSON files of a checkpoint must hold
 stored.py     the files of a checkpoint's weights, and their dtype

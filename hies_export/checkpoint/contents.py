@@ -1,4 +1,4 @@
-"""Tell what a path holds, and find the part of a run's folder that a command needs."""
+"""Tell what a path holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from enum import Enum
 from pathlib import Path
 
 from ..errors import RequestError
-from ..progress import SILENT, Progress
 
 
 class Contents(Enum):
@@ -17,7 +16,7 @@ class Contents(Enum):
     ONNX = "an ONNX folder"
     GGUF = "a GGUF file"
     RUN = "the folder of a run"
-    SCORED = "the folder of 'hies-export score'"
+    SCORED = "a folder of scores and their plan"
     QUICKSTART = "the folder of a quickstart"
     SWEEP = "the folder of a sweep"
     FILE = "a file"
@@ -55,26 +54,6 @@ def contents(path: str | Path) -> Contents:
     return next(known, Contents.SWEEP if any(folder.glob("journal*.jsonl")) else Contents.OTHER)
 
 
-def checkpoint_in(path: str, *welcome: Contents, progress: Progress = SILENT) -> str:
-    """Return where the checkpoint is that a path means: the path itself, or `slim/` of a run's folder.
-
-    Args:
-        path: A folder or Hub id. What is not known here is returned for the loader to judge.
-        welcome: What will do beside a checkpoint.
-        progress: Is told which part of a run's folder was taken.
-
-    Raises:
-        RequestError: It is a file, or a folder of this package that has no checkpoint.
-    """
-    slim = Path(path) / "slim"
-    if contents(path) is Contents.RUN and (slim / "config.json").is_file():
-        progress.stage(f"{path} is {Contents.RUN.value}: its slim/ is taken")
-        return str(slim)
-    wanted = ", ".join(("a checkpoint", *(what.value for what in welcome)))
-    refuse_other(path, *welcome, must=f"the model must be {wanted} or the folder of a run")
-    return path
-
-
 def refuse_other(
     path: str | Path, *welcome: Contents, must: str = "a model must be a folder with a config.json or a Hub id"
 ) -> None:
@@ -101,51 +80,10 @@ def _instead(path: Path, found: Contents) -> str:
     if found is Contents.QUICKSTART:
         return f"give its run, {path / 'run'}, or its dense model, {path / 'vit-digits'}"
     if found is Contents.SCORED:
-        return f"cut the dense model by its plan, with 'hies-export apply {path} MODEL -o SLIM', and give SLIM"
+        return "cut the dense model by its plan, with apply_plan, and give the slim folder"
     if found is Contents.SWEEP:
         return "it keeps no models: run its recipe with the criterion and the budget of the row you want"
     if found in _EXPORTS.values():
         return f"give {beside}" if beside.is_dir() else "give the checkpoint that it was exported from"
     whole = contents(path.parent) in (Contents.CHECKPOINT, Contents.RUN, *_EXPORTS.values())
     return f"give the folder it is in, {path.parent}" if whole else "give a folder"
-
-
-def plan_in(path: Path, *, progress: Progress = SILENT) -> Path:
-    """Return the file of the plan that a path means: itself, or that of a run's or a slim checkpoint's folder.
-
-    Args:
-        path: A file or a folder.
-        progress: Is told which file of a folder was taken.
-
-    Raises:
-        RequestError: It is a folder without a plan.
-    """
-    if not path.is_dir():
-        return path
-    found = contents(path)
-    for name in ("plan.json", "hies_plan.json"):
-        if (path / name).is_file():
-            progress.stage(f"{path} is {found.value}: its {name} is taken")
-            return path / name
-    instead = f"save one from the page of 'hies-export ui {path}'" if found is Contents.SWEEP else "give a plan.json"
-    raise RequestError(
-        f"a plan must be a plan.json, or the folder of a run or of a slim checkpoint, but {path} is {found.value}; "
-        f"{instead}"
-    )
-
-
-def refuse_other_than(path: str | Path, *wanted: Contents, needs: str) -> None:
-    """Refuse a path that does not hold what is wanted, and name what does where it is near.
-
-    Args:
-        path: A file or a folder.
-        wanted: What it may hold.
-        needs: Beginning of the sentence: "a push needs the folder of a run".
-
-    Raises:
-        RequestError: It holds something else.
-    """
-    found = contents(path)
-    if found not in wanted:
-        near = next((p for p in (Path(path).parent, Path(path) / "run") if contents(p) in wanted), None)
-        raise RequestError(f"{needs}, but {path} is {found.value}" + (f"; give {near}" if near else ""))

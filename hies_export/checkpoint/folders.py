@@ -63,7 +63,7 @@ def refuse_existing(
         return
     if not overwrite:
         raise OutputExistsError(
-            f"the output folder must not exist, but {folder} does; choose another or pass --overwrite to replace it"
+            f"the output folder must not exist, but {folder} does; choose another or pass overwrite=True to replace it"
         )
     output = Path(folder).resolve()
     for what, given in (inputs or {}).items():
@@ -73,14 +73,14 @@ def refuse_existing(
         relation = _relation(output, path)
         if relation is not None:
             raise OutputExistsError(
-                f"--overwrite must not delete what is read, but the output folder {folder} {relation} the {what} "
+                f"overwrite=True must not delete what is read, but the output folder {folder} {relation} the {what} "
                 f"{given}; choose another folder"
             )
     foreign = find_foreign(output)
     if foreign is not None:
         raise OutputExistsError(
-            f"--overwrite replaces only what hies-export wrote, but {folder} {foreign}; choose another folder, or move "
-            "or delete that one yourself"
+            f"overwrite=True replaces only what hies-export wrote, but {folder} {foreign}; choose another folder, or "
+            "move or delete that one yourself"
         )
 
 
@@ -108,7 +108,7 @@ def refuse_other_file(file: Path, what: str, is_ours: Callable[[str], bool]) -> 
 
     Args:
         file: The output.
-        what: What is written: "a page of hies-export".
+        what: What is written: "a page of this package".
         is_ours: Tells from the text of a file whether it is such.
 
     Raises:

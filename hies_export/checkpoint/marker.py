@@ -1,4 +1,4 @@
-"""Mark the folders that this package writes, so that `--overwrite` replaces nothing else."""
+"""Mark the folders that this package writes, so that overwriting replaces nothing else."""
 
 from __future__ import annotations
 

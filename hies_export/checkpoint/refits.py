@@ -128,7 +128,7 @@ def check_given(plan: PruningPlan, file: Path) -> None:
     if plan.refit is None:
         raise PlanError(
             f"refitted layers must be those of the plan, but this plan names none, got {file}; leave them out "
-            "(--no-refit), or give the plan that was written with them"
+            "(refit=None), or give the plan that was written with them"
         )
     if not file.is_file():
         raise PlanError(f"refitted layers must be a file, but there is no {file}; {_ADVICE}")
@@ -175,11 +175,10 @@ def warn_uncompensated(plan: PruningPlan, folder: Path | None = None) -> None:
         plan: The plan.
         folder: The slim checkpoint, whose card shall say it too.
     """
-    remedy = "" if plan.refit is None else f"give the {REFIT} of the run that made the plan as --refit, or "
+    remedy = "" if plan.refit is None else f"give the {REFIT} of the run that made the plan as refit=, or "
     logger.warning(
         "the plan is of a model that is refitted after the cut (compensation: %s), and the layers are NOT refitted "
-        "here: quality is that of cutting alone; %srefit anew with hies-export prune RECIPE --plan PLAN, where the "
-        "recipe compensates",
+        "here: quality is that of cutting alone; %srefit anew with compensate",
         plan.compensation.get("method"),
         remedy,
     )
@@ -201,4 +200,4 @@ def load_refit(model: PreTrainedModel, refitted: RefittedLayers) -> None:
             parameters[name].copy_(tensor)
 
 
-_ADVICE = f"give the {REFIT} that was written with the plan, or cut without it (--no-refit)"
+_ADVICE = f"give the {REFIT} that was written with the plan, or cut without it (refit=None)"

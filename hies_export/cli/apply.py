@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ..progress import Progress
 from .arguments import a_path, a_path_or_id, add_force, add_json, add_output, add_refit, find_refit
+from .paths import checkpoint_in, plan_in
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -25,7 +26,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Write the slim checkpoint, and return its sizes in bytes and the time it took."""
-    from ..checkpoint.contents import checkpoint_in, plan_in
     from ..checkpoint.folders import refuse_existing
     from ..stream.apply import apply_plan
     from ..values import PruningPlan

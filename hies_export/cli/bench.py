@@ -13,6 +13,7 @@ from ..errors import RequestError, quoted
 from ..progress import Progress
 from .arguments import a_number, a_path, add_json
 from .choices import RUNTIMES
+from .paths import checkpoint_in
 
 EPILOG = (
     "Noisy rows were measured too, so the exit code is 0: read `noisy` in the rows of --json. Save that JSON in a "
@@ -90,7 +91,7 @@ def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
 
     Of a run, `slim/` is taken; `onnx/` or `gguf/` where all runtimes read that.
     """
-    from ..checkpoint.contents import Contents, checkpoint_in, contents
+    from ..checkpoint.contents import Contents, contents
     from ..pipeline.provenance import dense_model
 
     first, second = options.first, options.second

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ..progress import Progress
 from .arguments import a_path_or_id, add_json, add_output
+from .paths import checkpoint_in
 
 
 def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
@@ -36,7 +37,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     """Write the folder, and return its size, its files and how far the export differs from torch."""
     import torch
 
-    from ..checkpoint.contents import checkpoint_in
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.loading import load
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from ..errors import RequestError
 from ..progress import Progress
 from .arguments import a_number, a_path, a_path_or_id, a_text, add_json
+from .paths import checkpoint_in
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -49,7 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Continue prompts, or answer a file of questions, and return the texts."""
-    from ..checkpoint.contents import Contents, checkpoint_in
+    from ..checkpoint.contents import Contents
 
     options.folder = checkpoint_in(options.folder, Contents.ONNX, progress=progress)
     if options.questions is not None:

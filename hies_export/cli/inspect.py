@@ -15,6 +15,7 @@ from ..errors import RequestError
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..progress import Progress
 from .arguments import a_path_or_id, add_json
+from .paths import checkpoint_in, plan_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +46,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     """Show heads, neurons and FLOPs of every layer, or a plan, or the theory, and return them."""
     if options.theory:
         return _inspect_theory(options, console, progress)
-    from ..checkpoint.contents import Contents, checkpoint_in, contents, plan_in
+    from ..checkpoint.contents import Contents, contents
 
     path = Path(options.model)
     if contents(path) is Contents.SCORED or path.suffix == ".json":

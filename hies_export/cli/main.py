@@ -38,7 +38,7 @@ from . import (
     ui,
     upgrade,
 )
-from .terminal import TerminalProgress, print_json, show_messages
+from .terminal import TerminalProgress, in_flags, print_json, show_messages
 
 
 class Command(Protocol):
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
             time.sleep(processes.HEAD_START)
             err.quiet = False
         if isinstance(error, HiesError):
-            err.print(f"error: {error}", style="red", soft_wrap=True)
+            err.print(f"error: {in_flags(str(error))}", style="red", soft_wrap=True)
             return error.exit_code
         failure = system_failure(error) or memory_failure(error)
         if options.verbose or failure is None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from ..errors import RequestError
 from ..progress import Progress
 from .arguments import a_path, add_force, add_recipe, add_refit, find_refit, read_recipe, refuse_output
+from .paths import plan_in
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe
@@ -32,7 +33,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     A recipe that compensates refits the layers, also of a given plan. Otherwise those that were written with the plan
     are taken.
     """
-    from ..checkpoint.contents import plan_in
     from ..checkpoint.refits import read_refit, warn_uncompensated
     from ..pipeline.choose import choose
     from ..pipeline.prepare import prepare

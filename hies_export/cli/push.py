@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ..progress import Progress
 from .arguments import a_path, a_text, add_json
+from .paths import refuse_other_than
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Upload the run, and return the repository, its URL, the files and their size."""
-    from ..checkpoint.contents import Contents, refuse_other_than
+    from ..checkpoint.contents import Contents
     from ..hub.push import Commit, push_to_hub
 
     refuse_other_than(options.folder, Contents.RUN, needs="a push needs the folder of a run")

@@ -11,6 +11,7 @@ from rich.console import Console
 from ..errors import RequestError
 from ..progress import Progress
 from .arguments import a_path, add_json
+from .paths import refuse_other_than
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Print the report, draw what was asked for, and return the report's values."""
-    from ..checkpoint.contents import Contents, contents, refuse_other_than
+    from ..checkpoint.contents import Contents, contents
     from ..checkpoint.folders import refuse_other_file, replace_file
     from ..report.bench import Bench, print_bench, read_report, render_bench
     from ..report.html import is_page, render_html

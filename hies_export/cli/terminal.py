@@ -21,6 +21,17 @@ T = TypeVar("T")
 
 # Characters of a warning that is counted.
 _SHORT = 100
+# What messages tell callers in Python -> what it is on the command line.
+_FLAGS = {
+    "plan.kept (to apply_plan: force=True)": "--force",
+    "overwrite=True": "--overwrite",
+    "license=": "--license",
+    "base_model=": "--base-model",
+    "refit=None": "--no-refit",
+    "refit=": "--refit",
+    "anew with compensate": "anew with 'hies-export prune RECIPE --plan PLAN', where the recipe compensates",
+    "with apply_plan": "with 'hies-export apply'",
+}
 
 
 class TerminalProgress:
@@ -82,6 +93,13 @@ def minutes(seconds: float) -> str:
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
+def in_flags(message: str) -> str:
+    """Return a message of the package with the flags of the commands in the place of parameters."""
+    for parameter, flag in _FLAGS.items():
+        message = message.replace(parameter, flag)
+    return message
+
+
 @contextlib.contextmanager
 def show_messages(console: Console, *, verbose: bool, silence_libraries: bool) -> Iterator[None]:
     """Print this package's warnings and log records as single lines while the block runs, each text once.
@@ -127,6 +145,7 @@ class _Messages:
 
     def say(self, text: str) -> None:
         """Print a text, unless it was printed before."""
+        text = in_flags(text)
         self._times[text] += 1
         if self._times[text] == 1:
             self._print(text)

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from ..progress import Progress
 from .arguments import a_number, a_path
+from .paths import refuse_other_than
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -21,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Serve the page until it is interrupted."""
-    from ..checkpoint.contents import Contents, refuse_other_than
+    from ..checkpoint.contents import Contents
     from ..ui.page import show
 
     wanted = (Contents.RUN, Contents.SWEEP)

@@ -132,7 +132,7 @@ def push_to_hub(
     if not base_is_there:
         raise RequestError(
             f"the base model must be a Hub id, but there is no model {base_model} on the Hub that this token may read; "
-            "leave --base-model out if the dense model is not published"
+            "leave base_model= out if the dense model is not published"
         )
     dense = base_model or report.details.get("base_model")
     origin = _origin(report, dense=dense, license=license)
@@ -168,8 +168,8 @@ def _read_run(folder: Path) -> Report:
         missing.append("onnx/ or gguf/")
     if missing:
         raise RequestError(
-            f"a push needs the folder of a finished run, but {folder} has no {missing[0]}; give the folder that "
-            "'hies-export run' wrote"
+            f"a push needs the folder of a finished run, but {folder} has no {missing[0]}; give the folder that a "
+            "run wrote"
         )
     return Report.from_file(folder)
 
@@ -205,12 +205,12 @@ def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[s
     if licensed is None and license is None:
         raise RequestError(
             f"the licence of {name} must be known before what was made of it is published, but no card names it; give "
-            "it as --license, an id of https://huggingface.co/docs/hub/repositories-licenses"
+            "it as license=, an id of https://huggingface.co/docs/hub/repositories-licenses"
         )
     if licensed is not None and license not in (None, licensed["license"]):
         raise RequestError(
             f"a slim model keeps the licence of its dense model, {name}, which is {licensed['license']}, got "
-            f"{license}; leave --license out"
+            f"{license}; leave license= out"
         )
     inherited = {key: licensed[key] for key in LICENSE_KEYS if key in licensed} if licensed else {"license": license}
     return {"base_model": base, **inherited}
@@ -243,7 +243,7 @@ def _check_repository(
     if other and "hies_plan.json" not in other and not overwrite:
         raise OutputExistsError(
             f"a repository must be new, empty or of an earlier push, but {repository} has {', '.join(other[:3])}; "
-            "choose another or pass --overwrite to replace what is there"
+            "choose another or pass overwrite=True to replace what is there"
         )
 
 

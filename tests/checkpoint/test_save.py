@@ -143,7 +143,10 @@ def test_an_existing_folder_is_refused_or_replaced_whole(tmp_path: Path) -> None
     folder = tmp_path / "out"
     with new_folder(folder) as temporary:
         (temporary / "old.txt").write_text("old")
-    with pytest.raises(OutputExistsError, match=r"must not exist, but .*out does; .*--overwrite"), new_folder(folder):
+    with (
+        pytest.raises(OutputExistsError, match=r"must not exist, but .*out does; .*overwrite=True"),
+        new_folder(folder),
+    ):
         pass
 
     def fail_half_way() -> None:

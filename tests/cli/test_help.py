@@ -17,7 +17,7 @@ from hies_export.cli import choices
 from hies_export.cli.main import main
 from hies_export.runtimes.registry import RUNTIMES
 
-SHARED = {"__init__", "main", "arguments", "choices", "terminal"}
+SHARED = {"__init__", "main", "arguments", "choices", "paths", "terminal"}
 COMMANDS = sorted({path.stem for path in Path(cli.__file__).parent.glob("*.py")} - SHARED)
 
 

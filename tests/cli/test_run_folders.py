@@ -167,7 +167,7 @@ def others(ran: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("sweep", "is the folder of a sweep; it keeps no models: run its recipe"),
         ("stopped", "is the folder of a sweep; it keeps no models"),
-        ("scored", "is the folder of 'hies-export score'; cut the dense model by its plan, with 'hies-export apply"),
+        ("scored", "is a folder of scores and their plan; cut the dense model by its plan, with 'hies-export apply'"),
         ("quick", "is the folder of a quickstart; give its run, "),
         ("broken", "is the folder of a run; its slim/ has no config.json: run it again"),
         ("plan.json", "is a file; give a folder"),

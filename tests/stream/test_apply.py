@@ -428,7 +428,7 @@ def test_an_existing_folder(dense: Path, tmp_path: Path) -> None:
     (tmp_path / "slim").mkdir()
     (tmp_path / "slim" / "mine").touch()
     for overwrite in (False, True):
-        with pytest.raises(OutputExistsError, match="--overwrite"):
+        with pytest.raises(OutputExistsError, match="overwrite=True"):
             apply_plan(plan, dense, tmp_path / "slim", overwrite=overwrite)
     assert [p.name for p in (tmp_path / "slim").iterdir()] == ["mine"]
     (tmp_path / "slim" / "mine").unlink()

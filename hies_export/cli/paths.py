@@ -1,0 +1,70 @@
+"""Find the part of a folder that a command needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..checkpoint.contents import Contents, contents, refuse_other
+from ..errors import RequestError
+from ..progress import Progress
+
+
+def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
+    """Return where the checkpoint is that a path means: the path itself, or `slim/` of a run's folder.
+
+    Args:
+        path: A folder or Hub id. What is not known here is returned for the loader to judge.
+        welcome: What will do beside a checkpoint.
+        progress: Is told which part of a run's folder was taken.
+
+    Raises:
+        RequestError: It is a file, or a folder of this package that has no checkpoint.
+    """
+    slim = Path(path) / "slim"
+    if contents(path) is Contents.RUN and (slim / "config.json").is_file():
+        progress.stage(f"{path} is {Contents.RUN.value}: its slim/ is taken")
+        return str(slim)
+    wanted = ", ".join(("a checkpoint", *(what.value for what in welcome)))
+    refuse_other(path, *welcome, must=f"the model must be {wanted} or the folder of a run")
+    return path
+
+
+def plan_in(path: Path, *, progress: Progress) -> Path:
+    """Return the file of the plan that a path means: itself, or that of a run's or a slim checkpoint's folder.
+
+    Args:
+        path: A file or a folder.
+        progress: Is told which file of a folder was taken.
+
+    Raises:
+        RequestError: It is a folder without a plan.
+    """
+    if not path.is_dir():
+        return path
+    found = contents(path)
+    for name in ("plan.json", "hies_plan.json"):
+        if (path / name).is_file():
+            progress.stage(f"{path} is {found.value}: its {name} is taken")
+            return path / name
+    instead = f"save one from the page of 'hies-export ui {path}'" if found is Contents.SWEEP else "give a plan.json"
+    raise RequestError(
+        f"a plan must be a plan.json, or the folder of a run or of a slim checkpoint, but {path} is {found.value}; "
+        f"{instead}"
+    )
+
+
+def refuse_other_than(path: str | Path, *wanted: Contents, needs: str) -> None:
+    """Refuse a path that does not hold what is wanted, and name what does where it is near.
+
+    Args:
+        path: A file or a folder.
+        wanted: What it may hold.
+        needs: Beginning of the sentence: "a push needs the folder of a run".
+
+    Raises:
+        RequestError: It holds something else.
+    """
+    found = contents(path)
+    if found not in wanted:
+        near = next((p for p in (Path(path).parent, Path(path) / "run") if contents(p) in wanted), None)
+        raise RequestError(f"{needs}, but {path} is {found.value}" + (f"; give {near}" if near else ""))
