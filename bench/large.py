@@ -27,9 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hies_export.measure.counts import count_parameters
 from hies_export.measure.environment import environment
-from hies_export.pipeline.choose import choose
-from hies_export.pipeline.prepare import prepare
-from hies_export.pipeline.prune import prune
+from hies_export.pipeline.cut import save
+from hies_export.pipeline.prune import prune_prepared
+from hies_export.pipeline.resolve import options_of, resolve
 from hies_export.recipe import PruningRecipe
 
 T = TypeVar("T")
@@ -137,19 +137,20 @@ def main() -> None:
         save_text(folder / "validation.jsonl", 4)
         stages = Stages()
         recipe = recipe_of(folder, options)
-        prepared = prepare(recipe)
-        choice = choose(prepared, recipe, progress=stages)
-        done = prune(prepared, choice.plan, recipe, recipe.output, refit=choice.refit, progress=stages)
+        prepared = resolve(recipe).prepared
+        options = options_of(recipe)
+        done = prune_prepared(prepared, options, compensation=options.compensation, progress=stages)
+        saved = save(done.slim, prepared, recipe.output)
         stages.stage("end")
-    plan = choice.plan
+    plan = done.plan
     row = {
-        "parameters": {"dense": count_parameters(prepared.model), "slim": count_parameters(done.slim)},
+        "parameters": {"dense": count_parameters(prepared.model), "slim": count_parameters(done.model)},
         "heads": [plan.heads, plan.heads - plan.removed],
         "neurons": [plan.neurons, plan.neurons - plan.removed_neurons],
-        "flops": choice.budget.predicted,
+        "flops": done.budget.predicted,
         "refitted": len(done.fits),
-        "cut_max_abs": done.cut_max_abs,
-        "reload_max_abs": done.reload_max_abs,
+        "cut_max_abs": done.slim.cut_max_abs,
+        "reload_max_abs": saved.reload_max_abs,
         "tokens": {"score": options.samples * TOKENS_PER_ROW, "refit": options.rows * TOKENS_PER_ROW},
         "memory_gb": options.memory_gb,
         "seconds": stages.seconds,

@@ -1,9 +1,11 @@
 """hies_export: find the heads and neurons a Transformer can lose, remove them for real, ship and measure the rest.
 
-    from hies_export import PruningRecipe
-    report = PruningRecipe.from_yaml("recipe.yaml").run()
+    from hies_export import prune
+    result = prune(model, batches, modules=["attention", "mlp"], budget={"flops": 0.6})
+    result.save_pretrained("slim")
 
-or stage by stage: `find_modules`, `collect_statistics`, `score_units`, `select_units`, `prune_units`, `compensate`,
+prunes a model in memory, and `PruningRecipe.from_yaml("bert.yaml").run()` does all that a recipe says. Or stage by
+stage: `find_modules`, `collect_statistics`, `score_units`, `select_units`, `prune_units`, `compensate`,
 `save_slim`, `export_onnx`; measured by `bench`, `compare_latency`, `count_flops` and `count_parameters`. `apply_plan`
 does the cut on the files of a checkpoint. A saved slim model comes back with `load`, and an exported decoder generates
 with `OnnxGenerator`. `push_to_hub` publishes a run.
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from .onnx.export import export_onnx
     from .onnx.generator import OnnxGenerator
     from .pipeline.bench import bench
+    from .pipeline.prune import PruneResult, prune
     from .pipeline.run import run
     from .prunable.attention import find_attention
     from .prunable.find import find_modules
@@ -85,6 +88,7 @@ _HOMES = {
     "PlanError": "errors",
     "Provenance": "values",
     "PrunableModule": "units",
+    "PruneResult": "pipeline.prune",
     "PruningPlan": "values",
     "PruningRecipe": "recipe",
     "PushError": "errors",
@@ -115,6 +119,7 @@ _HOMES = {
     "load": "checkpoint.loading",
     "load_runtime": "runtimes.registry",
     "masked_units": "slim.mask",
+    "prune": "pipeline.prune",
     "prune_units": "slim.cut",
     "push_to_hub": "hub.push",
     "run": "pipeline.run",

@@ -7,7 +7,7 @@ import yaml
 from support.models import save_project, write_rows
 
 from hies_export.errors import RecipeError
-from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
@@ -198,10 +198,10 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
 def test_calibration_rows_of_one_class_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_project(tmp_path, train=20, validation=4, calibration={"samples": 6}, prune={"budget": {"heads": 0.5}})
     recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
-    prepare(recipe)
+    resolve(recipe)
     assert "calibration rows" not in caplog.text
     write_rows(tmp_path / "train.jsonl", 20, label=lambda i: 1)
-    prepare(recipe)
+    resolve(recipe)
     assert "all 6 calibration rows are of class 1, so heads are scored by that class alone" in caplog.text
 
 
@@ -211,8 +211,8 @@ def test_fewer_rows_than_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCa
     held_out = {"split": "validation[50%:]", "samples": 3}
     asked["evaluation"]["split"] = "validation[:50%]"
     save_project(tmp_path, train=20, validation=8, prune=prune, held_out=held_out, **asked)
-    prepared = prepare(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
-    assert sum(len(batch["labels"]) for batch in prepared.calibration) == 20
+    prepared = resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml")).prepared
+    assert sum(len(batch["labels"]) for batch in prepared.rows.calibration) == 20
     said = [
         "calibration.samples is 1,000, but the split 'train' has only 20: all are used",
         "evaluation.samples is 2,000, but the split 'validation[:50%]' has only 4: all are used",
@@ -222,7 +222,7 @@ def test_fewer_rows_than_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCa
     prune["compensation"], held_out["samples"] = {"samples": 21}, 30
     (tmp_path / "again").mkdir()
     save_project(tmp_path / "again", train=20, validation=8, prune=prune, held_out=held_out, **asked)
-    prepare(PruningRecipe.from_yaml(tmp_path / "again" / "recipe.yaml"))
+    resolve(PruningRecipe.from_yaml(tmp_path / "again" / "recipe.yaml"))
     assert sorted(set(caplog.messages) - set(said)) == [
         "held_out.samples is 30, but the split 'validation[50%:]' has only 4: all are used",
         "prune.compensation.samples is 21, but the split 'train' has only 20: all are used",
@@ -232,7 +232,7 @@ def test_fewer_rows_than_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCa
 def test_query_units_without_groups_are_said_to_be_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_project(tmp_path, train=20, validation=4, calibration={"samples": 6}, prune={"budget": {"heads": 0.5}})
     recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
-    prepare(recipe)
+    resolve(recipe)
     assert "unit: query" not in caplog.text
-    prepare(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", {"prune.unit": "query"}))
+    resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", {"prune.unit": "query"}))
     assert "unit: query is the same as unit: group here, because every head of this model has keys and" in caplog.text

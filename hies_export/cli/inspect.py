@@ -165,7 +165,7 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], consol
 
 
 def _inspect_theory(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
-    from ..pipeline.prepare import prepare
+    from ..pipeline.resolve import resolve
     from ..recipe import PruningRecipe
     from ..studies.theory import theory
     from ..values import dump_json
@@ -174,10 +174,10 @@ def _inspect_theory(options: Namespace, console: Console, progress: Progress) ->
         raise RequestError(f"--theory needs a recipe, for its model and calibration rows, got {options.model!r}")
     recipe = PruningRecipe.from_yaml(options.model)
     progress.stage("load the model")
-    prepared = prepare(recipe)
+    prepared = resolve(recipe).prepared
     progress.stage("theory")
     alpha = 0.9 if recipe.prune.alpha == "auto" else recipe.prune.alpha
-    found = theory(prepared.model, prepared.calibration, prepared.scored, alpha=alpha)
+    found = theory(prepared.model, prepared.rows.calibration, prepared.scored, alpha=alpha)
     _print_theory(found, console)
     return {"model": recipe.model, **json.loads(dump_json(asdict(found)))}
 

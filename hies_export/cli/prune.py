@@ -34,9 +34,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     are taken.
     """
     from ..checkpoint.refits import read_refit, warn_uncompensated
-    from ..pipeline.choose import choose
-    from ..pipeline.prepare import prepare
-    from ..pipeline.prune import prune
+    from ..pipeline.cut import save, warn_if_larger
+    from ..pipeline.prune import prune_prepared
+    from ..pipeline.resolve import resolve
     from ..slim.fingerprint import fingerprint
     from ..slim.siblings import families, family_note
     from ..values import PruningPlan
@@ -53,27 +53,33 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         file = find_refit(options, given, plan_file)
         refitted = None if file is None else read_refit(given, file)
     progress.stage("load the model and the data")
-    prepared = prepare(recipe)
-    how: dict[str, Any] = {"refit": refitted}
-    if given is not None:
-        if options.force:
-            given = replace(given, model=fingerprint(prepared.model, prepared.sites))
-        plan = given
-    else:
-        choice = choose(prepared, recipe, progress=progress)
-        plan, how = choice.plan, {"refit": choice.refit, "compensation": choice.compensation}
-    pruned = prune(prepared, plan, recipe, recipe.output, overwrite=options.overwrite, **how, progress=progress)
-    if plan.compensation and not pruned.plan.compensation:
-        warn_uncompensated(plan)
-    print_plan(pruned.plan, console)
+    resolved = resolve(recipe)
+    prepared, source = resolved.prepared, resolved.source
+    if given is not None and options.force:
+        given = replace(given, model=fingerprint(prepared.model, prepared.modules))
+    result = prune_prepared(
+        prepared,
+        given or resolved.options,
+        compensation=resolved.options.compensation,
+        refit=refitted,
+        dtype=source.dtype,
+        progress=progress,
+    )
+    progress.stage("save, load again and compare")
+    written: dict[str, Any] = {"processor": prepared.processor, "dtype": source.dtype, "overwrite": options.overwrite}
+    saved = save(result.slim, prepared, recipe.output, **written)
+    warn_if_larger(saved, source)
+    if given is not None and given.compensation and not result.plan.compensation:
+        warn_uncompensated(given)
+    print_plan(result.plan, console)
     console.print(
-        f"\nwritten to {recipe.output}: {plan_text(plan)}, {pruned.bytes.dense / 1e6:.1f} MB before, "
-        f"{pruned.bytes.slim / 1e6:.1f} MB after; cut against masked {pruned.cut_max_abs:.2g}, reloaded against saved "
-        f"{pruned.reload_max_abs:.2g}",
+        f"\nwritten to {recipe.output}: {plan_text(result.plan)}, {source.bytes / 1e6:.1f} MB before, "
+        f"{saved.bytes / 1e6:.1f} MB after; cut against masked {result.slim.cut_max_abs:.2g}, reloaded against saved "
+        f"{saved.reload_max_abs:.2g}",
         markup=False,
         soft_wrap=True,
     )
-    note = family_note(*families(prepared.model.config, pruned.slim.config))
+    note = family_note(*families(prepared.model.config, result.model.config))
     if note:
         console.print(note, markup=False)
 

@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Score, select, and write scores.json and plan.json."""
     from ..pipeline.choose import choose, write_choice
-    from ..pipeline.prepare import prepare
+    from ..pipeline.resolve import resolve
     from ..pipeline.run import output_folder
     from .terminal import plan_text, print_plan
 
@@ -27,7 +27,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     refuse_output(options, recipe)
     with output_folder(recipe, overwrite=options.overwrite) as folder:
         progress.stage("load the model and the data")
-        choice = choose(prepare(recipe), recipe, progress=progress)
+        resolved = resolve(recipe)
+        choice = choose(resolved.prepared, resolved.options, progress=progress)
         if processes.rank() == 0:
             write_choice(folder, choice)
     print_plan(choice.plan, console)

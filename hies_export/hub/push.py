@@ -117,11 +117,7 @@ def push_to_hub(
     revision = commit.revision
     report = _read_run(Path(folder))
     _check_name(repository)
-    if get_token() is None:
-        raise RequestError(
-            "a push needs a token of the Hub with the right to write, and there is none; log in with 'hf auth login', "
-            "or set HF_TOKEN"
-        )
+    _require_token()
     progress.stage("look up")
     api = HfApi(library_name="hies-export")
     with _explain_failure(repository):
@@ -158,6 +154,37 @@ def push_to_hub(
         )
     size = sum(len(c) if isinstance(c, bytes) else Path(c).stat().st_size for c in contents.values())
     return Pushed(repository, made.commit_url, made.oid, tuple(contents), size)
+
+
+def push_folder(folder: str | Path, repository: str, *, private: bool = False, message: str | None = None) -> str:
+    """Push the files of a checkpoint's folder in one commit, and return the commit's address.
+
+    Args:
+        folder: The folder.
+        repository: USER/REPO, or REPO among the user's own; created if it does not exist.
+        private: Make a new repository private.
+        message: Commit message.
+
+    Raises:
+        RequestError: There is no token, or it may not write to the repository.
+        PushError: The push did not finish; nothing of it is visible.
+    """
+    _require_token()
+    api = HfApi(library_name="hies-export")
+    with _explain_failure(repository):
+        name = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith("."))
+        operations = [CommitOperationAdd(path.relative_to(folder).as_posix(), str(path)) for path in files]
+        made = api.create_commit(name, operations, commit_message=message or f"Add {Path(folder).name}, pruned")
+    return str(made.commit_url)
+
+
+def _require_token() -> None:
+    if get_token() is None:
+        raise RequestError(
+            "a push needs a token of the Hub with the right to write, and there is none; log in with 'hf auth login', "
+            "or set HF_TOKEN"
+        )
 
 
 def _read_run(folder: Path) -> Report:

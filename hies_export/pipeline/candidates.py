@@ -1,4 +1,4 @@
-"""Score the units of a prepared model by the criteria that a recipe allows."""
+"""Score the units of a prepared model by the criteria that are asked for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from ..data.batches import Batch
 from ..data.targets import size_of
 from ..model.tokens import count_tokens
 from ..progress import Progress
-from ..recipe import PruningRecipe
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, needs_of, score_modules, uses_alpha
-from ..tasks import TASKS
 from ..values import Scores, Statistics
+from .options import PruneOptions
 from .prepare import Prepared
 from .search import ALPHAS
 
@@ -36,13 +35,13 @@ class Candidates:
 
     Attributes:
         prepared: The model and its data.
-        recipe: The criteria and their options.
+        options: The criteria and their options.
         progress: Shows stages and loops.
         moments: Moments of the model's consumers, if its compensation rows were read already.
     """
 
     prepared: Prepared
-    recipe: PruningRecipe
+    options: PruneOptions
     progress: Progress
     moments: MomentStream | None = None
 
@@ -50,10 +49,10 @@ class Candidates:
     def statistics(self) -> Statistics:
         """The statistics of the calibration rows."""
         self.progress.stage("score units: calibration rows forward and backward")
-        tried = AUTO_CRITERIA if self.recipe.prune.criterion == AUTO else (self.recipe.prune.criterion,)
+        tried = AUTO_CRITERIA if self.options.criterion == AUTO else (self.options.criterion,)
         return collect_statistics(
             self.prepared.model,
-            self.prepared.calibration,
+            self.prepared.rows.calibration,
             self.prepared.scored,
             needs=(*DEFAULT_NEEDS, *needs_of(*tried)),
             progress=self.progress,
@@ -61,11 +60,11 @@ class Candidates:
 
     def by(self, criterion: str) -> list[Scores]:
         """Return the scores to choose from: one per alpha under `alpha: auto`, more for the criterion `auto`."""
-        prune = self.recipe.prune
+        options = self.options
         if criterion in COMPENSATED_NAMES:
             return [self.compensated]
         if criterion == AUTO:
-            kinds = set(prune.modules)
+            kinds = set(options.modules)
             simple = [
                 self._by(name, alpha)
                 for name in AUTO_CRITERIA
@@ -73,18 +72,14 @@ class Candidates:
                 for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
             ]
             # The first is taken unless another is clearly better. It presumes a refit.
-            return [self.compensated, *simple] if prune.compensation else [*simple, self.compensated]
-        if prune.alpha != "auto":
-            return [self._by(criterion, prune.alpha)]
+            return [self.compensated, *simple] if options.compensation else [*simple, self.compensated]
+        if options.alpha is not None:
+            return [self._by(criterion, options.alpha)]
         return [self._by(criterion, alpha) for alpha in (ALPHAS if uses_alpha(criterion) else (0.0,))]
 
     def _by(self, criterion: str, alpha: float) -> Scores:
-        options: dict[str, Any] = {"normalize": self.recipe.prune.normalize, "seed": self.recipe.calibration.seed}
-        return score_modules(self.statistics, self.prepared.scored, criterion=criterion, alpha=alpha, **options)
-
-    @property
-    def _generative(self) -> bool:
-        return TASKS[self.recipe.task].generative
+        how: dict[str, Any] = {"normalize": self.options.normalize, "seed": self.options.seed}
+        return score_modules(self.statistics, self.prepared.scored, criterion=criterion, alpha=alpha, **how)
 
     @cached_property
     def effect_batches(self) -> list[Batch]:
@@ -94,8 +89,8 @@ class Candidates:
         refit on as reach that number. Both are drawn in the same order. A language model keeps to the calibration rows,
         because its prediction depends on the labels.
         """
-        calibration, more = self.prepared.calibration, self.prepared.compensation
-        if self._generative or sum(map(size_of, more)) <= sum(map(size_of, calibration)):
+        calibration, more = self.prepared.rows.calibration, self.prepared.rows.compensation
+        if self.prepared.task.generative or sum(map(size_of, more)) <= sum(map(size_of, calibration)):
             return calibration
         enough: list[Batch] = []
         samples = tokens = 0
@@ -109,26 +104,24 @@ class Candidates:
     @cached_property
     def compensated(self) -> Scores:
         """The scores of greedy removal, module by module within the memory limit of the compensation."""
-        prepared, section = self.prepared, self.recipe.prune.compensation
-        limit = LIMIT_BYTES if section is None else section.limit_bytes
+        prepared, how = self.prepared, self.options.compensation
+        limit = LIMIT_BYTES if how is None else how.limit_bytes
         moments = self.moments
-        if moments is None and prepared.compensation:
-            moments = MomentStream(
-                prepared.model, prepared.scored, prepared.compensation, limit_bytes=limit, progress=self.progress
-            )
+        if moments is None and (rows := prepared.rows.compensation):
+            moments = MomentStream(prepared.model, prepared.scored, rows, limit_bytes=limit, progress=self.progress)
         self.progress.stage("rank units by greedy removal")
         return score_compensated(
             prepared.model,
             self.effect_batches,
             prepared.scored,
             moments=moments,
-            per_sample=not self._generative,
+            per_sample=not prepared.task.generative,
             limit_bytes=limit,
             progress=self.progress,
         )
 
 
-def criterion_of(scores: Scores, recipe: PruningRecipe) -> str:
-    """Return the name of the criterion of scores, as the recipe has it where it names one."""
-    same = scores.criterion == COMPENSATED and recipe.prune.criterion in COMPENSATED_NAMES
-    return recipe.prune.criterion if same else scores.criterion
+def criterion_of(scores: Scores, options: PruneOptions) -> str:
+    """Return the name of the criterion of scores, as the options have it where they name one."""
+    same = scores.criterion == COMPENSATED and options.criterion in COMPENSATED_NAMES
+    return options.criterion if same else scores.criterion

@@ -1,9 +1,9 @@
-"""Choose the units to keep as a recipe says: calibrate, score, select."""
+"""Choose the units to keep: calibrate, score, select."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,8 @@ from ..calibrate.collect import DEFAULT_NEEDS
 from ..data.targets import batches_fingerprint, samples_of, size_of
 from ..evaluate.judge import Judge
 from ..model.copies import share_weights
-from ..model.tokens import first_samples
 from ..progress import Progress
 from ..prunable.find import find_modules
-from ..recipe import PruningRecipe
 from ..score.criteria import AUTO, COMPENSATED
 from ..select.iterative import filled_in
 from ..slim.cut import prune_units
@@ -25,6 +23,7 @@ from ..units import Selection
 from ..values import Provenance, PruningPlan, Scores, Statistics, dump_json, library_versions
 from .budgets import BudgetOutcome, MaxDropOutcome
 from .candidates import Candidates, criterion_of
+from .options import PruneOptions
 from .prepare import Prepared
 from .quality import Refit
 from .refitting import Refitting
@@ -46,7 +45,7 @@ class Choice:
         alpha_curve: One entry per alpha under `alpha: auto`, see `AlphaChoice`; else empty.
         tried: What `criterion: auto` judged; else empty.
         budget: The budget, with what is predicted for the plan.
-        compensation: How to refit the cut model; None if the recipe does not compensate.
+        compensation: How to refit the cut model; None without compensation.
         refit: Refits a model cut by a plan from moments that were collected in choosing; None if there are none.
     """
 
@@ -60,17 +59,17 @@ class Choice:
     refit: Refit | None = None
 
 
-def choose(prepared: Prepared, recipe: PruningRecipe, *, progress: Progress) -> Choice:
+def choose(prepared: Prepared, options: PruneOptions, *, progress: Progress) -> Choice:
     """Calibrate, score and select.
 
     With `alpha: auto` or `criterion: auto`, what is chosen is judged on the held-out rows. With `steps`, the budget is
-    spent in that many rounds. Each round scores the model that the previous rounds left, cut and, if the recipe
-    compensates, refitted. The statistics of a unit are those of the last round it was part of.
+    spent in that many rounds. Each round scores the model that the previous rounds left, cut and, with compensation,
+    refitted. The statistics of a unit are those of the last round it was part of.
     """
-    chooser = _Chooser(prepared, recipe, progress)
-    if recipe.prune.budget.max_drop is not None:
+    chooser = _Chooser(prepared, options, progress)
+    if options.budget.max_drop is not None:
         return chooser.by_max_drop()
-    if recipe.prune.criterion == AUTO:
+    if options.criterion == AUTO:
         return chooser.automatically()
     return chooser.as_told()
 
@@ -90,20 +89,20 @@ class _Chooser:
 
     Args:
         prepared: The dense model and its data.
-        recipe: The criterion, budget and constraints.
+        options: The criterion, budget and constraints.
         progress: Shows stages and loops.
     """
 
-    def __init__(self, prepared: Prepared, recipe: PruningRecipe, progress: Progress):
-        self._prepared, self._recipe, self._progress = prepared, recipe, progress
-        self._refitting = Refitting(prepared, recipe, progress)
+    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress):
+        self._prepared, self._options, self._progress = prepared, options, progress
+        self._refitting = Refitting(prepared, options, progress)
         # Before scoring, so that a budget that cannot be met fails early.
-        self._targets = Targets(prepared, recipe, progress)
+        self._targets = Targets(prepared, options, progress)
         self._judge: Judge | None = None
 
     def as_told(self) -> Choice:
-        """Choose by the recipe's criterion, in the recipe's number of rounds."""
-        return self._choice(self._in_rounds(self._recipe.prune.steps, self._recipe.prune.criterion))
+        """Choose by the criterion that is asked for, in as many rounds."""
+        return self._choice(self._in_rounds(self._options.steps, self._options.criterion))
 
     def automatically(self) -> Choice:
         """Choose the criterion, and the weights of tokens, whose refitted model agrees most with the dense one."""
@@ -117,7 +116,9 @@ class _Chooser:
             # First, so that it is taken unless another is clearly better.
             picked.insert(0, self._in_rounds(self._steps_of_auto(), COMPENSATED))
             steps.insert(0, self._steps_of_auto())
-        held_out = {weights: self._held_out(self._prepared.metrics, weights) for weights in self._refitting.tried}
+        held_out = {
+            weights: self._held_out(self._prepared.judged.metrics, weights) for weights in self._refitting.tried
+        }
         self._progress.stage("choose the criterion on held-out rows")
         tried = choose_by_agreement(
             [(p.scores, p.selection) for p in picked], held_out, steps=steps, progress=self._progress
@@ -127,10 +128,10 @@ class _Chooser:
 
     def _steps_of_auto(self) -> int:
         """Return in how many steps `criterion: auto` also removes units."""
-        if self._recipe.prune.steps > 1:
-            return self._recipe.prune.steps
+        if self._options.steps > 1:
+            return self._options.steps
         deep = self._targets.ratio is not None and self._targets.ratio <= STEPS_BELOW
-        return 2 if deep and self._recipe.prune.compensation is not None else 1
+        return 2 if deep and self._options.compensation is not None else 1
 
     def _in_rounds(self, count: int, criterion: str) -> _Picked:
         """Choose in a number of rounds, each of which scores the model that the previous ones left."""
@@ -158,30 +159,30 @@ class _Chooser:
             return _Picked(statistics, scored[0], select(scored[0]))
         self._progress.stage("choose alpha on held-out rows")
         chosen = choose_alpha(
-            self._progress.track(scored, "choose alpha"), select, self._held_out(self._prepared.metrics)
+            self._progress.track(scored, "choose alpha"), select, self._held_out(self._prepared.judged.metrics)
         )
         return _Picked(statistics, chosen.scores, chosen.selection, chosen.curve)
 
     def _candidates(self, part: Round) -> Candidates:
         if part.before is None:
             return self._of_dense
-        return Candidates(part.prepared, self._recipe, self._progress)
+        return Candidates(part.prepared, self._options, self._progress)
 
     @cached_property
     def _of_dense(self) -> Candidates:
         """The candidates of the dense model, whose moments the refits need as well."""
-        return Candidates(self._prepared, self._recipe, self._progress, self._refitting.moments)
+        return Candidates(self._prepared, self._options, self._progress, self._refitting.moments)
 
     def _left_by(self, selection: Selection) -> Prepared:
         """Return the prepared run with the dense model replaced by the one cut, and refitted, by a selection."""
         prepared = self._prepared
-        slim = prune_units(share_weights(prepared.model), selection, prepared.sites, inplace=True)
+        slim = prune_units(share_weights(prepared.model), selection, prepared.modules, inplace=True)
         refit = self._refitting.by()
         if refit is not None:
             refit(slim, selection)
-        modules = find_modules(slim, first_samples(prepared.calibration[0]), kinds=self._recipe.prune.modules)
+        modules = find_modules(slim, prepared.sample, kinds=self._options.modules)
         names = {module.name for module in prepared.scored}
-        return replace(prepared, model=slim, sites=modules, scored=tuple(m for m in modules if m.name in names))
+        return replace(prepared, model=slim, modules=modules, scored=tuple(m for m in modules if m.name in names))
 
     def _choice(
         self,
@@ -214,38 +215,33 @@ class _Chooser:
                 fingerprint=batches_fingerprint(rows),
             )
         provenance = Provenance(
-            criterion=criterion_of(scores, self._recipe),
+            criterion=criterion_of(scores, self._options),
             alpha=scores.parameters.get("alpha"),
-            seed=self._recipe.calibration.seed,
+            seed=self._options.seed,
             calibration={
                 "samples": calibration.samples,
                 "labels": calibration.labels,
                 "fingerprint": calibration.fingerprint,
             },
             versions=library_versions(),
-            model=fingerprint(self._prepared.model, self._prepared.sites),
-            compensation={} if (how := self._recipe.prune.compensation) is None else {"method": how.method},
+            model=fingerprint(self._prepared.model, self._prepared.modules),
+            compensation={} if (how := self._options.compensation) is None else {"method": how.method},
         )
         return PruningPlan.of(picked.selection, provenance)
 
     def _held_out(self, metrics: tuple[str, ...], token_weights: float | None = None) -> HeldOut:
-        """Return the judge of selections on the held-out rows; it refits them if the recipe compensates."""
+        """Return the judge of selections on the held-out rows; it refits them where models are compensated."""
         prepared = self._prepared
         if self._judge is None or self._judge.metrics != metrics:
-            self._judge = Judge.on(
-                prepared.model,
-                prepared.held_out,
-                metrics=metrics,
-                regression=prepared.regression,
-                tolerance=self._recipe.evaluation.stability_tolerance,
-            )
-        return HeldOut(self._judge, prepared.model, prepared.sites, self._refitting.by(token_weights))
+            judged = replace(prepared.judged, metrics=metrics)
+            self._judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(judged))
+        return HeldOut(self._judge, prepared.model, prepared.modules, self._refitting.by(token_weights))
 
     def by_max_drop(self) -> Choice:
         """Choose the scores, and remove as much as the held-out metric allows."""
-        prepared, max_drop = self._prepared, self._recipe.prune.budget.max_drop
+        prepared, max_drop = self._prepared, self._options.budget.max_drop
         assert max_drop is not None
-        statistics, scored = self._of_dense.statistics, self._of_dense.by(self._recipe.prune.criterion)
+        statistics, scored = self._of_dense.statistics, self._of_dense.by(self._options.criterion)
         self._progress.stage("choose the sparsity on held-out rows")
         sizes = self._targets.of_max_drop()
         held_out = self._held_out((max_drop.metric,))
@@ -262,7 +258,7 @@ class _Chooser:
             dense=held_out.dense(),
             refitted=chosen.value if held_out.refit else None,
             masked=None if held_out.refit else chosen.value,
-            samples=samples_of(prepared.held_out),
+            samples=samples_of(prepared.rows.held_out),
             judged=chosen.judged,
         )
         return self._choice(_Picked(statistics, chosen.scores, chosen.selection), outcome=outcome)

@@ -1,4 +1,4 @@
-"""Export the models of a run, to the format that the recipe names or that a runtime reads."""
+"""Export models to the format that is asked for, or that a runtime reads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ..gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
-from ..model.tokens import first_samples
 from ..onnx.export import DTYPES as ONNX_DTYPES
 from ..onnx.export import OnnxExport, export_onnx
-from ..recipe import PruningRecipe
 from ..runtimes.base import Format
 from ..runtimes.ort import require_onnxruntime
 from ..runtimes.registry import RUNTIMES
+from .options import ExportOptions
 from .prepare import Prepared
 
 Exported = OnnxExport | GgufExport
@@ -23,62 +22,65 @@ Exported = OnnxExport | GgufExport
 def export(
     prepared: Prepared,
     model: PreTrainedModel,
-    recipe: PruningRecipe,
+    options: ExportOptions,
     folder: Path,
     *,
     format: Format | None = None,
     dtype: str | None = None,
 ) -> Exported:
-    """Export a dense or slim model with the recipe's settings.
+    """Export a dense or slim model.
 
     Args:
         prepared: The data to trace and compare on, and the tokenizer.
         model: The model.
-        recipe: Its `export` section holds the settings.
+        options: The settings.
         folder: Where to write.
-        format: What to export to; by default what the recipe says.
-        dtype: What to store the weights in; by default what the recipe says, or float32 where that is unknown to
-            `format`.
+        format: What to export to, instead of what the options say.
+        dtype: What to store the weights in, instead of what the options say; float32 where `format` does not know it.
     """
-    format = format or recipe.export.format
-    dtype = dtype or recipe.export.dtype
+    format = format or options.format
+    dtype = dtype or options.dtype
     if format == "gguf":
         return export_gguf(model, folder, tokenizer=prepared.processor, dtype=dtype)
     return export_onnx(
         model,
         folder,
-        batch=first_samples(prepared.calibration[0]),
+        batch=prepared.sample,
         processor=prepared.processor,
-        provider=recipe.export.provider,
+        provider=options.provider,
         dtype=dtype if dtype in ONNX_DTYPES else "float32",
     )
 
 
-def require_exporters(recipe: PruningRecipe) -> None:
+def require_exporters(options: ExportOptions, runtimes: Iterable[str]) -> None:
     """Refuse, before anything is loaded, an export whose packages are not installed.
 
     Raises:
         MissingRuntimeError: One of them is missing.
     """
-    latency = recipe.prune.budget.latency
-    formats = _formats(recipe, (*recipe.measure.runtimes, *([] if latency is None else [latency.runtime])))
+    formats = _formats(options, runtimes)
     if "onnx" in formats:
         require_onnxruntime()
     if "gguf" in formats:
         require_gguf()
 
 
-def check_exports(prepared: Prepared, recipe: PruningRecipe) -> None:
+def check_exports(prepared: Prepared, options: ExportOptions, runtimes: Iterable[str], *, uneven: bool) -> None:
     """Refuse, before anything is computed, a model or a tokenizer that no GGUF file can hold, where one is wanted.
+
+    Args:
+        prepared: The dense model and its tokenizer.
+        options: What the slim model is exported to.
+        runtimes: What both models are timed on.
+        uneven: Whether layers may keep different numbers of units.
 
     Raises:
         RequestError: It cannot be written; the message names the layer and the reason.
     """
-    if "gguf" in _formats(recipe, prepared.runtimes):
-        uneven = recipe.prune.allocation == "global" or bool(recipe.prune.keep_layers)
+    if "gguf" in _formats(options, runtimes):
         check_exportable(prepared.model, prepared.processor, uneven=uneven)
 
 
-def _formats(recipe: PruningRecipe, runtimes: Iterable[str]) -> set[Format]:
+def _formats(options: ExportOptions, runtimes: Iterable[str]) -> set[Format]:
     """Return the formats that a run exports to, for itself or for a runtime."""
-    return {recipe.export.format, *(RUNTIMES[name].format for name in runtimes if not RUNTIMES[name].reads_models)}
+    return {options.format, *(RUNTIMES[name].format for name in runtimes if not RUNTIMES[name].reads_models)}

@@ -17,7 +17,6 @@ from ..errors import RequestError, require_package
 from ..model.auto import auto_classes
 from ..model.copies import parameter_bytes
 from ..model.internals import never_asking
-from ..recipe import PruningRecipe
 from ..tasks import TASKS
 
 
@@ -34,20 +33,20 @@ class Source:
     bytes: int
 
 
-def source_of(model: PreTrainedModel, recipe: PruningRecipe, config: Any, **hub: Any) -> Source:
-    """Return how the model of a recipe is stored.
+def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: str | None = None, **hub: Any) -> Source:
+    """Return how a model is stored.
 
-    A slim checkpoint is saved in the dtype of its source, whatever it was computed in, unless the recipe names a dtype.
+    A slim checkpoint is saved in the dtype of its source, whatever it was computed in, unless another one is asked for.
 
     Args:
         model: The model, loaded.
-        recipe: The recipe.
+        path: Folder or Hub id that it was loaded from.
         config: Config of the checkpoint, as it is in its files.
+        asked: Name of a torch dtype; "auto", the default, for that of the source.
         **hub: Where to look on the Hub, as in `from_pretrained`.
     """
-    files = weight_files(recipe.model, **hub)
-    asked = recipe.save_dtype or recipe.dtype or "auto"
-    dtype = (stored_dtype(files, config) or model.dtype) if asked == "auto" else getattr(torch, asked)
+    files = weight_files(path, **hub)
+    dtype = (stored_dtype(files, config) or model.dtype) if asked in (None, "auto") else getattr(torch, str(asked))
     return Source(dtype, sum(file.stat().st_size for file in files) or parameter_bytes(model))
 
 

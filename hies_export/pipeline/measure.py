@@ -19,10 +19,10 @@ from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
 from ..model.copies import convert
 from ..progress import Progress
-from ..recipe import PruningRecipe
 from ..runtimes.base import Format
 from ..runtimes.registry import RUNTIMES
 from .export import Exported, export
+from .options import ExportOptions
 from .prepare import Prepared
 
 
@@ -33,6 +33,15 @@ class FlopsByLayer:
     dense: list[LayerFlops]
     slim: list[LayerFlops]
     shape: Shape
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What is timed: on which runtimes, in which dtypes (by default as the models are), and how often."""
+
+    runtimes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    timing: Timing
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,8 @@ def measure_both(
     prepared: Prepared,
     slim: PreTrainedModel,
     exported: Exported,
-    recipe: PruningRecipe,
+    exporting: ExportOptions,
+    measuring: MeasureOptions,
     *,
     stored: Both[int],
     progress: Progress,
@@ -71,14 +81,15 @@ def measure_both(
         prepared: The dense model and the batches to time with.
         slim: The slim model.
         exported: What the slim model was exported to.
-        recipe: What is timed, and how often.
+        exporting: How it was exported, and how the dense model is.
+        measuring: What is timed, and how often.
         stored: Bytes of the files of weights of both.
         progress: Shows stages and loops.
     """
     dense, batches = prepared.model, prepared.measured
     flops = counts.count_both_flops(dense, slim, batches)
     shape = next(iter(batches))
-    dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], prepared.sites) for m in (dense, slim))
+    dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], prepared.modules) for m in (dense, slim))
     cache = [counts.cache_bytes_per_token(model) for model in (dense, slim)]
     return Measurements(
         parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),
@@ -86,7 +97,7 @@ def measure_both(
         flops=flops[shape],
         flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),
         cache_bytes_per_token=None if cache[0] is None or cache[1] is None else Both(cache[0], cache[1]),
-        latency=_time(prepared, slim, exported, recipe, flops=flops, progress=progress),
+        latency=_time(prepared, slim, exported, exporting, measuring, flops=flops, progress=progress),
     )
 
 
@@ -100,7 +111,8 @@ def _time(
     prepared: Prepared,
     slim: PreTrainedModel,
     exported: Exported,
-    recipe: PruningRecipe,
+    exporting: ExportOptions,
+    measuring: MeasureOptions,
     *,
     flops: Mapping[Shape, FlopCount],
     progress: Progress,
@@ -108,12 +120,11 @@ def _time(
     """Time both models in every dtype and on every runtime.
 
     What is exported of the dense model is temporary, and of the slim model where it is in another format or dtype than
-    the recipe's.
+    it was exported to.
     """
-    timing = Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds)
     rows = []
-    for dtype in recipe.measure.dtypes or (None,):
-        runtimes = [name for name in prepared.runtimes if dtype is None or dtype in RUNTIMES[name].dtypes]
+    for dtype in measuring.dtypes or (None,):
+        runtimes = [name for name in measuring.runtimes if dtype is None or dtype in RUNTIMES[name].dtypes]
         # In the folder of the exported slim model, so that both are read from the same disk.
         with tempfile.TemporaryDirectory(prefix=".dense-", dir=exported.folder.parent) as temporary:
             # Format and dtype of the export that each runtime reads; some compute a float32 graph in another dtype.
@@ -125,7 +136,7 @@ def _time(
             folders = {}
             for wanted in dict.fromkeys(needed.values()):
                 progress.stage("export the dense model, to compare with")
-                folders[wanted] = _export_both(prepared, slim, exported, recipe, Path(temporary), *wanted)
+                folders[wanted] = _export_both(prepared, slim, exported, exporting, Path(temporary), *wanted)
             progress.stage("time both models" + ("" if dtype is None else f" in {dtype}"))
             for name in runtimes:
                 if RUNTIMES[name].reads_models:
@@ -138,7 +149,7 @@ def _time(
                     *sources,
                     batches=prepared.measured,
                     flops=flops,
-                    timing=timing,
+                    timing=measuring.timing,
                     dtype=dtype,
                     progress=progress,
                 )
@@ -149,14 +160,14 @@ def _export_both(
     prepared: Prepared,
     slim: PreTrainedModel,
     exported: Exported,
-    recipe: PruningRecipe,
+    options: ExportOptions,
     folder: Path,
     format: Format,
     dtype: str | None,
 ) -> tuple[Path, Path]:
     """Export the dense model, and the slim one unless its export is of this format and dtype; return both folders."""
     place = folder / f"{format}-{dtype}"
-    dense = export(prepared, prepared.model, recipe, place / "dense", format=format, dtype=dtype).folder
-    if format == recipe.export.format and dtype in (None, recipe.export.dtype):
+    dense = export(prepared, prepared.model, options, place / "dense", format=format, dtype=dtype).folder
+    if format == options.format and dtype in (None, options.dtype):
         return dense, exported.folder
-    return dense, export(prepared, slim, recipe, place / "slim", format=format, dtype=dtype).folder
+    return dense, export(prepared, slim, options, place / "slim", format=format, dtype=dtype).folder

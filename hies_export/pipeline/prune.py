@@ -1,204 +1,393 @@
-"""Cut the dense model of a run by a plan, compensate, save and check."""
+"""Prune a model in memory: score, choose, cut, compensate, check and judge."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import io
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from pydantic import ValidationError
+from rich.console import Console
 from transformers import PreTrainedModel
 
-from .. import processes
-from ..checkpoint.refits import RefittedLayers, digest_tensors, load_refit, write_refit
-from ..checkpoint.save import save_slim
-from ..checkpoint.stored import weight_files
-from ..errors import NonFiniteError
-from ..measure.counts import Both
-from ..model.copies import round_each
-from ..model.internals import dtypes_in
-from ..model.tokens import first_samples
-from ..progress import Progress
-from ..recipe import PruningRecipe
-from ..slim.check import compare_cut
-from ..slim.cut import prune_units
-from ..slim.refit import Compensation, LayerFit, compensate
-from ..units import PrunableModule
-from ..values import PruningPlan
-from .load import Source
-from .prepare import Prepared
-from .quality import Refit
-from .refitting import compensation_of, shared
+from ..checkpoint.refits import RefittedLayers
+from ..data.batches import Batch
+from ..data.targets import is_regression, samples_of
+from ..errors import RecipeError, RequestError, did_you_mean
+from ..evaluate.judge import Judge
+from ..evaluate.metrics import check_metrics, default_metrics
+from ..hub.push import push_folder
+from ..measure.counts import Both, FlopCount, count_both_flops, count_parameters
+from ..model.modes import evaluating
+from ..onnx.export import OnnxExport, export_onnx
+from ..progress import SILENT, Clock, Progress
+from ..recipe import CompensationSection, PruneSection, sentences
+from ..report.maps import plan_maps
+from ..report.report import plan_counts
+from ..report.rows import Table, change, quality_row, si
+from ..report.terminal import map_text, plain_table
+from ..runtimes.base import Provider
+from ..slim.refit import LayerFit
+from ..tasks import Task
+from ..values import PruningPlan, Scores
+from .budgets import BudgetOutcome
+from .choose import Choice, choose
+from .cut import Slim, confirm_max_drop, cut, save
+from .memory import batches_of, first_rows, split_held_out, task_of, unlabelled
+from .options import PruneOptions, RefitOptions
+from .prepare import Judged, Prepared, Rows, check_options, check_runtimes, prepare, shapes_to_measure
+from .quality import Evaluation, evaluate
+from .sections import prune_options, refit_options
 
-logger = logging.getLogger(__name__)
+# Width of the table of a result, in characters.
+WIDTH = 100
 
 
-@dataclass(frozen=True)
-class Pruned:
-    """The slim model, and how it was checked.
+@dataclass(frozen=True, repr=False)
+class PruneResult:
+    """A slim model, what it was chosen from, and how it compares with its dense model.
+
+    Its text is a table of what was cut, of both models' sizes, and of the agreement on the held-out batches.
 
     Attributes:
-        slim: The slim model, with the values that were saved: it is rounded to the dtype of its checkpoint.
-        plan: Its plan, which names the refitted layers where there are any.
-        bytes: Size of the files of weights, of the dense and the slim checkpoint.
-        fits: Result of the compensation for each layer; empty without compensation.
-        cut_max_abs: Largest absolute difference of any output between the cut and the masked model.
-        reload_max_abs: Largest absolute difference of any output between the slim model and its reloaded checkpoint.
+        prepared: The dense model, its modules, and the batches.
+        slim: The slim model, its plan and its checks.
+        choice: Scores and statistics that the plan was chosen from; None for a given plan.
+        budget: The budget, with what is predicted for the plan; None for a given plan.
+        parameters: Number of parameters of both models.
+        flops: Floating-point operations of one forward pass of both models at `flops.shape`.
+        held_out: Metrics of both models and the share of equal predictions on the held-out batches; None without.
     """
 
-    slim: PreTrainedModel
-    plan: PruningPlan
-    bytes: Both[int]
-    fits: list[LayerFit]
-    cut_max_abs: float
-    reload_max_abs: float
+    prepared: Prepared
+    slim: Slim
+    choice: Choice | None
+    budget: BudgetOutcome | None
+    parameters: Both[int]
+    flops: FlopCount
+    held_out: Evaluation | None = None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The slim model, in evaluation mode: an ordinary `PreTrainedModel`."""
+        return self.slim.model
+
+    @property
+    def plan(self) -> PruningPlan:
+        """Which units stay, and where that comes from."""
+        return self.slim.plan
+
+    @property
+    def scores(self) -> Scores | None:
+        """One score per unit, higher means keep; None for a given plan."""
+        return None if self.choice is None else self.choice.scores
+
+    @property
+    def fits(self) -> list[LayerFit]:
+        """How well each layer was refitted; empty without compensation."""
+        return self.slim.fits
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        processor: Any = None,
+        overwrite: bool = False,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        private: bool = False,
+    ) -> None:
+        """Save the slim checkpoint with its plan, load it again in every way that users do, and compare the outputs.
+
+        Args:
+            folder: Where to write; appears only when everything is written and checked.
+            processor: Tokenizer or image processor to save with the model; by default the one given to `prune`.
+            overwrite: Replace an existing folder.
+            push_to_hub: Also push the folder to the Hub, in one commit.
+            repo_id: USER/REPO to push to; by default the folder's name, among the user's own.
+            private: Make a new repository private.
+
+        Raises:
+            OutputExistsError: The folder exists and `overwrite` is off.
+            ReloadMismatchError: The loaded model differs from the saved one by 1e-5 or more.
+            RequestError: There is no token for the push, or it may not write there; the folder is written.
+            PushError: The push did not finish; the folder is written.
+        """
+        save(self.slim, self.prepared, folder, processor=processor or self.prepared.processor, overwrite=overwrite)
+        if push_to_hub:
+            push_folder(folder, repo_id or Path(folder).resolve().name, private=private)
+
+    def export_onnx(
+        self,
+        folder: str | Path,
+        *,
+        processor: Any = None,
+        provider: Provider = "cpu",
+        dtype: str = "float32",
+        overwrite: bool = False,
+    ) -> OnnxExport:
+        """Export the slim model to an ONNX folder, run it in ONNX Runtime, and compare with torch.
+
+        Args:
+            folder: Where to write; appears only when everything is written and checked.
+            processor: Tokenizer or image processor to save with the graph; by default the one given to `prune`.
+            provider: Execution provider that the graph is fused for: cpu, cuda or tensorrt.
+            dtype: float32 or float16.
+            overwrite: Replace an existing folder.
+
+        Returns:
+            The folder's files, their size in bytes, and the largest difference to torch.
+
+        Raises:
+            MissingRuntimeError: onnx or onnxruntime is not installed.
+            ParityError: ONNX Runtime and torch disagree; nothing is kept.
+        """
+        return export_onnx(
+            self.model,
+            folder,
+            batch=_two_rows(self.prepared.sample),
+            processor=processor or self.prepared.processor,
+            provider=provider,
+            dtype=dtype,
+            overwrite=overwrite,
+        )
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+        for units in plan_maps(self.plan):
+            console.print(map_text(units), "")
+        console.print(plain_table(*self._table()))
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))
+
+    def _table(self) -> Table:
+        heads, neurons = plan_counts(self.plan)
+        batch, sequence = self.flops.shape
+        rows: list[tuple[str, str, str, str]] = [
+            (name, f"{units.total:,}", f"{units.kept:,}", change(units.total, units.kept))
+            for name, units in (("attention heads", heads), ("feed-forward neurons", neurons))
+            if units and units.total
+        ]
+        for name, size in (("parameters", self.parameters), (f"FLOPs at {batch} x {sequence}", self.flops)):
+            rows.append((name, si(size.dense), si(size.slim), change(size.dense, size.slim)))
+        if self.held_out is not None:
+            samples = samples_of(self.prepared.rows.held_out)
+            labelled = "labels" in self.prepared.rows.held_out[0]
+            rows += [quality_row(name, asdict(values)) for name, values in self.held_out.metrics.items() if labelled]
+            rows.append((f"same prediction, {samples:,} held-out rows", "", f"{self.held_out.stability:.1%}", ""))
+        return Table(("", "dense", "slim", "change"), rows)
 
 
 def prune(
-    prepared: Prepared,
-    plan: PruningPlan,
-    recipe: PruningRecipe,
-    folder: Path,
+    model: PreTrainedModel,
+    batches: Any,
     *,
-    overwrite: bool = False,
-    compensation: Compensation | None = None,
-    refit: Refit | RefittedLayers | None = None,
-    refit_file: Path | None = None,
-    progress: Progress,
-) -> Pruned:
-    """Cut the dense model by a plan, compensate it if the recipe says so, and save it.
+    held_out: Any = None,
+    compensation_batches: Any = None,
+    plan: PruningPlan | None = None,
+    processor: Any = None,
+    columns: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    progress: Progress = SILENT,
+    **options: Any,
+) -> PruneResult:
+    """Prune a model in memory; the model itself stays as it is.
 
-    The cut model is compared with the masked one, and the saved checkpoint with its reload. What is saved is rounded to
-    the dtype of the checkpoint, and so is the model that is returned: what it is evaluated, exported and timed as is
-    what the files hold.
+    Units are scored on the batches, chosen within the budget, and cut out of a copy of the weights. The copy is
+    compared with the masked model, refitted if `compensation` says so, and judged on the held-out batches.
+
+    Batches are a DataLoader, a list, or a `datasets.Dataset` with `processor`. A batch maps the names of the model's
+    inputs to tensors. Labels are used where there are any. Otherwise the model's own predictions replace classes, and
+    plain text is its own label. Of a data set all rows are read; a few hundred are enough.
 
     Args:
-        prepared: The dense model and its data.
-        plan: The units to keep.
-        recipe: Says whether and how to compensate.
-        folder: Where to save the checkpoint.
-        overwrite: Replace an existing folder.
-        compensation: How to compensate, where the recipe leaves that to the choice of the plan.
-        refit: Refits from moments of the same dense model that were collected earlier; without it, and for
-            `sequential`, moments are collected here. Or the refitted layers themselves.
-        refit_file: Where to write the refitted layers of a compensated model; by default into `folder`.
+        model: Classifies or regresses texts or images, or generates text, also from images.
+        batches: What units are scored on.
+        held_out: What alpha, the criterion or the size of the cut is chosen on, and what the agreement in the result is
+            of. By default the last quarter of `batches`, which are then not scored on; an empty list for none.
+        compensation_batches: What the cut model is refitted on; by default the batches that units are scored on.
+        plan: Cut by this plan instead of choosing. Of the options only `compensation` applies then.
+        processor: The model's tokenizer, image processor, or processor of both: reads a data set, and is saved with the
+            result.
+        columns: What to read of a data set that has texts or images, by the fields of a recipe's `data`: text, image,
+            label, prompt, answer, max_length, packing. By default columns that leave no choice.
+        seed: Seed of the criterion `random`; the plan records it.
         progress: Shows stages and loops.
+        **options: The fields of a recipe's `prune` section: budget (required), modules, criterion, alpha, normalize,
+            allocation, unit, towers, min_heads, keep_layers, multiple_of, steps and compensation. FLOPs are counted for
+            a row of 128 tokens, or of as many as the model takes.
+
+    Returns:
+        The slim model with its plan and scores, which saves and exports itself.
 
     Raises:
-        PlanError: The refitted layers are not of this model.
-        NonFiniteError: A refitted weight is too large for the dtype to save in.
+        RecipeError: An option is unknown, missing or out of range; all problems at once.
+        RequestError: The model or the batches do not allow what is asked; raised before anything is computed.
+        DataError: There are no batches, or they are not what the model takes.
+        UnsupportedModelError: Units of the model cannot be removed; the message says why.
+        PlanError: No selection meets the budget, or the plan is of another model.
+        CutMismatchError: The cut model differs from the masked one by 1e-4 or more.
+
+    Examples:
+        >>> result = prune(model, batches, criterion="his", budget={"heads": 0.5})
+        >>> result.plan.removed, type(result.model).__name__
+        (9, 'BertForSequenceClassification')
     """
-    progress.stage("cut, and compare with the masked model")
-    model, modules = prepared.model, prepared.sites
-    batch = first_samples(prepared.calibration[0])
-    slim = prune_units(model, plan, modules)
-    cut_max_abs = compare_cut(model, slim, plan, modules, batch)
-    fits = _compensate(prepared, slim, plan, recipe, compensation=compensation, refit=refit, progress=progress)
-    dtypes = _round(slim, prepared.source.dtype)
-    refitted = None
-    if isinstance(refit, RefittedLayers) or recipe.prune.compensation is not None:
-        names = refit.tensors if isinstance(refit, RefittedLayers) else _refitted(slim, modules, fits)
-        refitted = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
-    plan = _as_compensated(plan, recipe, refitted)
-    progress.stage("save, load again and compare")
-
-    def save() -> tuple[float, int]:
-        if refitted is not None and refit_file is not None:
-            write_refit(refitted, refit_file)
-        max_abs = save_slim(
-            slim,
-            folder,
-            plan=plan,
-            batch=batch,
-            processor=prepared.processor,
-            dtype=prepared.source.dtype,
-            refitted=refitted if refit_file is None else None,
-            overwrite=overwrite,
+    asked = _asked(options, plan, seed)
+    task = task_of(model)
+    read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns}
+    rows = _rows(model, asked, batches, held_out, compensation_batches, read)
+    judged = _judged(model, task, asked)
+    timed = None if isinstance(asked, _OfPlan) else asked.budget.latency
+    if timed is not None:
+        check_runtimes([timed.runtime], task)
+    with evaluating(model):
+        prepared = prepare(
+            model,
+            rows,
+            kinds=asked.modules,
+            towers=asked.towers,
+            processor=processor,
+            task=task,
+            judged=judged,
+            shapes=shapes_to_measure(model, (), task, timed),
         )
-        return max_abs, sum(file.stat().st_size for file in weight_files(folder))
+        if isinstance(asked, _OfPlan):
+            result = prune_prepared(prepared, asked.plan, compensation=asked.compensation, progress=progress)
+        else:
+            check_options(prepared, asked)
+            result = prune_prepared(prepared, asked, compensation=asked.compensation, progress=progress)
+        return result if not rows.held_out else replace(result, held_out=_compare(result, progress))
 
-    reload_max_abs, size = processes.on_main(save)
-    _warn_if_larger(size, prepared.source)
-    return Pruned(slim, plan, Both(prepared.source.bytes, size), fits, cut_max_abs, reload_max_abs)
+
+@dataclass(frozen=True)
+class _OfPlan:
+    """A cut by a given plan."""
+
+    plan: PruningPlan
+    compensation: RefitOptions | None
+    towers: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(kept.kind for kept in self.plan.kept.values()))
 
 
-def _compensate(
+def _asked(options: Mapping[str, Any], plan: PruningPlan | None, seed: int) -> PruneOptions | _OfPlan:
+    """Return the options as plain values, after the checks of a recipe.
+
+    Raises:
+        RecipeError: They are impossible; the message lists all problems.
+    """
+    known = list(PruneSection.model_fields)
+    if unknown := [name for name in options if name not in known]:
+        raise RecipeError(
+            [
+                f"prune() has no argument {name}{did_you_mean(name, known) or '; the options are ' + ', '.join(known)}"
+                for name in unknown
+            ]
+        )
+    if plan is not None and (more := [name for name in options if name != "compensation"]):
+        raise RequestError(f"with plan=, of the options only compensation applies, got {', '.join(more)}; leave it out")
+    try:
+        if plan is None:
+            return prune_options(PruneSection(**options), seed=seed)
+        given = options.get("compensation")
+        section = None if given is None else CompensationSection.model_validate(given)
+        return _OfPlan(plan, refit_options(section))
+    except ValidationError as error:
+        raise RecipeError(list(sentences(error, PruneSection if plan is None else CompensationSection))) from None
+
+
+def _rows(
+    model: PreTrainedModel,
+    asked: PruneOptions | _OfPlan,
+    batches: Any,
+    held_out: Any,
+    compensation_batches: Any,
+    read: Mapping[str, Any],
+) -> Rows:
+    """Return the batches by use.
+
+    Raises:
+        RequestError: A choice needs held-out rows, and there are none.
+    """
+    calibration = batches_of(model, batches, what="batches", **read)
+    apart: list[Batch] = []
+    if held_out is None:
+        calibration, apart = split_held_out(calibration)
+    elif not isinstance(held_out, (list, tuple)) or held_out:
+        apart = batches_of(model, held_out, what="held_out", **read)
+    if not apart and isinstance(asked, PruneOptions) and (choice := asked.judged_on_held_out):
+        raise RequestError(f"{choice} is chosen on held-out rows, and there are none; pass held_out=, or more batches")
+    refit: list[Batch] = []
+    if asked.compensation is not None:
+        refit = calibration
+        if compensation_batches is not None:
+            refit = batches_of(model, compensation_batches, what="compensation_batches", **read)
+        refit = first_rows(unlabelled(refit, read["task"]), asked.compensation.samples)
+    return Rows(calibration, apart, refit)
+
+
+def _judged(model: PreTrainedModel, task: Task, asked: PruneOptions | _OfPlan) -> Judged:
+    """Return how predictions are compared: by the usual metrics of the task."""
+    regression = task.may_regress and is_regression(model.config)
+    metrics = default_metrics(regression=regression, task=task.name)
+    drop = asked.budget.max_drop if isinstance(asked, PruneOptions) else None
+    check_metrics((*metrics, *([] if drop is None else [drop.metric])), regression=regression, task=task.name)
+    return Judged(metrics, regression)
+
+
+def _compare(result: PruneResult, progress: Progress) -> Evaluation:
+    """Judge the slim model on the held-out batches."""
+    progress.stage("compare both models on the held-out rows")
+    prepared = result.prepared
+    judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged))
+    return evaluate(judge, prepared.model, result.model, progress=progress)
+
+
+def _two_rows(batch: Batch) -> Batch:
+    """Return a batch of at least two rows: a trace of one row would fix their number."""
+    return {key: torch.cat([value, value]) if len(value) == 1 else value for key, value in batch.items()}
+
+
+def prune_prepared(
     prepared: Prepared,
-    slim: PreTrainedModel,
-    plan: PruningPlan,
-    recipe: PruningRecipe,
+    asked: PruneOptions | PruningPlan,
     *,
-    compensation: Compensation | None,
-    refit: Refit | RefittedLayers | None,
-    progress: Progress,
-) -> list[LayerFit]:
-    """Refit a cut model in place, as the recipe says, or put refitted layers into it; see `prune`."""
-    section = recipe.prune.compensation
-    if isinstance(refit, RefittedLayers):
-        load_refit(slim, refit)
-        return []
-    if section is None:
-        return []
-    progress.stage("refit the output projections")
-    if refit and not section.sequential:
-        return refit(slim, plan.kept)
-    how, rows, modules = compensation or compensation_of(section), prepared.compensation, prepared.sites
-    options: dict[str, Any] = {"limit_bytes": section.limit_bytes, "progress": progress}
-    return shared(slim, modules, lambda: compensate(prepared.model, slim, plan, modules, rows, how, **options))
+    compensation: RefitOptions | None = None,
+    refit: RefittedLayers | None = None,
+    dtype: torch.dtype | None = None,
+    clock: Clock | None = None,
+    progress: Progress = SILENT,
+) -> PruneResult:
+    """Choose what a prepared model loses, unless a plan says so, and cut it; what `prune` and a run of a recipe share.
 
-
-def _as_compensated(plan: PruningPlan, recipe: PruningRecipe, refitted: Mapping[str, Tensor] | None) -> PruningPlan:
-    """Return a plan that says of the model that is saved with it whether it is compensated, and names its refit."""
-    if refitted is None:
-        # Of a plan that was made for a compensated model, only the cut was done.
-        return replace(plan, compensation={})
-    section = recipe.prune.compensation
-    method = plan.compensation["method"] if section is None else section.method
-    return replace(plan, compensation={"method": method, "refit": digest_tensors(refitted)})
-
-
-def _warn_if_larger(size: int, source: Source) -> None:
-    """Warn if a slim checkpoint has more bytes than its source."""
-    if size > source.bytes:
-        logger.warning(
-            "the slim checkpoint has %.1f MB, more than the %.1f MB of its source, because it is saved in %s; set "
-            "save_dtype to the dtype of the source",
-            size / 1e6,
-            source.bytes / 1e6,
-            str(source.dtype).removeprefix("torch."),
-        )
-
-
-def _refitted(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
-    """Return the names of the parameters that refits changed."""
-    consumers = {module.name: module.consumer for module in modules}
-    names = []
-    for fit in fits:
-        found = [name for name, _ in slim.get_submodule(consumers[fit.name]).named_parameters(recurse=False)]
-        changed = {"none": (), "bias": ("bias",)}.get(fit.method, ("weight", "bias"))
-        names += [f"{consumers[fit.name]}.{name}" for name in found if name in changed]
-    return names
-
-
-def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Round a model, in place, to the dtype it is saved in; return the dtype of every parameter there.
-
-    Raises:
-        NonFiniteError: A number is too large for that dtype.
+    Args:
+        prepared: The dense model and the rows.
+        asked: How to choose, or a plan.
+        compensation: How to compensate the cut model.
+        refit: Layers that were refitted with the plan, instead of compensating.
+        dtype: What the slim model is to be saved in; by default its own.
+        clock: Takes the seconds of "score" and "cut".
+        progress: Shows stages and loops.
     """
-    if dtype == slim.dtype:
-        return {}
-    dtypes = dtypes_in(slim, dtype)
-    if overflown := round_each(slim, dtypes):
-        raise NonFiniteError(
-            f"weights must fit the dtype they are saved in, but {overflown[0]} has numbers too large for "
-            f"{str(dtype).removeprefix('torch.')}; set save_dtype: float32, or raise compensation.ridge"
-        )
-    return dtypes
-
-
-def _as_stored(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return parameter.detach().to(device="cpu", dtype=dtype or parameter.dtype).contiguous()
+    clock = clock or Clock()
+    choice = None
+    if isinstance(asked, PruneOptions):
+        with clock("score"):
+            choice = choose(prepared, asked, progress=progress)
+    with clock("cut"):
+        given = choice or asked
+        assert not isinstance(given, PruneOptions)
+        slim = cut(prepared, given, compensation=compensation, refit=refit, dtype=dtype, progress=progress)
+        budget = None if choice is None else confirm_max_drop(prepared, slim, choice.budget, progress=progress)
+    if choice is not None:
+        choice = replace(choice, plan=slim.plan, refit=None)  # its moments may be gigabytes
+    shape, batch = next(iter(prepared.measured.items()))
+    flops = count_both_flops(prepared.model, slim.model, {shape: batch})[shape]
+    parameters = Both(count_parameters(prepared.model), count_parameters(slim.model))
+    return PruneResult(prepared, slim, choice, budget, parameters, flops)

@@ -11,10 +11,10 @@ from .. import processes
 from ..calibrate.moments import MomentStream
 from ..model.threads import threads_for
 from ..progress import Progress
-from ..recipe import CompensationSection, PruningRecipe
 from ..score.criteria import AUTO
 from ..slim.refit import Compensation, LayerFit, refit
 from ..units import PrunableModule, Selection
+from .options import PruneOptions
 from .prepare import Prepared
 from .quality import Refit
 
@@ -22,45 +22,32 @@ from .quality import Refit
 TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
 
 
-def compensation_of(section: CompensationSection, *, token_weights: float | None = None) -> Compensation:
-    """Return the `Compensation` that a recipe's section describes.
-
-    Args:
-        section: The section.
-        token_weights: What to take where the section leaves the weights of tokens open.
-    """
-    weights = section.token_weights or token_weights or 1.0
-    return Compensation(
-        method=section.method, ridge=section.ridge, sequential=section.sequential, token_weights=weights
-    )
-
-
 class Refitting:
     """Refits of models cut from one dense model.
 
     Args:
         prepared: The dense model and the rows to refit on.
-        recipe: Says how to compensate.
+        options: How to compensate, if at all.
         progress: Shows the loop over the rows.
 
     Attributes:
         tried: The weights of tokens to choose from; a single one where there is no choice.
     """
 
-    def __init__(self, prepared: Prepared, recipe: PruningRecipe, progress: Progress):
-        self._prepared, self._section, self._progress = prepared, recipe.prune.compensation, progress
-        self.tried = self._token_weights(recipe)
+    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress):
+        self._prepared, self._how, self._progress = prepared, options.compensation, progress
+        self.tried = self._token_weights(options)
         self._moments: MomentStream | None = None
 
     @property
     def moments(self) -> MomentStream | None:
-        """The moments of the dense model; None if the recipe does not compensate."""
-        if self._moments is None and self._section is not None:
+        """The moments of the dense model; None without compensation."""
+        if self._moments is None and self._how is not None:
             self._moments = MomentStream(
                 self._prepared.model,
-                self._prepared.sites,
-                self._prepared.compensation,
-                limit_bytes=self._section.limit_bytes,
+                self._prepared.modules,
+                self._prepared.rows.compensation,
+                limit_bytes=self._how.limit_bytes,
                 weighted=min(self.tried) < 1,
                 progress=self._progress,
             )
@@ -71,29 +58,27 @@ class Refitting:
         """Whether moments are at hand, or were collected once and can be collected again."""
         return self._moments is not None and self._moments.passes > 0
 
-    def _token_weights(self, recipe: PruningRecipe) -> tuple[float, ...]:
-        section = recipe.prune.compensation
-        if section is None or section.method != "least_squares" or section.sequential:
+    def _token_weights(self, options: PruneOptions) -> tuple[float, ...]:
+        how = options.compensation
+        if how is None or how.method != "least_squares" or how.sequential:
             return (1.0,)
-        if section.token_weights is not None:
-            return (section.token_weights,)
-        return TOKEN_WEIGHTS if recipe.prune.criterion == AUTO else (1.0,)
+        if how.token_weights is not None:
+            return (how.token_weights,)
+        return TOKEN_WEIGHTS if options.criterion == AUTO else (1.0,)
 
     def compensation(self, token_weights: float | None = None) -> Compensation | None:
         """Return how to compensate; None if the recipe does not."""
-        if self._section is None:
-            return None
-        return compensation_of(self._section, token_weights=token_weights or self.tried[0])
+        return None if self._how is None else self._how.compensation(token_weights or self.tried[0])
 
     def by(self, token_weights: float | None = None) -> Refit | None:
-        """Return what refits a cut model with the given weights of tokens; None if the recipe does not compensate."""
-        how, moments, sites = self.compensation(token_weights), self.moments, self._prepared.sites
+        """Return what refits a cut model with the given weights of tokens; None without compensation."""
+        how, moments, modules = self.compensation(token_weights), self.moments, self._prepared.modules
         if how is None or moments is None:
             return None
 
         def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
-            with threads_for(self._prepared.model, self._prepared.compensation):
-                return shared(slim, sites, lambda: refit(slim, selection, sites, moments, how))
+            with threads_for(self._prepared.model, self._prepared.rows.compensation):
+                return shared(slim, modules, lambda: refit(slim, selection, modules, moments, how))
 
         return refitted
 

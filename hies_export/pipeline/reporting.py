@@ -21,36 +21,35 @@ from ..report.report import Quality, Report, plan_counts
 from ..slim.config import is_slim
 from ..slim.siblings import families
 from ..tasks import TASKS
-from .budgets import BudgetOutcome
-from .choose import Choice, head_numbers
+from .choose import head_numbers
+from .cut import Saved
 from .export import Exported
 from .measure import Measurements
-from .prepare import Prepared
 from .provenance import KEY as RECORD
 from .provenance import RunRecord
-from .prune import Pruned
+from .prune import PruneResult
 from .quality import Evaluation
+from .resolve import Resolved
 
 
 @dataclass(frozen=True)
 class Finished:
     """Everything that the stages of a run returned."""
 
-    prepared: Prepared
-    choice: Choice
-    pruned: Pruned
+    resolved: Resolved
+    result: PruneResult
+    saved: Saved
     evaluation: Evaluation
     exported: Exported
     measured: Measurements
-    budget: BudgetOutcome
     processes: int
     other_work: OtherWork | None
 
 
 def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float], command: str | None) -> Report:
     """Return the report of a run."""
-    plan, measured, evaluation = done.choice.plan, done.measured, done.evaluation
-    metric = done.prepared.metrics[0]
+    plan, measured, evaluation = done.result.plan, done.measured, done.evaluation
+    metric = done.resolved.prepared.judged.metrics[0]
     heads, neurons = plan_counts(plan)
     return Report(
         model=recipe.model,
@@ -66,8 +65,8 @@ def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float
         cache_bytes_per_token=measured.cache_bytes_per_token,
         quality=Quality(metric=metric, **asdict(evaluation.metrics[metric])),
         stability=evaluation.stability,
-        cut_max_abs=done.pruned.cut_max_abs,
-        reload_max_abs=done.pruned.reload_max_abs,
+        cut_max_abs=done.result.slim.cut_max_abs,
+        reload_max_abs=done.saved.reload_max_abs,
         **_export_differences(done.exported),
         seconds=seconds,
         latency=measured.latency,
@@ -78,28 +77,31 @@ def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float
 
 def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> dict[str, Any]:
     """Return the `details` of a report: what its HTML and Markdown show beyond the summary."""
-    prepared, plan, evaluation = done.prepared, done.choice.plan, asdict(done.evaluation)
-    calibration, split = done.choice.statistics.calibration, recipe.evaluation.split
+    prepared, plan, evaluation = done.resolved.prepared, done.result.plan, asdict(done.evaluation)
+    choice, budget = done.result.choice, done.result.budget
+    assert choice is not None
+    assert budget is not None
+    calibration, split = choice.statistics.calibration, recipe.evaluation.split
     file = recipe.data.files[split.partition("[")[0]].name if recipe.data.files else None
     # What is known of every neuron would fill megabytes.
-    heads = {name: numbers for name, numbers in head_numbers(done.choice).items() if plan.kept[name].kind == ATTENTION}
+    heads = {name: numbers for name, numbers in head_numbers(choice).items() if plan.kept[name].kind == ATTENTION}
     neurons = neuron_counts(plan)
     return {
         "base_model": None if Path(recipe.model).exists() else recipe.model,
         "head_map": head_map(plan),
         "heads": heads,
         **({"neurons": neurons} if neurons else {}),
-        "budget": done.budget.details(),
+        "budget": budget.details(),
         "metrics": evaluation["metrics"],
         "benchmarks": evaluation["benchmarks"],
         "uncompensated": evaluation["uncompensated"],
-        "compensation": [asdict(fit) for fit in done.pruned.fits],
-        "alpha_curve": done.choice.alpha_curve,
-        "tried": [asdict(tried) for tried in done.choice.tried],
-        "stability_of": _prediction_name(recipe, prepared.metrics[0]),
-        "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.regression else None,
-        "custom_code": is_slim(done.pruned.slim),
-        "family": dict(zip(("dense", "slim"), families(prepared.model.config, done.pruned.slim.config), strict=True)),
+        "compensation": [asdict(fit) for fit in done.result.fits],
+        "alpha_curve": choice.alpha_curve,
+        "tried": [asdict(tried) for tried in choice.tried],
+        "stability_of": _prediction_name(recipe, prepared.judged.metrics[0]),
+        "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.judged.regression else None,
+        "custom_code": is_slim(done.result.model),
+        "family": dict(zip(("dense", "slim"), families(prepared.model.config, done.result.model.config), strict=True)),
         "other_work": None if done.other_work is None else asdict(done.other_work),
         "flops_per_layer": asdict(done.measured.flops_per_layer),
         "auto_class": TASKS[recipe.task].auto_class,
@@ -109,12 +111,12 @@ def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> dict
             "calibration_samples": calibration.samples,
             "calibration_batch": calibration.batch_size,
             "calibration_batch_asked": min(recipe.calibration.batch_size, calibration.samples),
-            "compensation_samples": samples_of(prepared.compensation),
-            "evaluation_samples": samples_of(prepared.evaluation),
-            "evaluation_of": prepared.evaluation_of,
+            "compensation_samples": samples_of(prepared.rows.compensation),
+            "evaluation_samples": samples_of(done.resolved.evaluation),
+            "evaluation_of": done.resolved.evaluation_of,
             "evaluation_rows": recipe.evaluation.rows,
             "evaluation_split": split,
-            "held_out_samples": samples_of(prepared.held_out),
+            "held_out_samples": samples_of(prepared.rows.held_out),
             "held_out_split": recipe.calibration.split if recipe.held_out is None else recipe.held_out.split,
             "held_out_further": recipe.held_out is None,
             "name": recipe.data.name,

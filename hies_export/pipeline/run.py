@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,23 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.refits import REFIT
-from ..errors import DropError
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
-from ..evaluate.predict import predict
 from ..measure.contention import CpuWatch, OtherWork
+from ..measure.counts import Both
 from ..progress import SILENT, Clock, Progress
 from ..recipe import PruningRecipe
 from ..report.report import Report
-from ..values import PruningPlan
-from .budgets import BudgetOutcome, CostOutcome, MaxDropOutcome
-from .choose import choose, write_choice
+from ..units import Selection
+from .budgets import CostOutcome
+from .choose import write_choice
+from .cut import save, warn_if_larger
 from .export import check_exports, export, require_exporters
 from .measure import measure_both
-from .prepare import Prepared, prepare
-from .prune import prune
+from .prune import prune_prepared
 from .quality import Evaluation, evaluate
 from .reporting import Finished, build_report, write_report
-from .search import quality_loss
+from .resolve import Resolved, export_options, resolve, runtimes_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +62,14 @@ def run(
     """
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
-        require_exporters(recipe)
+        require_exporters(export_options(recipe), runtimes_of(recipe))
         progress.stage("load the model and the data")
-        prepared = prepare(recipe)
-        check_exports(prepared, recipe)
+        resolved = resolve(recipe)
+        options = resolved.options
+        uneven = options.constraints.allocation == "global" or bool(options.constraints.keep_layers)
+        check_exports(resolved.prepared, options.export, resolved.measure.runtimes, uneven=uneven)
         with output_folder(recipe, overwrite=overwrite) as folder:
-            return _run(prepared, recipe, folder, command, progress)
+            return _run(resolved, recipe, folder, command, progress)
 
 
 def output_folder(recipe: PruningRecipe, *, overwrite: bool) -> AbstractContextManager[Path]:
@@ -78,39 +79,56 @@ def output_folder(recipe: PruningRecipe, *, overwrite: bool) -> AbstractContextM
     return new_folder(recipe.output, overwrite=overwrite)
 
 
-def _run(prepared: Prepared, recipe: PruningRecipe, folder: Path, command: str | None, progress: Progress) -> Report:
+def _run(resolved: Resolved, recipe: PruningRecipe, folder: Path, command: str | None, progress: Progress) -> Report:
     """Run all stages, and write what they return into the folder."""
     clock, watch = Clock(), CpuWatch()
-    with clock("score"):
-        choice = choose(prepared, recipe, progress=progress)
+    prepared, options = resolved.prepared, resolved.options
+    result = prune_prepared(
+        prepared,
+        options,
+        compensation=options.compensation,
+        dtype=resolved.source.dtype,
+        clock=clock,
+        progress=progress,
+    )
     with clock("cut"):
-        pruned = prune(
+        progress.stage("save, load again and compare")
+        saved = save(
+            result.slim,
             prepared,
-            choice.plan,
-            recipe,
             folder / "slim",
-            compensation=choice.compensation,
-            refit=choice.refit,
+            processor=prepared.processor,
+            dtype=resolved.source.dtype,
             refit_file=folder / REFIT,
-            progress=progress,
         )
-        choice = replace(choice, plan=pruned.plan, refit=None)  # its moments may be gigabytes
-        budget = confirm_max_drop(prepared, pruned.slim, recipe, choice.budget, progress=progress)
-    evaluation = evaluate_run(prepared, pruned.slim, choice.plan, recipe, progress=progress)
+        warn_if_larger(saved, resolved.source)
+    uncompensated = result.plan.kept if options.compensation else None
+    evaluation = evaluate_run(resolved, result.model, uncompensated=uncompensated, progress=progress)
     count, others = processes.world(), _other_work(watch)
 
     def finish() -> Report:
+        choice, budget = result.choice, result.budget
+        assert choice is not None
         write_choice(folder, choice)
         with clock("export"):
-            kind = "ONNX" if recipe.export.format == "onnx" else "GGUF"
+            kind = "ONNX" if options.export.format == "onnx" else "GGUF"
             progress.stage(f"export to {kind}, and compare with torch")
-            exported = export(prepared, pruned.slim, recipe, folder / recipe.export.format)
+            exported = export(prepared, result.model, options.export, folder / options.export.format)
         with clock("measure"):
-            measured = measure_both(prepared, pruned.slim, exported, recipe, stored=pruned.bytes, progress=progress)
-        met = budget
-        if isinstance(met, CostOutcome):
-            met = met.with_measured(flops=measured.flops, parameters=measured.parameters, latency=measured.latency)
-        done = Finished(prepared, choice, pruned, evaluation, exported, measured, met, count, others)
+            measured = measure_both(
+                prepared,
+                result.model,
+                exported,
+                options.export,
+                resolved.measure,
+                stored=Both(resolved.source.bytes, saved.bytes),
+                progress=progress,
+            )
+        if isinstance(budget, CostOutcome):
+            budget = budget.with_measured(
+                flops=measured.flops, parameters=measured.parameters, latency=measured.latency
+            )
+        done = Finished(resolved, replace(result, budget=budget), saved, evaluation, exported, measured, count, others)
         report = build_report(recipe, done, clock.seconds, command)
         write_report(folder, report, recipe)
         return report
@@ -127,59 +145,23 @@ def _other_work(watch: CpuWatch) -> OtherWork | None:
 
 
 def evaluate_run(
-    prepared: Prepared, slim: PreTrainedModel, plan: PruningPlan, recipe: PruningRecipe, *, progress: Progress
+    resolved: Resolved, slim: PreTrainedModel, *, uncompensated: Selection | None = None, progress: Progress
 ) -> Evaluation:
-    """Evaluate the slim model on the evaluation batches and on the recipe's benchmarks."""
+    """Evaluate a slim model on the evaluation batches and the benchmarks, and a selection that is only cut."""
     progress.stage("evaluate both models")
-    asked = recipe.evaluation
-    judge = Judge.on(
-        prepared.model,
-        prepared.evaluation,
-        metrics=prepared.metrics,
-        regression=prepared.regression,
-        tolerance=asked.stability_tolerance,
-        progress=progress,
-    )
+    prepared, asked = resolved.prepared, resolved.benchmarks
+    judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged), progress=progress)
 
     def benchmark(model: PreTrainedModel) -> dict[str, float]:
-        size = asked.batch_size
-        options: dict[str, Any] = {"samples": asked.samples, "batch_size": size}
-        return processes.on_main(lambda: run_benchmarks(model, prepared.processor, asked.lm_eval, **options))
+        how: dict[str, Any] = {"samples": asked.samples, "batch_size": asked.batch_size}
+        return processes.on_main(lambda: run_benchmarks(model, prepared.processor, asked.tasks, **how))
 
     return evaluate(
         judge,
         prepared.model,
         slim,
-        modules=prepared.sites,
-        uncompensated=plan.kept if recipe.prune.compensation else None,
-        benchmark=benchmark if asked.lm_eval else None,
+        modules=prepared.modules,
+        uncompensated=uncompensated,
+        benchmark=benchmark if asked.tasks else None,
         progress=progress,
     )
-
-
-def confirm_max_drop(
-    prepared: Prepared, slim: PreTrainedModel, recipe: PruningRecipe, budget: BudgetOutcome, *, progress: Progress
-) -> BudgetOutcome:
-    """Evaluate the slim model on the held-out rows that its number of heads was chosen on.
-
-    Returns:
-        The outcome with the slim model's metric; the outcome of any other budget unchanged.
-
-    Raises:
-        DropError: The metric is worse than the budget allows: compensation, or rounding to `save_dtype`, did harm.
-    """
-    if not isinstance(budget, MaxDropOutcome):
-        return budget
-    progress.stage("evaluate the slim model on the held-out rows")
-    judge = Judge.on(prepared.model, prepared.held_out, metrics=(budget.metric,), regression=prepared.regression)
-    value = judge.of(predict(slim, prepared.held_out)).metrics[budget.metric]
-    lost = quality_loss(budget.metric, budget.dense, value)
-    if lost > budget.by:
-        what, remedy = "compensated", "compensate on more samples, or not at all"
-        if recipe.prune.compensation is None:
-            what, remedy = "rounded", "set save_dtype: float32"
-        raise DropError(
-            f"{budget.metric} on the held-out rows may get worse by {budget.by:g}, and the model that was judged kept "
-            f"to it, but the {what} one lost {lost:.4g}; {remedy}"
-        )
-    return replace(budget, slim=value)

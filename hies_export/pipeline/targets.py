@@ -13,9 +13,7 @@ from ..cost.latency import TimedOn, latency_table
 from ..cost.parameters import parameters_table
 from ..errors import PlanError
 from ..kinds import MLP
-from ..measure.timing import Timing
 from ..progress import Progress
-from ..recipe import PruningRecipe
 from ..runtimes.registry import RUNTIMES
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, counts_within, lowest_ratio, shares_to_try
@@ -27,7 +25,8 @@ from ..units import Selection
 from ..values import Scores
 from .budgets import BudgetOutcome, CostOutcome, HeadsOutcome
 from .export import export
-from .prepare import Prepared, constraints_of
+from .options import PruneOptions
+from .prepare import Prepared
 
 # Under a budget of max_drop over several kinds, FLOPs are removed in so many parts of what can be removed.
 DROP_STEPS = 100
@@ -63,33 +62,27 @@ Goal = iterative.Round | float
 
 
 class Targets:
-    """How much a recipe's budget removes from a dense model.
+    """How much a budget removes from a dense model.
 
     Args:
         prepared: The dense model and its data.
-        recipe: The budget and constraints.
+        options: The budget and constraints.
         progress: Shows the timing of cuts.
 
     Raises:
         PlanError: The constraints do not allow a cut that meets the budget.
     """
 
-    def __init__(self, prepared: Prepared, recipe: PruningRecipe, progress: Progress):
-        self._prepared, self._recipe, self._progress = prepared, recipe, progress
-        self._constraints = constraints_of(recipe)
+    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress):
+        self._prepared, self._options, self._progress = prepared, options, progress
+        self._constraints, self.ratio = options.constraints, options.budget.ratio
         self._table = self._cost_table()
-
-    @property
-    def ratio(self) -> float | None:
-        """Target of a budget of cost, as a share of the dense model's; None for other budgets."""
-        budget = self._recipe.prune.budget
-        return budget.latency.ratio if budget.latency is not None else budget.flops or budget.parameters
 
     def goals(self, count: int) -> list[Goal]:
         """Return the goals of a number of rounds, without those that would remove nothing."""
         if self.ratio is not None:
             return [1 - (1 - self.ratio) * number / count for number in range(1, count + 1)]
-        heads, scored = self._recipe.prune.budget.heads, self._prepared.scored
+        heads, scored = self._options.budget.heads, self._prepared.scored
         assert heads is not None
         return [*iterative.rounds_of(scored, heads=heads, count=count, constraints=self._constraints)]
 
@@ -140,15 +133,15 @@ class Targets:
 
     def select(self, scores: Scores, part: Round) -> Selection:
         """Return the units of a round's model that scores keep."""
-        sites, scored = part.prepared.sites, part.prepared.scored
+        modules, scored = part.prepared.modules, part.prepared.scored
         if part.table is None or part.ratio is None:
             size: dict[str, Any] = {"heads": part.heads, "counts": part.counts}
-            return select_units(scores, sites, **size, constraints=self._constraints)
+            return select_units(scores, modules, **size, constraints=self._constraints)
         within: dict[str, Any] = {"ratio": part.ratio, "constraints": self._constraints}
         if scores.chains or any(module.kind == MLP for module in scored):
-            return select_within(scores, sites, scored, part.table, **within)
+            return select_within(scores, modules, scored, part.table, **within)
         counts = counts_within(scores, scored, part.table, **within)
-        return select_units(scores, sites, counts=counts, constraints=self._constraints)
+        return select_units(scores, modules, counts=counts, constraints=self._constraints)
 
     def _cost_table(self) -> CostTable | None:
         """Return the cost table for a budget of FLOPs, parameters or time; None for other budgets.
@@ -156,17 +149,18 @@ class Targets:
         Raises:
             PlanError: The constraints do not allow a cut that meets the budget.
         """
-        prepared, recipe, budget = self._prepared, self._recipe, self._recipe.prune.budget
-        unit = recipe.prune.unit
+        prepared, budget, unit = self._prepared, self._options.budget, self._constraints.unit
         if budget.latency is not None:
             self._progress.stage("time cuts of several sizes, to predict the time of a plan")
-            runtime = budget.latency.runtime
+            runtime, exporting = budget.latency.runtime, self._options.export
             where = TimedOn(
                 runtime=runtime,
                 batch=prepared.measured[self._budget_shape()],
-                timing=Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds),
-                export=lambda model, folder: export(prepared, model, recipe, folder, format=RUNTIMES[runtime].format),
-                exported_as=f"{RUNTIMES[runtime].format} {recipe.export.dtype} {recipe.export.provider}",
+                timing=self._options.timing,
+                export=lambda model, folder: export(
+                    prepared, model, exporting, folder, format=RUNTIMES[runtime].format
+                ),
+                exported_as=f"{RUNTIMES[runtime].format} {exporting.dtype} {exporting.provider}",
             )
             # Times differ between processes, and what they choose must not.
             table = processes.on_main(
@@ -183,7 +177,7 @@ class Targets:
         return table
 
     def _flops_table(self) -> CostTable:
-        prepared, unit = self._prepared, self._recipe.prune.unit
+        prepared, unit = self._prepared, self._constraints.unit
         return flops_table(prepared.model, prepared.scored, batch=next(iter(prepared.measured.values())), unit=unit)
 
     def _budget_shape(self) -> tuple[int, int]:
@@ -191,7 +185,7 @@ class Targets:
 
         For images and prompts only the batch is compared, because every batch has the same sequence.
         """
-        wanted = self._recipe.prune.budget.latency
+        wanted = self._options.budget.latency
         assert wanted is not None
         of_batch = [shape for shape in self._prepared.measured if shape[0] == wanted.batch]
         return next((shape for shape in of_batch if shape[1] == wanted.sequence), of_batch[0])
@@ -202,7 +196,7 @@ class Targets:
 
     def outcome(self, selection: Selection) -> BudgetOutcome:
         """Return the budget with what the cost table predicts; `run` adds what is measured."""
-        budget, table = self._recipe.prune.budget, self._table
+        budget, table = self._options.budget, self._table
         if table is None or self.ratio is None:
             return HeadsOutcome("heads", budget.heads)
         predicted = table.ratio(self._lost(selection))

@@ -2,15 +2,17 @@
 
 In go the fields of a YAML file, or the same as keyword arguments; out comes a `PruningRecipe`, frozen and consistent,
 or one `RecipeError` that names all problems at once. Nothing is loaded: whether model, data and recipe fit together
-is for `pipeline.prepare` to find out.
+is for `pipeline.resolve` to find out.
 
 - `sections.py`: the fields and their defaults, section by section.
 - `recipe.py`: the whole, and what one section demands of another.
 - `reading.py`: YAML files, overrides from the command line, and pydantic's errors in our words.
 """
 
+from .reading import sentences
 from .recipe import PruningRecipe
 from .sections import (
+    MOST,
     BudgetSection,
     CalibrationSection,
     CompensationSection,
@@ -25,6 +27,7 @@ from .sections import (
 )
 
 __all__ = [
+    "MOST",
     "BudgetSection",
     "CalibrationSection",
     "CompensationSection",
@@ -37,4 +40,5 @@ __all__ = [
     "MultipleOf",
     "PruneSection",
     "PruningRecipe",
+    "sentences",
 ]

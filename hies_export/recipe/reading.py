@@ -71,7 +71,7 @@ def _override(fields: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:
-    """Yield a sentence for each problem that pydantic found with the fields of a recipe."""
+    """Yield a sentence for each problem that pydantic found with the fields of a recipe, or of a section of one."""
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":

@@ -46,7 +46,7 @@ def size_rows(report: Report) -> list[SizeRow]:
         ("cache per token", report.cache_bytes_per_token, "B"),
     ]
     return [
-        SizeRow(name, si(size.dense) + unit, si(size.slim) + unit, _change(size.dense, size.slim), size.ratio)
+        SizeRow(name, si(size.dense) + unit, si(size.slim) + unit, change(size.dense, size.slim), size.ratio)
         for name, size, unit in sizes
         if size is not None
     ]
@@ -58,14 +58,14 @@ def comparison_table(report: Report) -> Table:
     before = report.details.get("uncompensated")
     rows = [
         *(
-            (name, f"{units.total:,}", f"{units.kept:,}", _change(units.total, units.kept))
+            (name, f"{units.total:,}", f"{units.kept:,}", change(units.total, units.kept))
             for name, units in named_units(report)
         ),
         *(size[:4] for size in size_rows(report)),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
-        _quality_row(quality.metric, quality),
+        quality_row(quality.metric, quality),
         (agreement(report), "", f"{report.stability:.1%}", ""),
-        *(_quality_row(name, values) for name, values in report.details.get("benchmarks", {}).items()),
+        *(quality_row(name, values) for name, values in report.details.get("benchmarks", {}).items()),
     ]
     if before:
         metric = quality.metric
@@ -80,7 +80,7 @@ def quality_table(report: Report) -> Table:
     before = report.details.get("uncompensated")
     alone = before["metrics"] if before else {}
     rows = [
-        [*_quality_row(name, values), f"{alone[name]:.4f}" if alone.get(name) is not None else ""]
+        [*quality_row(name, values), f"{alone[name]:.4f}" if alone.get(name) is not None else ""]
         for name, values in {**metrics, **report.details.get("benchmarks", {})}.items()
     ]
     columns = 5 if before else 4
@@ -236,12 +236,14 @@ def _realised(row: LatencyRow) -> str:
     return f"{row.realised:.0%}" + (f" of {1 - row.flops_ratio:.1%}" if row.flops_ratio else "")
 
 
-def _quality_row(name: str, values: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def quality_row(name: str, values: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Return the row of a metric of both models."""
     dense, slim = values["dense"], values["slim"]
     return name, f"{dense:.4f}", f"{slim:.4f}", f"{slim - dense:+.4f}"
 
 
-def _change(dense: float, slim: float) -> str:
+def change(dense: float, slim: float) -> str:
+    """Return by how much a size changed, such as "-33.3%"."""
     return f"{(slim - dense) / dense:+.1%}"
 
 

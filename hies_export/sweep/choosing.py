@@ -13,7 +13,6 @@ from ..baselines.kwon import rearranged
 from ..baselines.names import FLAP, KWON
 from ..errors import RecipeError
 from ..evaluate.metrics import higher_is_better
-from ..pipeline.prepare import constraints_of
 from ..pipeline.quality import Refit
 from ..pipeline.search import ALPHAS, HeldOut, choose_alpha
 from ..pipeline.targets import Round, Targets
@@ -61,9 +60,9 @@ class Chooser:
 
     def __init__(self, shared: Shared, grid: SweepGrid, journal: Journal, clock: Clock, progress: Progress):
         self._shared, self._grid, self._journal, self._clock = shared, grid, journal, clock
-        self._base, self._recipe = shared.base, shared.recipe
-        self._constraints = constraints_of(shared.recipe)
-        self._targets = Targets(shared.base, shared.recipe, progress) if grid.flops else None
+        self._base, self._options = shared.base, shared.options
+        self._constraints = self._options.constraints
+        self._targets = Targets(shared.base, self._options, progress) if grid.flops else None
         for sparsity in grid.shares:
             check_budget(self._base.scored, heads=sparsity, constraints=self._constraints)
         self._check_groups()
@@ -125,7 +124,7 @@ class Chooser:
     def _select(self, scores: Scores, cell: Cell) -> Selection:
         if cell.flops is None:
             assert cell.sparsity is not None
-            return select_units(scores, self._base.sites, heads=cell.sparsity, constraints=self._constraints)
+            return select_units(scores, self._base.modules, heads=cell.sparsity, constraints=self._constraints)
         assert self._targets is not None
         return self._targets.select(scores, self._round(cell.kinds, cell.flops))
 
@@ -135,7 +134,7 @@ class Chooser:
         if table is None:
             return self._shared.flops_ratio(selection)
         scored = {module.name for module in self._base.scored}
-        lost = bundles_lost(selection, self._base.sites, unit=self._constraints.unit)
+        lost = bundles_lost(selection, self._base.modules, unit=self._constraints.unit)
         return table.ratio({name: count for name, count in lost.items() if name in scored})
 
     def _scores(self, cell: Cell, alpha: float | None) -> Scores:
@@ -152,7 +151,7 @@ class Chooser:
             return score_flap(self._shared.fluctuations(cell.seed), modules, unit=self._constraints.unit)
         _, statistics = self._shared.calibrated(cell.seed, cell.samples)
         criterion = "fisher" if cell.criterion == KWON else cell.criterion
-        options: dict[str, Any] = {"normalize": self._recipe.prune.normalize, "seed": cell.seed}
+        options: dict[str, Any] = {"normalize": self._options.normalize, "seed": cell.seed}
         if alpha is not None:
             options["alpha"] = alpha
         return score_modules(statistics, modules, criterion=criterion, **options)
@@ -176,7 +175,7 @@ class Chooser:
         ]
         curves = [self._curve(at, refit)["curve"] for at in alike]
         labelled = curves[0][0]["quality"] is not None
-        sign = 1 if not labelled or higher_is_better(self._base.metrics[0]) else -1
+        sign = 1 if not labelled or higher_is_better(self._base.judged.metrics[0]) else -1
         quantity = "quality" if labelled else "stability"
         areas = [
             (sign * weighted_area([at.removed for at in alike], [curve[i][quantity] for curve in curves]), alpha)
@@ -190,7 +189,7 @@ class Chooser:
         key = self.key(at)
         if key not in self._journal.alphas:
             judge = self._shared.held_out_judge(cell.seed, cell.samples)
-            held_out = HeldOut(judge, self._base.model, self._base.sites, refit)
+            held_out = HeldOut(judge, self._base.model, self._base.modules, refit)
             with self._clock("choose alpha"):
                 candidates = [self._scores(at, alpha) for alpha in ALPHAS]
                 choice = choose_alpha(candidates, lambda scores: self._select(scores, at), held_out)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from ..baselines.names import JUDGED_ONLY, OWN_SAMPLES, sweep_names
 from ..errors import RecipeError, did_you_mean
 from ..kinds import ATTENTION, KINDS, MLP
-from ..recipe.sections import MOST
+from ..recipe import MOST
 from ..score.criteria import CRITERIA, uses_alpha
 from ..slim.refit import METHODS, Compensation
 

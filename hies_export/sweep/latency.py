@@ -21,9 +21,8 @@ from ..model.tokens import longest_sequence, synthetic_batch
 from ..pipeline.bench import model_shapes
 from ..pipeline.export import export
 from ..progress import Progress
-from ..recipe import PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_runtime, check_task
-from ..tasks import TASKS
+from ..tasks import Task
 from .journal import Journal
 from .shared import Shared
 
@@ -42,8 +41,8 @@ class LatencyRequest:
     shape: tuple[int, int] = (8, 128)
     repeats: int = 12
 
-    def check(self, recipe: PruningRecipe) -> None:
-        """Refuse a runtime that is not installed, or cannot run the recipe's task.
+    def check(self, task: Task) -> None:
+        """Refuse a runtime that is not installed, or cannot run the models of a task.
 
         Raises:
             RequestError: The runtime is unknown, or a vision-language model would have to be exported.
@@ -54,11 +53,11 @@ class LatencyRequest:
         check_runtime(self.runtime)
         if RUNTIMES[self.runtime].format == "gguf":
             require_gguf()
-        if TASKS[recipe.task].in_parts and not RUNTIMES[self.runtime].reads_models:
+        if task.in_parts and not RUNTIMES[self.runtime].reads_models:
             raise RequestError(
                 f"a vision-language model, which is exported in parts, can be timed on torch only, got {self.runtime}"
             )
-        check_task(self.runtime, recipe.task)
+        check_task(self.runtime, task.name)
 
 
 class Stopwatch:
@@ -74,7 +73,7 @@ class Stopwatch:
     def __init__(self, shared: Shared, journal: Journal, request: LatencyRequest, progress: Progress):
         self._shared, self._journal, self._request, self._progress = shared, journal, request, progress
         model = shared.base.model
-        if TASKS[shared.recipe.task].in_parts:
+        if shared.base.task.in_parts:
             self._shape, self._batch = next(iter(shared.base.measured.items()))
         else:
             longest = longest_sequence(model.config) or request.shape[1]
@@ -83,7 +82,7 @@ class Stopwatch:
 
     def key(self, lost: Mapping[str, int]) -> str:
         """Return the name of a timing in the journal."""
-        export = self._shared.recipe.export
+        export = self._shared.options.export
         # A journal of an earlier version has none of this for what is exported by default.
         other = [] if export == type(export)() else [[export.format, export.dtype, export.provider]]
         return json.dumps([self._request.runtime, self._shape, self._request.repeats, sorted(lost.items()), *other])
@@ -94,14 +93,14 @@ class Stopwatch:
         waiting = {key: one for key, one in wanted.items() if key not in self._journal.latency}
         if not waiting:
             return
-        base, unit = self._shared.base, self._shared.recipe.prune.unit
+        base, unit = self._shared.base, self._shared.options.constraints.unit
         name = f"time {len(waiting)} models on {self._request.runtime}"
         self._progress.stage(name)
         with tempfile.TemporaryDirectory(prefix="hies-sweep-") as temporary:
             dense = self._source(base.model, Path(temporary) / "dense")
             for number, (key, one) in enumerate(self._progress.track(list(waiting.items()), name)):
                 folder = Path(temporary) / str(number)
-                slim = self._source(cut_bundles(base.model, base.sites, one, unit=unit), folder)
+                slim = self._source(cut_bundles(base.model, base.modules, one, unit=unit), folder)
                 self._journal.add_latency(key, self._compare(dense, slim))
 
     def fields(self, lost: Mapping[str, int] | None) -> dict[str, Any]:
@@ -114,7 +113,7 @@ class Stopwatch:
         runtime = RUNTIMES[self._request.runtime]
         if runtime.reads_models:
             return model
-        export(self._shared.base, model, self._shared.recipe, folder, format=runtime.format)
+        export(self._shared.base, model, self._shared.options.export, folder, format=runtime.format)
         return folder
 
     def _compare(self, dense: PreTrainedModel | Path, slim: PreTrainedModel | Path) -> dict[str, Any]:

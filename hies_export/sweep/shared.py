@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,12 +20,13 @@ from ..evaluate.predict import Predictions, predict
 from ..measure.counts import count_flops
 from ..model.copies import share_weights
 from ..pipeline.candidates import Candidates
-from ..pipeline.prepare import HELD_OUT_SAMPLES, Draws, Prepared, prepare
+from ..pipeline.options import Budget, RefitOptions
+from ..pipeline.prepare import Prepared
+from ..pipeline.resolve import HELD_OUT_SAMPLES, Draws, Resolved, options_of, resolve
 from ..progress import SILENT, Clock
-from ..recipe import BudgetSection, CompensationSection, PruningRecipe
+from ..recipe import PruningRecipe
 from ..score.criteria import COMPENSATED_NAMES, needs_of, uses_alpha
 from ..slim.cut import prune_units
-from ..tasks import TASKS
 from ..units import PrunableModule, Selection
 from ..values import Scores, Statistics
 from .grid import AUTOMATIC, WEIGHTED, SweepGrid
@@ -36,49 +38,54 @@ class Shared:
     Results of a seed are kept until another seed is asked for.
 
     Attributes:
-        recipe: The recipe, with the grid's kinds of modules and its smallest budget of FLOPs.
-        base: Model and data of the first seed and calibration size.
+        options: The recipe's, with the grid's kinds of modules and its smallest budget of FLOPs.
+        resolved: Model and rows of the first seed and calibration size.
+        base: The dense model of `resolved`, its modules and rows.
     """
 
     def __init__(self, recipe: PruningRecipe, grid: SweepGrid, clock: Clock):
-        # Cells are timed on runtimes of their own, so the recipe's need not be installed. FLOPs are counted at the
-        # first shape.
-        measure = recipe.measure.model_copy(update={"runtimes": ("torch",)})
-        prune: dict[str, Any] = {"modules": grid.kinds}
-        if grid.flops:
-            prune["budget"] = BudgetSection(flops=min(grid.flops))
-        section = recipe.prune.model_copy(update=prune)
-        self.recipe = recipe.model_copy(update={"measure": measure, "prune": section})
+        options = replace(options_of(recipe), modules=grid.kinds)
+        self.options = replace(options, budget=Budget(flops=min(grid.flops))) if grid.flops else options
+        self._recipe = recipe
         self._grid, self._clock = grid, clock
         self._of_model: dict[Any, Any] = {}
         self._seed: int | None = None
         self._of_seed: dict[str, Any] = {}
         with clock("load"):
-            self.base = self._prepare(grid.seeds[0], grid.calibration_sizes[0])
+            self.resolved = self._resolve(grid.seeds[0], grid.calibration_sizes[0])
+        self.base = self.resolved.prepared
 
-    def _prepare(self, seed: int, samples: int, loaded: Prepared | None = None) -> Prepared:
-        """Return model and data of a seed and calibration size, checked against all criteria of the grid."""
+    def _resolve(self, seed: int, samples: int, loaded: Resolved | None = None) -> Resolved:
+        """Return model and rows of a seed and calibration size, checked against all criteria of the grid."""
         # Under sparsities, the ranks of `compensated` are good for query heads too.
         criteria = [name for name in self._grid.criteria if self._grid.flops or name not in COMPENSATED_NAMES]
-        return prepare(self.recipe, draws=self._draws(seed, samples), loaded=loaded, criteria=criteria)
+        return resolve(
+            self._recipe,
+            options=self.options,
+            draws=self._draws(seed, samples),
+            loaded=loaded,
+            criteria=criteria,
+            # Cells are timed on runtimes of their own, so the recipe's need not be installed.
+            runtimes=("torch",),
+        )
 
     def calibrated(self, seed: int, samples: int) -> tuple[Prepared, Statistics]:
         """Return the data of a seed and calibration size, and the statistics of the calibration batches."""
 
         def collect() -> tuple[Prepared, Statistics]:
             with self._clock("load"):
-                prepared = self._prepare(seed, samples, loaded=self.base)
+                prepared = self._resolve(seed, samples, loaded=self.resolved).prepared
             channels = ("channel_taylor",) if CHANNELS in self._grid.criteria else ()
             needs = (*DEFAULT_NEEDS, *needs_of(*self._grid.criteria), *channels)
             with self._clock("statistics"):
-                statistics = collect_statistics(prepared.model, prepared.calibration, prepared.scored, needs=needs)
+                statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.scored, needs=needs)
             return prepared, statistics
 
         return self._once(seed, f"calibrated on {samples}", collect)
 
     def unlabelled(self, seed: int) -> list[dict[str, Tensor]]:
         """Return the batches to refit on, without labels."""
-        return self.calibrated(seed, self._grid.calibration_sizes[0])[0].compensation
+        return self.calibrated(seed, self._grid.calibration_sizes[0])[0].rows.compensation
 
     def scored(self, kinds: tuple[str, ...]) -> tuple[PrunableModule, ...]:
         """Return the modules of some kinds that may lose units."""
@@ -88,12 +95,12 @@ class Shared:
         """Return the moments to refit from; they are collected where they are first read."""
 
         def stream() -> MomentStream:
-            section = self.recipe.prune.compensation or CompensationSection()
+            how = self.options.compensation or RefitOptions()
             found = MomentStream(
                 self.base.model,
-                self.base.sites,
+                self.base.modules,
                 by_length(self.unlabelled(seed), config=self.base.model.config),
-                limit_bytes=section.limit_bytes,
+                limit_bytes=how.limit_bytes,
                 weighted=WEIGHTED in self._grid.compensations,
             )
             if len(found.groups) == 1:
@@ -108,7 +115,7 @@ class Shared:
 
         def candidates() -> Candidates:
             prepared, _ = self.calibrated(seed, self._grid.calibration_sizes[0])
-            return Candidates(prepared, self.recipe, SILENT, self.moments(seed))
+            return Candidates(prepared, self.options, SILENT, self.moments(seed))
 
         return self._once(seed, "compensated candidates", candidates)
 
@@ -128,7 +135,7 @@ class Shared:
         def collect() -> dict[str, Tensor]:
             prepared, _ = self.calibrated(seed, samples)
             with self._clock("mask gradients"):
-                return mask_gradients(prepared.model, prepared.calibration, prepared.scored)
+                return mask_gradients(prepared.model, prepared.rows.calibration, prepared.scored)
 
         return self._once(seed, f"mask gradients of {samples}", collect)
 
@@ -145,18 +152,12 @@ class Shared:
 
     def held_out_judge(self, seed: int, samples: int) -> Judge:
         """Return the judge on the held-out rows, which follow the calibration samples."""
-        batches = self.calibrated(seed, samples)[0].held_out
+        batches = self.calibrated(seed, samples)[0].rows.held_out
         return self._once(seed, f"judge of held-out {samples}", lambda: self.judge(batches))
 
     def judge(self, batches: list[dict[str, Tensor]]) -> Judge:
         """Return a judge of predictions on the given batches."""
-        return Judge.on(
-            self.base.model,
-            batches,
-            metrics=self.base.metrics,
-            regression=self.base.regression,
-            tolerance=self.recipe.evaluation.stability_tolerance,
-        )
+        return Judge.on(self.base.model, batches, **asdict(self.base.judged))
 
     def flops_ratio(self, selection: Selection) -> float:
         """Return the FLOPs of the slim model as a share of the dense model's, counted without copying weights."""
@@ -168,21 +169,21 @@ class Shared:
                 found["dense"] = count_flops(model, batch)
             if counts not in found:
                 # A vision-language model looks up the image tokens, so it needs real values.
-                device = None if TASKS[self.recipe.task].in_parts else "meta"
-                slim = prune_units(share_weights(model, device=device), selection, self.base.sites, inplace=True)
+                device = None if self.base.task.in_parts else "meta"
+                slim = prune_units(share_weights(model, device=device), selection, self.base.modules, inplace=True)
                 found[counts] = count_flops(slim, batch)
         return float(found[counts] / found["dense"])
 
     def _draws(self, seed: int, samples: int) -> Draws:
         """Return the samples that the cells of this seed and calibration size need from the calibration split."""
-        grid, section = self._grid, self.recipe.prune.compensation or CompensationSection()
+        grid, how = self._grid, self.options.compensation or RefitOptions()
         automatic = any(alpha in AUTOMATIC for alpha in grid.alphas) and any(map(uses_alpha, grid.criteria))
         unlabelled = not set(OWN_SAMPLES).isdisjoint(grid.criteria) or set(grid.compensations) != {"none"}
         return Draws(
             seed=seed,
             scoring=samples,
             held_out=HELD_OUT_SAMPLES if automatic else 0,
-            compensation=section.samples if unlabelled else 0,
+            compensation=how.samples if unlabelled else 0,
         )
 
     def _once(self, seed: int, name: str, make: Callable[[], Any]) -> Any:

@@ -25,13 +25,13 @@ from ..errors import RecipeError, RequestError
 from ..evaluate.predict import Predictions, predict
 from ..kinds import ATTENTION, KINDS, MLP
 from ..measure.environment import environment
-from ..pipeline.prepare import constraints_of
 from ..pipeline.quality import Refit, predict_pruned
 from ..progress import SILENT, Progress
 from ..recipe import PruningRecipe
 from ..score.criteria import COMPENSATED_NAMES
 from ..select.bundles import bundles_lost
 from ..slim.refit import LayerFit, refit
+from ..tasks import TASKS
 from ..units import Selection
 from ..values import dump_json, library_versions
 from .choosing import Chooser
@@ -161,14 +161,13 @@ class _Runner:
     ):
         self._recipe, self._grid, self._progress = recipe, grid, progress
         self._journal, self._claims = journal, claims
-        self._constraints = constraints_of(recipe)
         if latency is not None:
-            latency.check(recipe)
+            latency.check(TASKS[recipe.task])
         self._clock = Clock()
         self.evaluations = 0
         progress.stage("load the model and the data")
         self._shared = Shared(recipe, grid, self._clock)
-        self._base = self._shared.base
+        self._base, self._constraints = self._shared.base, self._shared.options.constraints
         self._chooser = Chooser(self._shared, grid, journal, self._clock, progress)
         self._cells = self._chooser.cells()
         self._stopwatch = None if latency is None else Stopwatch(self._shared, journal, latency, progress)
@@ -176,7 +175,7 @@ class _Runner:
         if CHANNELS in grid.criteria:
             check_channels(self._base.scored)
         with self._clock("evaluate"):
-            self._judge_all = self._shared.judge(self._base.evaluation)
+            self._judge_all = self._shared.judge(self._shared.resolved.evaluation)
             self._dense = self._judge_all.of(self._judge_all.dense)
 
     @property
@@ -244,8 +243,8 @@ class _Runner:
         return {
             "seed": seed,
             "calibration_samples": statistics.calibration.samples,
-            "key_value_heads": {module.name: module.groups for module in self._base.sites},
-            "kinds": {module.name: module.kind for module in self._base.sites},
+            "key_value_heads": {module.name: module.groups for module in self._base.modules},
+            "kinds": {module.name: module.kind for module in self._base.modules},
             "his": statistics["his"],
             "entropy": statistics["entropy"],
             "plans": list(plans.values()),
@@ -255,14 +254,14 @@ class _Runner:
 
     def _about(self) -> dict[str, Any]:
         """Return what the rows are of: model, data and environment."""
-        recipe, base = self._recipe, self._base
+        recipe, base, resolved = self._recipe, self._base, self._shared.resolved
         return {
             "model": recipe.model,
             "task": recipe.task,
             "calibration_split": recipe.calibration.split,
             "evaluation_split": recipe.evaluation.split,
-            "evaluation_samples": samples_of(base.evaluation),
-            "evaluation_of": base.evaluation_of,
+            "evaluation_samples": samples_of(resolved.evaluation),
+            "evaluation_of": resolved.evaluation_of,
             "evaluation_rows": recipe.evaluation.rows,
             "shape": list(next(iter(base.measured))),
             "environment": environment(),
@@ -276,7 +275,7 @@ class _Runner:
         else:
             alpha = self._chooser.alpha(cell, self._refit(cell))
             selection = self._chooser.selection(cell, alpha)
-            lost = bundles_lost(selection, self._base.sites, unit=self._constraints.unit)
+            lost = bundles_lost(selection, self._base.modules, unit=self._constraints.unit)
             units = ";".join(f"{kept.units}" for kept in selection.values())
             # The seed matters only to compensation: moments differ between seeds.
             judged = f"{cell.compensation}|{'' if cell.compensation == 'none' else cell.seed}|{units}"
@@ -320,7 +319,9 @@ class _Runner:
         refitted = self._refit(cell)
         base = self._base
         with self._clock("evaluate"):
-            predictions = predict_pruned(base.model, selection, base.sites, base.evaluation, refit=refitted)
+            predictions = predict_pruned(
+                base.model, selection, base.modules, self._shared.resolved.evaluation, refit=refitted
+            )
         removed = dict.fromkeys(KINDS, 0)
         for kept in selection.values():
             removed[kept.kind] += len(kept.removed)
@@ -357,13 +358,13 @@ class _Runner:
                 with self._clock("fine-tune"):
                     stack.enter_context(fine_tuned(model, modules, batches, targets))
             with self._clock("evaluate"):
-                predictions = predict(model, self._base.evaluation)
+                predictions = predict(model, self._shared.resolved.evaluation)
         return judged, self._result(predictions) | {"flops_ratio": None, "heads_removed": None, "neurons_removed": None}
 
     def _result(self, predictions: Predictions) -> dict[str, Any]:
         """Return the metric and the stability of predictions, as fields of a row."""
         self.evaluations += 1
-        quality, name = self._judge_all.of(predictions), self._base.metrics[0]
+        quality, name = self._judge_all.of(predictions), self._base.judged.metrics[0]
         return {
             "metric": name,
             "quality": quality.metrics[name],
@@ -372,15 +373,15 @@ class _Runner:
         }
 
     def _refit(self, cell: Cell) -> Refit | None:
-        section = self._recipe.prune.compensation
-        how = compensation_of(cell.compensation, None if section is None else section.ridge)
+        asked = self._shared.options.compensation
+        how = compensation_of(cell.compensation, None if asked is None else asked.ridge)
         if how is None:
             return None
         moments = self._shared.moments(cell.seed)
 
         def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
             with self._clock("refit"):
-                return refit(slim, selection, self._base.sites, moments, how)
+                return refit(slim, selection, self._base.modules, moments, how)
 
         return refitted
 

@@ -15,7 +15,7 @@ from transformers import BartConfig, BartForSequenceClassification, PreTrainedTo
 
 import hies_export
 from hies_export.errors import RequestError
-from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
 
 
@@ -80,7 +80,7 @@ def test_rows_that_the_model_cannot_read_are_refused_before_anything_is_scored(p
     with pytest.raises(
         RequestError, match="must run on the calibration rows, but BartForSequenceClassification raises"
     ):
-        prepare(PruningRecipe.from_yaml(project / "recipe.yaml"))
+        resolve(PruningRecipe.from_yaml(project / "recipe.yaml"))
 
 
 def test_a_model_that_does_not_run_on_random_inputs_is_refused_before_anything_is_scored(
@@ -89,4 +89,4 @@ def test_a_model_that_does_not_run_on_random_inputs_is_refused_before_anything_i
     # As it was: no end-of-text token among the random ones.
     monkeypatch.setattr("hies_export.model.tokens.end_of_text", lambda model: None)
     with pytest.raises(RequestError, match="must run on 8 x 8 random inputs to be measured, but BartFor.* <eos> token"):
-        prepare(PruningRecipe.from_yaml(project / "recipe.yaml"))
+        resolve(PruningRecipe.from_yaml(project / "recipe.yaml"))

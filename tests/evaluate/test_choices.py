@@ -22,7 +22,7 @@ from hies_export.errors import DataError, RecipeError
 from hies_export.evaluate.judge import Judge, agreement, standard_error
 from hies_export.evaluate.metrics import check_metrics, default_metrics
 from hies_export.evaluate.predict import ChoicePredictions, predict, references
-from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
 
 LETTERS = "abcdefghijkl"
@@ -181,14 +181,15 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
 
     def prepared(**evaluation: Any) -> Any:
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**fields, "evaluation": evaluation}))
-        return prepare(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
+        return resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
 
     found = prepared(samples=10, batch_size=3)
-    assert found.metrics == default_metrics(task="text-generation", answers=True, choices=True) == BOTH
+    assert found.prepared.judged.metrics == default_metrics(task="text-generation", answers=True, choices=True) == BOTH
     assert (samples_of(found.evaluation), found.evaluation_of) == (10, 17)
-    assert samples_of(found.held_out) == 13
-    assert all("choice" in batch for batch in (*found.held_out, *found.evaluation))
-    assert not any("choice" in batch for batch in found.calibration)
+    rows = found.prepared.rows
+    assert samples_of(rows.held_out) == 13
+    assert all("choice" in batch for batch in (*rows.held_out, *found.evaluation))
+    assert not any("choice" in batch for batch in rows.calibration)
     found = prepared(metrics=["exact_match", "perplexity"])
     assert not any("choice" in batch for batch in found.evaluation)
     assert samples_of(found.evaluation) == 17

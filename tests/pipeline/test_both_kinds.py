@@ -25,13 +25,14 @@ from hies_export.errors import PlanError, RecipeError
 from hies_export.evaluate.predict import predict
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline import candidates as candidates_module
-from hies_export.pipeline import prepare as prepare_module
+from hies_export.pipeline import resolve as resolve_module
 from hies_export.pipeline import targets
 from hies_export.pipeline.candidates import Candidates
 from hies_export.pipeline.choose import Choice, choose
-from hies_export.pipeline.prepare import Prepared, prepare
-from hies_export.pipeline.prune import prune
+from hies_export.pipeline.cut import cut, save
+from hies_export.pipeline.prepare import Prepared
 from hies_export.pipeline.quality import predict_pruned
+from hies_export.pipeline.resolve import options_of, resolve
 from hies_export.pipeline.search import HeldOut, choose_by_agreement
 from hies_export.progress import Silent
 from hies_export.prunable.find import find_modules
@@ -82,6 +83,7 @@ class Run:
     recipe: PruningRecipe
     report: Report
     prepared: Prepared
+    evaluation: list[dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="session")
@@ -90,16 +92,16 @@ def done(folder: Path) -> Run:
     recipe = recipe_of(folder, prune__criterion="auto", prune__compensation=compensation, output=str(folder / "auto"))
     with pytest.MonkeyPatch.context() as patch, without_tracing():
         # As in a data set that has rows enough for all uses.
-        patch.setattr(prepare_module, "AUTO_SAMPLES", 90)
+        patch.setattr(resolve_module, "AUTO_SAMPLES", 90)
         report = recipe.run()
-        prepared = prepare(recipe)
-    return Run(folder / "auto", recipe, report, prepared)
+        resolved = resolve(recipe)
+    return Run(folder / "auto", recipe, report, resolved.prepared, resolved.evaluation)
 
 
 def masked_logits(prepared: Prepared, plan: PruningPlan, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return logits of the dense model with hooks that zero what removed units write."""
     handles = []
-    for module in prepared.sites:
+    for module in prepared.modules:
         width = 8 if module.kind == "attention" else 1
         mask = torch.zeros(plan.kept[module.name].total, width)
         mask[list(plan.kept[module.name].units)] = 1
@@ -115,8 +117,8 @@ def masked_logits(prepared: Prepared, plan: PruningPlan, batch: dict[str, torch.
     return logits
 
 
-def inputs_of(prepared: Prepared) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in prepared.evaluation[0].items() if key != "labels"}
+def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in batch.items() if key != "labels"}
 
 
 def test_a_run_cuts_both_kinds_and_counts_them(done: Run) -> None:
@@ -146,8 +148,8 @@ def test_a_run_cuts_both_kinds_and_counts_them(done: Run) -> None:
 
 
 def test_a_cut_of_both_kinds_computes_what_masks_do_and_reloads(done: Run) -> None:
-    plan, batch = PruningPlan.from_file(done.folder / "plan.json"), inputs_of(done.prepared)
-    cut = prune_units(done.prepared.model, plan, done.prepared.sites)
+    plan, batch = PruningPlan.from_file(done.folder / "plan.json"), inputs_of(done.evaluation[0])
+    cut = prune_units(done.prepared.model, plan, done.prepared.modules)
     with torch.no_grad():
         torch.testing.assert_close(cut(**batch).logits, masked_logits(done.prepared, plan, batch), rtol=1e-4, atol=1e-5)
         ours = hies_export.load(done.folder / "slim")(**batch).logits
@@ -176,37 +178,37 @@ def test_auto_tries_every_criterion(done: Run) -> None:
 def by_hand(prepared: Prepared) -> list[tuple[Scores, Selection]]:
     """Return what every criterion that takes one round would cut."""
     (batch,) = prepared.measured.values()
-    table = flops_table(prepared.model, prepared.sites, batch=batch)
-    statistics = collect_statistics(prepared.model, prepared.calibration, prepared.sites)
-    stream = MomentStream(prepared.model, prepared.sites, prepared.compensation)
+    table = flops_table(prepared.model, prepared.modules, batch=batch)
+    statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.modules)
+    stream = MomentStream(prepared.model, prepared.modules, prepared.rows.compensation)
     scores = [
         # There are too few rows to reach the number of tokens that greedy removal wants, so it takes all.
-        score_compensated(prepared.model, prepared.compensation, prepared.sites, moments=stream),
-        score_modules(statistics, prepared.sites, criterion="fisher"),
-        *(score_modules(statistics, prepared.sites, alpha=alpha) for alpha in (0.3, 0.6, 0.9, 0.99)),
-        score_modules(statistics, prepared.sites, criterion="his"),
+        score_compensated(prepared.model, prepared.rows.compensation, prepared.modules, moments=stream),
+        score_modules(statistics, prepared.modules, criterion="fisher"),
+        *(score_modules(statistics, prepared.modules, alpha=alpha) for alpha in (0.3, 0.6, 0.9, 0.99)),
+        score_modules(statistics, prepared.modules, criterion="his"),
     ]
-    return [(one, select_within(one, prepared.sites, prepared.sites, table, ratio=BUDGET)) for one in scores]
+    return [(one, select_within(one, prepared.modules, prepared.modules, table, ratio=BUDGET)) for one in scores]
 
 
 def test_greedy_removal_reads_rows_until_it_has_enough_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(folder, prune__criterion="compensated", prune__compensation={"samples": 60})
-    prepared = prepare(recipe)
+    prepared = resolve(recipe).prepared
 
     def rows(enough: int) -> list[dict[str, torch.Tensor]]:
         monkeypatch.setattr(candidates_module, "EFFECT_TOKENS", enough)
-        return Candidates(prepared, recipe, Silent()).effect_batches
+        return Candidates(prepared, options_of(recipe), Silent()).effect_batches
 
-    lengths = torch.cat([batch["attention_mask"].sum(1) for batch in prepared.compensation]).tolist()
+    lengths = torch.cat([batch["attention_mask"].sum(1) for batch in prepared.rows.compensation]).tolist()
     assert len(lengths) == 60
     for enough, batches in ((1, 2), (sum(lengths[:30]), 3), (sum(lengths[:30]) + 1, 4), (sum(lengths) + 1, 6)):
         found = rows(enough)
         assert len(found) == batches  # of ten rows; never fewer than the 20 rows that are scored
-        for batch, known in zip(found, prepared.compensation, strict=False):
+        for batch, known in zip(found, prepared.rows.compensation, strict=False):
             assert torch.equal(batch["input_ids"], known["input_ids"])
     # Without rows to refit on, those that are scored have to do.
-    alone = replace(prepared, compensation=[])
-    assert Candidates(alone, recipe, Silent()).effect_batches is prepared.calibration
+    alone = replace(prepared, rows=replace(prepared.rows, compensation=[]))
+    assert Candidates(alone, options_of(recipe), Silent()).effect_batches is prepared.rows.calibration
 
 
 def agreement(dense: Any, other: Any) -> float:
@@ -217,19 +219,19 @@ def agreement(dense: Any, other: Any) -> float:
 
 def pearson(prepared: Prepared, logits: Any) -> float:
     """Return the correlation with the labels of the held-out rows."""
-    labels = torch.cat([batch["labels"] for batch in prepared.held_out])
+    labels = torch.cat([batch["labels"] for batch in prepared.rows.held_out])
     return float(np.corrcoef(np.asarray(logits).ravel(), labels.numpy())[0, 1])
 
 
 def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> None:
     prepared, tried = done.prepared, done.report.details["tried"]
-    moments = MomentStream(prepared.model, prepared.sites, prepared.compensation, weighted=True)
-    dense = predict(prepared.model, prepared.held_out)
+    moments = MomentStream(prepared.model, prepared.modules, prepared.rows.compensation, weighted=True)
+    dense = predict(prepared.model, prepared.rows.held_out)
 
     def judged(selection: Selection, weights: float) -> tuple[float, float]:
-        slim = prune_units(prepared.model, selection, prepared.sites)
-        refit(slim, selection, prepared.sites, moments, Compensation(token_weights=weights))
-        logits = predict(slim, prepared.held_out)
+        slim = prune_units(prepared.model, selection, prepared.modules)
+        refit(slim, selection, prepared.modules, moments, Compensation(token_weights=weights))
+        logits = predict(slim, prepared.rows.held_out)
         return agreement(dense, logits), pearson(prepared, logits)
 
     candidates = by_hand(prepared)
@@ -241,24 +243,29 @@ def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> N
     for row in tried[8:]:
         assert judged(plan.kept, row["token_weights"]) == pytest.approx((row["stability"], row["quality"]))
     # What is saved is what was chosen.
-    slim = predict(hies_export.load(done.folder / "slim"), prepared.held_out)
+    slim = predict(hies_export.load(done.folder / "slim"), prepared.rows.held_out)
     (chosen,) = (row for row in tried if row["chosen"])
     assert agreement(dense, slim) == pytest.approx(chosen["stability"])
 
 
 def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "AUTO_SAMPLES", 90)
+    monkeypatch.setattr(resolve_module, "AUTO_SAMPLES", 90)
 
     def rows(batches: list[dict[str, torch.Tensor]]) -> int:
         return sum(len(batch["input_ids"]) for batch in batches)
 
     prepared = done.prepared
-    assert (rows(prepared.calibration), rows(prepared.compensation), rows(prepared.held_out)) == (20, 60, 90)
+    assert (rows(prepared.rows.calibration), rows(prepared.rows.compensation), rows(prepared.rows.held_out)) == (
+        20,
+        60,
+        90,
+    )
     # Shuffled by the recipe's seed: the first 20 of the 60 are scored on, and the 90 behind them are held out.
-    draws = prepare_module.Draws.of(done.recipe)
+    options = options_of(done.recipe)
+    draws = resolve_module.Draws.of(options, samples=20)
     assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
-    reader = prepare_module._reader(done.recipe, prepared.model.config)
-    samples = prepare_module._draw(done.recipe, reader, draws)
+    reader = resolve_module._reader(done.recipe, prepared.model.config)
+    samples = resolve_module._draw(done.recipe, reader, options, draws)
     drawn = reader.load("train", samples=150, shuffle_seed=0, name=None, files=done.recipe.data.files)
     assert [*samples.held_out] == [*drawn.select(range(60, 150))]
     assert [*samples.compensation] == [*drawn.select(range(60))]
@@ -307,21 +314,21 @@ def test_what_clearly_agrees_more_is_chosen_and_else_the_first() -> None:
 
 
 def chosen_by(recipe: PruningRecipe) -> tuple[Prepared, Choice]:
-    prepared = prepare(recipe)
-    return prepared, choose(prepared, recipe, progress=Silent())
+    prepared = resolve(recipe).prepared
+    return prepared, choose(prepared, options_of(recipe), progress=Silent())
 
 
 def test_hies_ranks_heads_and_fisher_neurons(folder: Path) -> None:
     prepared, choice = chosen_by(recipe_of(folder, prune__criterion="hies", prune__alpha=0.5))
-    statistics = collect_statistics(prepared.model, prepared.calibration, prepared.sites)
-    scores = score_modules(statistics, prepared.sites, criterion="hies", alpha=0.5)
+    statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.modules)
+    scores = score_modules(statistics, prepared.modules, criterion="hies", alpha=0.5)
     (batch,) = prepared.measured.values()
-    table = flops_table(prepared.model, prepared.sites, batch=batch)
-    assert choice.plan.kept == select_within(scores, prepared.sites, prepared.sites, table, ratio=BUDGET)
+    table = flops_table(prepared.model, prepared.modules, batch=batch)
+    assert choice.plan.kept == select_within(scores, prepared.modules, prepared.modules, table, ratio=BUDGET)
     assert (choice.plan.criterion, choice.plan.alpha) == ("hies", 0.5)
     # Scores and statistics of all modules are told, and entropies of those that have one.
-    assert set(choice.scores.scores) == set(choice.statistics["fisher"]) == {m.name for m in prepared.sites}
-    assert set(choice.statistics["entropy"]) == {m.name for m in prepared.sites if m.kind == "attention"}
+    assert set(choice.scores.scores) == set(choice.statistics["fisher"]) == {m.name for m in prepared.modules}
+    assert set(choice.statistics["entropy"]) == {m.name for m in prepared.modules if m.kind == "attention"}
     for name, kept in choice.plan.of_kind("mlp").items():
         fisher = statistics["fisher"][name]
         assert fisher[list(kept.units)].min() >= fisher[list(kept.removed)].max()
@@ -330,7 +337,7 @@ def test_hies_ranks_heads_and_fisher_neurons(folder: Path) -> None:
 def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
     recipe = recipe_of(folder, prune__budget={"parameters": 0.7}, prune__multiple_of={"heads": 2, "neurons": 16})
     prepared, choice = chosen_by(recipe)
-    slim = prune_units(prepared.model, choice.plan, prepared.sites)
+    slim = prune_units(prepared.model, choice.plan, prepared.modules)
     dense, left = (sum(p.numel() for p in model.parameters()) for model in (prepared.model, slim))
     assert left / dense <= 0.7
     outcome = choice.budget.details()
@@ -340,26 +347,26 @@ def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
     assert {len(kept.units) % 16 for kept in choice.plan.of_kind("mlp").values()} == {0}
     assert choice.plan.removed > 0
     assert choice.plan.removed_neurons > 0
-    table = parameters_table(prepared.model, prepared.sites)
-    scores = score_modules(choice.statistics, prepared.sites, criterion="fisher")
-    constraints = prepare_module.constraints_of(recipe)
-    expected = select_within(scores, prepared.sites, prepared.sites, table, ratio=0.7, constraints=constraints)
+    table = parameters_table(prepared.model, prepared.modules)
+    scores = score_modules(choice.statistics, prepared.modules, criterion="fisher")
+    constraints = options_of(recipe).constraints
+    expected = select_within(scores, prepared.modules, prepared.modules, table, ratio=0.7, constraints=constraints)
     assert choice.plan.kept == expected
 
 
 def test_neurons_alone(folder: Path) -> None:
     recipe = recipe_of(folder, prune__modules=["mlp"], prune__criterion="l2", prune__budget={"flops": 0.8})
     prepared, choice = chosen_by(recipe)
-    assert {module.kind for module in prepared.sites} == {"mlp"}
+    assert {module.kind for module in prepared.modules} == {"mlp"}
     assert (choice.plan.heads, choice.plan.neurons) == (0, 192)
-    pruned = prune(prepared, choice.plan, recipe, folder / "neurons", progress=Silent())
-    assert pruned.cut_max_abs < 1e-4
-    assert pruned.reload_max_abs < 1e-5
+    slim = cut(prepared, choice, progress=Silent())
+    assert slim.cut_max_abs < 1e-4
+    assert save(slim, prepared, folder / "neurons").reload_max_abs < 1e-5
     assert choice.statistics["entropy"] == {}
-    for layer in pruned.slim.bert.encoder.layer:
+    for layer in slim.model.bert.encoder.layer:
         assert layer.attention.self.query.out_features == 48
     (batch,) = prepared.measured.values()
-    assert 0.79 < count_flops(pruned.slim, batch) / count_flops(prepared.model, batch) <= 0.8
+    assert 0.79 < count_flops(slim.model, batch) / count_flops(prepared.model, batch) <= 0.8
 
 
 def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,20 +374,20 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
     recipe = recipe_of(folder, prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}})
     prepared, choice = chosen_by(recipe)
     (batch,) = prepared.measured.values()
-    table = flops_table(prepared.model, prepared.sites, batch=batch)
-    scores = score_modules(choice.statistics, prepared.sites, criterion="fisher")
+    table = flops_table(prepared.model, prepared.modules, batch=batch)
+    scores = score_modules(choice.statistics, prepared.modules, criterion="fisher")
     least = 1 - sum(row[-1] for row in table.saved.values())
 
     def drop(selection: Selection | None) -> float:
         logits = (
-            predict(prepared.model, prepared.held_out)
+            predict(prepared.model, prepared.rows.held_out)
             if selection is None
-            else predict_pruned(prepared.model, selection, prepared.sites, prepared.held_out)
+            else predict_pruned(prepared.model, selection, prepared.modules, prepared.rows.held_out)
         )
         return pearson(prepared, logits)
 
     selections = [
-        select_within(scores, prepared.sites, prepared.sites, table, ratio=1 - (1 - least) * step / 12 + 1e-9)
+        select_within(scores, prepared.modules, prepared.modules, table, ratio=1 - (1 - least) * step / 12 + 1e-9)
         for step in range(1, 13)
     ]
     size = next(number for number, selection in enumerate(selections) if selection == choice.plan.kept)
@@ -400,15 +407,15 @@ def test_two_steps_score_the_refitted_model(folder: Path) -> None:
     recipe = recipe_of(folder, prune__steps=2, prune__compensation={"samples": 60})
     prepared, choice = chosen_by(recipe)
     (batch,) = prepared.measured.values()
-    table = flops_table(prepared.model, prepared.sites, batch=batch)
-    statistics = collect_statistics(prepared.model, prepared.calibration, prepared.sites)
-    scores = score_modules(statistics, prepared.sites, criterion="fisher")
+    table = flops_table(prepared.model, prepared.modules, batch=batch)
+    statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.modules)
+    scores = score_modules(statistics, prepared.modules, criterion="fisher")
     halfway = 1 - (1 - BUDGET) / 2
-    first = select_within(scores, prepared.sites, prepared.sites, table, ratio=halfway)
-    slim = prune_units(prepared.model, first, prepared.sites)
-    refit(slim, first, prepared.sites, MomentStream(prepared.model, prepared.sites, prepared.compensation))
-    sites = find_modules(slim, inputs_of(prepared), kinds=BOTH)
-    again = collect_statistics(slim, prepared.calibration, sites)
+    first = select_within(scores, prepared.modules, prepared.modules, table, ratio=halfway)
+    slim = prune_units(prepared.model, first, prepared.modules)
+    refit(slim, first, prepared.modules, MomentStream(prepared.model, prepared.modules, prepared.rows.compensation))
+    sites = find_modules(slim, inputs_of(prepared.rows.calibration[0]), kinds=BOTH)
+    again = collect_statistics(slim, prepared.rows.calibration, sites)
     lost = {name: len(kept.removed) for name, kept in first.items()}
     second = select_within(
         score_modules(again, sites, criterion="fisher"),
@@ -420,7 +427,7 @@ def test_two_steps_score_the_refitted_model(folder: Path) -> None:
     assert choice.plan.kept == compose(first, second)
     assert [kept.kind for kept in choice.plan.kept.values()] == ["attention"] * 3 + ["mlp"] * 3
     assert BUDGET - 0.01 < choice.budget.details()["predicted"] <= BUDGET
-    once = select_within(scores, prepared.sites, prepared.sites, table, ratio=BUDGET)
+    once = select_within(scores, prepared.modules, prepared.modules, table, ratio=BUDGET)
     assert once != choice.plan.kept
     # Numbers of units that left in the first step are those of the first step.
     name = next(name for name, kept in first.items() if kept.removed)
@@ -436,8 +443,8 @@ def test_a_memory_limit_changes_nothing(folder: Path, tmp_path: Path, caplog: py
         options = {"prune__criterion": "compensated", "prune__steps": 2, "prune__compensation": compensation}
         recipe = recipe_of(folder, **options)
         prepared, choice = chosen_by(recipe)
-        how = {"compensation": choice.compensation, "refit": choice.refit}
-        prune(prepared, choice.plan, recipe, tmp_path / str(number), **how, progress=Silent())
+        slim = cut(prepared, choice, compensation=options_of(recipe).compensation, progress=Silent())
+        save(slim, prepared, tmp_path / str(number))
         written.append((choice.plan.to_json(), load_file(tmp_path / str(number) / "model.safetensors")))
         assert ("going on with one module at a time" in caplog.text) == (number == 1)
     (plan, weights), (other_plan, other_weights) = written
@@ -450,12 +457,12 @@ def test_few_calibration_tokens_are_said_and_the_run_goes_on(folder: Path, tmp_p
     recipe = recipe_of(folder, prune__compensation={"samples": 5}, output=str(tmp_path / "out"))
     prepared, choice = chosen_by(recipe)
     with pytest.warns(FewTokensWarning, match="calibration tokens are few") as warned:
-        pruned = prune(prepared, choice.plan, recipe, tmp_path / "slim", progress=Silent())
-    tokens = sum(int(batch["attention_mask"].sum()) for batch in prepared.compensation)
+        slim = cut(prepared, choice, compensation=options_of(recipe).compensation, progress=Silent())
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in prepared.rows.compensation)
     name, kept = next((name, kept) for name, kept in choice.plan.of_kind("mlp").items() if kept.removed)
     said = f"{tokens} calibration tokens are few for the {len(kept.units)} inputs of {name}; at least "
     assert any(said + f"{4 * len(kept.units)} are wanted" in str(warning.message) for warning in warned)
-    assert len(pruned.fits) == sum(bool(part.removed) for part in choice.plan.kept.values())
+    assert len(slim.fits) == sum(bool(part.removed) for part in choice.plan.kept.values())
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -479,7 +486,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_input_is_refused_before_anything_is_computed(name: str, folder: Path) -> None:
     overrides, message = BAD[name]
     with pytest.raises(RecipeError, match=message):
-        prepare(recipe_of(folder, **overrides))
+        resolve(recipe_of(folder, **overrides))
 
 
 @pytest.mark.parametrize(
@@ -508,21 +515,21 @@ def test_query_heads_alone_are_not_for_greedy_removal(folder: Path, tmp_path: Pa
     with pytest.raises(
         RecipeError, match=f"criterion {criterion} removes whole key/value groups, got unit: query; set"
     ):
-        prepare(recipe_of(folder, prune__criterion=criterion, **options))
+        resolve(recipe_of(folder, prune__criterion=criterion, **options))
 
 
 def test_scores_of_both_kinds_are_written(done: Run) -> None:
     written = json.loads((done.folder / "scores.json").read_text())
-    names = {module.name for module in done.prepared.sites}
+    names = {module.name for module in done.prepared.modules}
     assert set(written["scores"]) == set(written["his"]) == names
-    assert [len(written["scores"][module.name]) for module in done.prepared.sites] == [6] * 3 + [64] * 3
+    assert [len(written["scores"][module.name]) for module in done.prepared.modules] == [6] * 3 + [64] * 3
     assert all(0 <= value <= 1 for value in itertools.chain(*written["scores"].values()))
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation: str) -> None:
-    prepared = prepare(recipe_of(folder))
-    effects = {m.name: torch.rand(m.units, dtype=torch.float64) for m in prepared.sites}
+    prepared = resolve(recipe_of(folder)).prepared
+    effects = {m.name: torch.rand(m.units, dtype=torch.float64) for m in prepared.modules}
     scores = Scores("fisher", {}, effects, effects)
     for min_heads, neurons in itertools.product((1, 3, 5), (1, 4)):
         recipe = recipe_of(
@@ -532,7 +539,7 @@ def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation:
             prune__min_heads=min_heads,
             prune__multiple_of={"neurons": neurons},
         )
-        found = targets.Targets(prepared, recipe, Silent())
+        found = targets.Targets(prepared, options_of(recipe), Silent())
         selection = found.select(scores, found.of_max_drop()[-1])
         if allocation == "global":
             assert [len(kept.units) for kept in selection.values()] == [min_heads] * 3 + [neurons] * 3
@@ -557,8 +564,8 @@ def test_auto_of_one_kind_without_compensation_judges_masked_models(
     assert {(tried.steps, tried.token_weights) for tried in choice.tried} == {(1, 1.0)}
     (chosen,) = (tried for tried in choice.tried if tried.chosen)
     assert chosen.stability >= choice.tried[0].stability
-    dense = predict(prepared.model, prepared.held_out)
-    masked = predict_pruned(prepared.model, choice.plan.kept, prepared.sites, prepared.held_out)
+    dense = predict(prepared.model, prepared.rows.held_out)
+    masked = predict_pruned(prepared.model, choice.plan.kept, prepared.modules, prepared.rows.held_out)
     assert agreement(dense, masked) == pytest.approx(chosen.stability)
     assert (choice.plan.criterion, choice.plan.alpha) == (chosen.criterion, chosen.alpha)
     assert choice.compensation is None

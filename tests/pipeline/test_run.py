@@ -25,7 +25,7 @@ import hies_export
 from hies_export.errors import RequestError
 from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
-from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
 from hies_export.recipe.sections import HeldOutSection
 from hies_export.report.maps import CUT, KEPT
@@ -167,11 +167,11 @@ def test_choices_can_be_judged_on_a_split_of_their_own(tmp_path: Path) -> None:
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"files": files})})
     for samples, count in ((None, 40), (7, 7)):
         own = recipe.model_copy(update={"held_out": HeldOutSection(split="other", samples=samples)})
-        found = prepare(own)
-        assert sum(len(batch["input_ids"]) for batch in found.held_out) == count
-        assert sum(len(batch["input_ids"]) for batch in found.calibration) == 12  # no row is kept aside any more
+        rows = resolve(own).prepared.rows
+        assert sum(len(batch["input_ids"]) for batch in rows.held_out) == count
+        assert sum(len(batch["input_ids"]) for batch in rows.calibration) == 12  # no row is kept aside any more
     with pytest.raises(RequestError, match="alpha: auto needs samples beyond .* as held_out, or set alpha"):
-        prepare(recipe)
+        resolve(recipe)
 
 
 @pytest.mark.parametrize("rows", ["drawn", "first"])
@@ -186,9 +186,9 @@ def test_quality_is_of_rows_from_everywhere(rows: str, tmp_path: Path) -> None:
     for seed in (0, 1):
         calibration = recipe.calibration.model_copy(update={"seed": seed, "samples": 8})
         evaluation = recipe.evaluation.model_copy(update={"samples": 12, "rows": rows})
-        prepared = prepare(recipe.model_copy(update={"calibration": calibration, "evaluation": evaluation}))
-        assert prepared.evaluation_of == 40
-        seen.append(sorted(tuple(row.tolist()) for batch in prepared.evaluation for row in batch["input_ids"]))
+        resolved = resolve(recipe.model_copy(update={"calibration": calibration, "evaluation": evaluation}))
+        assert resolved.evaluation_of == 40
+        seen.append(sorted(tuple(row.tolist()) for batch in resolved.evaluation for row in batch["input_ids"]))
     assert seen[0] == seen[1]
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     texts = tokenizer.batch_decode([list(row) for row in seen[0]])
@@ -208,9 +208,9 @@ def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.Cap
     assert json.loads((project / "out" / "scores.json").read_text())["alpha_curve"] == curve
     # It was chosen by what the compensated model makes of the held-out rows.
     asked = {"prune.alpha": "auto", "prune.compensation": {"samples": 60}, "measure.runtimes": ["torch"]}
-    prepared = prepare(PruningRecipe.from_yaml(project / "recipe.yaml", asked))
+    prepared = resolve(PruningRecipe.from_yaml(project / "recipe.yaml", asked)).prepared
     slim = hies_export.load(project / "out" / "slim")
-    dense_logits, logits = predict(prepared.model, prepared.held_out), predict(slim, prepared.held_out)
+    dense_logits, logits = predict(prepared.model, prepared.rows.held_out), predict(slim, prepared.rows.held_out)
     expected = stability(dense_logits, logits)
     assert next(p for p in curve if p["alpha"] == report.alpha)["stability"] == pytest.approx(expected)
     # The same alpha given as a number, without compensation, is what it started from.

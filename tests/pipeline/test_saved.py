@@ -21,7 +21,7 @@ from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.onnx.export import export_onnx
 from hies_export.pipeline import run as running
-from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 from hies_export.values import PruningPlan
@@ -79,13 +79,14 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.
     saved = load(project / "out" / "slim", dtype=torch.float32).state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in evaluated.state_dict().items())
 
-    prepared = prepare(recipe)
-    judge = Judge.on(prepared.model, prepared.evaluation, metrics=prepared.metrics, regression=False)
-    quality = judge.of(predict(load(project / "out" / "slim", dtype=torch.float32), prepared.evaluation))
+    resolved = resolve(recipe)
+    prepared, rows = resolved.prepared, resolved.evaluation
+    judge = Judge.on(prepared.model, rows, metrics=prepared.judged.metrics, regression=False)
+    quality = judge.of(predict(load(project / "out" / "slim", dtype=torch.float32), rows))
     report = Report.from_file(project / "out")
     assert report.quality.slim == quality.metrics[report.quality.metric]
     assert report.stability == quality.stability
-    batch = {name: tensor[:2] for name, tensor in prepared.calibration[0].items()}
+    batch = {name: tensor[:2] for name, tensor in prepared.rows.calibration[0].items()}
     assert (
         export_onnx(load(project / "out" / "slim", dtype=torch.float32), tmp_path / "onnx", batch=batch).max_abs < 1e-4
     )
@@ -164,12 +165,12 @@ def test_a_recipe_says_otherwise(
 def test_a_refit_that_the_dtype_cannot_hold_is_refused(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def huge(prepared: object, slim: torch.nn.Module, *_: object, **__: object) -> list[object]:
+    def huge(prepared: object, how: object, slim: torch.nn.Module, *_: object, **__: object) -> list[object]:
         with torch.no_grad():
             slim.classifier.bias.fill_(1e6)
         return []
 
-    monkeypatch.setattr("hies_export.pipeline.prune._compensate", huge)
+    monkeypatch.setattr("hies_export.pipeline.cut._refit", huge)
     assert hies("prune", project / "recipe.yaml", "-o", tmp_path / "slim") == 1
     assert "too large for float16; set save_dtype" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "slim").exists()

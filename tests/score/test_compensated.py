@@ -22,7 +22,7 @@ from hies_export.calibrate.effects import EffectStream, LayerEffects
 from hies_export.calibrate.moments import MomentStream, Spread
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.pipeline.choose import choose, write_choice
-from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.resolve import options_of, resolve
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
@@ -352,18 +352,18 @@ def test_a_recipe_may_name_it(
         evaluation={"split": "train"},
         prune={"criterion": name, "alpha": alpha, "budget": {"heads": 0.5}, **section},
     )
-    prepared = prepare(recipe)
+    prepared = resolve(recipe).prepared
     assert (f"{name} ranks units by the errors that least squares leaves" in caplog.text) == (not compensate)
-    assert prepared.held_out == []
-    choice = choose(prepared, recipe, progress=Silent())
+    assert prepared.rows.held_out == []
+    choice = choose(prepared, options_of(recipe), progress=Silent())
     # The plan keeps the name that the recipe gave.
     assert (choice.plan.criterion, choice.plan.alpha, choice.plan.removed) == (name, None, 9)
     assert choice.plan.calibration["labels"] == "predictions"  # those of the rows are not looked at
-    sites, moments = prepared.sites, None
-    rows = prepared.calibration
+    sites, moments = prepared.modules, None
+    rows = prepared.rows.calibration
     if compensate:  # the rows to refit on are more than those to score on, so their gradients and moments are used
-        rows = prepared.compensation
-        moments = MomentStream(prepared.model, sites, prepared.compensation)
+        rows = prepared.rows.compensation
+        moments = MomentStream(prepared.model, sites, prepared.rows.compensation)
     assert choice.plan.calibration["samples"] == (40 if compensate else 24)
     expected = score_compensated(prepared.model, rows, sites, moments=moments)
     assert all(torch.equal(choice.scores.scores[s.name], expected.scores[s.name]) for s in sites)

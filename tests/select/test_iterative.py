@@ -15,7 +15,7 @@ from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
 from hies_export.errors import RecipeError
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.resolve import options_of, resolve
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
@@ -75,19 +75,19 @@ def test_a_plan_in_steps_is_that_of_a_loop(tmp_path: Path) -> None:
     plans = {}
     for steps in (1, 3, 18):
         recipe = recipe_of(tmp_path, steps=steps)
-        prepared = prepare(recipe)
-        choice = choose(prepared, recipe, progress=Silent())
+        prepared = resolve(recipe).prepared
+        choice = choose(prepared, options_of(recipe), progress=Silent())
         gone: set[tuple[str, int]] = set()
         found: dict[tuple[str, int], float] = {}
         sizes = [9] if steps == 1 else [3, 6, 9] if steps == 3 else list(range(1, 10))
         for size in sizes:
-            his = naive_his(prepared.model, prepared.sites, prepared.calibration, gone)
+            his = naive_his(prepared.model, prepared.modules, prepared.rows.calibration, gone)
             found |= {key: value for key, value in his.items() if key not in gone}
             for name, head in sorted(his, key=his.__getitem__):
                 left = 6 - sum(other == name for other, _ in gone)
                 if len(gone) < size and (name, head) not in gone and left > 1:
                     gone.add((name, head))
-        kept = {s.name: tuple(h for h in range(6) if (s.name, h) not in gone) for s in prepared.sites}
+        kept = {s.name: tuple(h for h in range(6) if (s.name, h) not in gone) for s in prepared.modules}
         assert {name: part.units for name, part in choice.plan.kept.items()} == kept
         # Every head's number is that of the last step it was there for.
         numbers = {
@@ -123,14 +123,14 @@ def test_later_steps_see_the_refitted_model(tmp_path: Path, monkeypatch: pytest.
         return collect(model, *args, **options)
 
     monkeypatch.setattr(module, "collect_statistics", watched)
-    prepared = prepare(recipe)
-    choose(prepared, recipe, progress=Silent())
+    prepared = resolve(recipe).prepared
+    choose(prepared, options_of(recipe), progress=Silent())
     first, second = seen
     assert first is prepared.model
     one = recipe_of(tmp_path, budget={"heads": 4 / 18})
-    plan = choose(prepared, one, progress=Silent()).plan
-    expected = prune_units(prepared.model, plan, prepared.sites)
-    compensate(prepared.model, expected, plan, prepared.sites, prepared.compensation)
+    plan = choose(prepared, options_of(one), progress=Silent()).plan
+    expected = prune_units(prepared.model, plan, prepared.modules)
+    compensate(prepared.model, expected, plan, prepared.modules, prepared.rows.compensation)
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(second.get_parameter(name), parameter)
 

@@ -14,7 +14,7 @@ from hies_export import processes
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.effects import EffectStream
 from hies_export.errors import DataError, HiesError
-from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
 from support.runs import hies, without_tracing
 
@@ -29,8 +29,8 @@ def run(project: Path, name: str) -> None:
 
 def statistics(project: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Return every statistic, and effects, of a project's model."""
-    prepared = prepare(PruningRecipe.from_yaml(project / "recipe.yaml"))
-    sites, batches = prepared.scored, prepared.calibration
+    prepared = resolve(PruningRecipe.from_yaml(project / "recipe.yaml")).prepared
+    sites, batches = prepared.scored, prepared.rows.calibration
     found = collect_statistics(prepared.model, batches, sites, needs=ALL_STATISTICS)
     stream = EffectStream(prepared.model, batches, sites)
     effects = processes.merged({module.name: layer for module, layer in stream})

@@ -28,7 +28,7 @@ from hies_export.evaluate.judge import compute_metrics, stability
 from hies_export.evaluate.predict import predict, references
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.resolve import options_of, resolve
 from hies_export.pipeline.run import evaluate_run
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
@@ -94,15 +94,16 @@ def test_rows_are_what_a_single_run_of_each_finds(
         if row["compensation"] == "none":
             fields["prune"]["compensation"] = None
         alone = PruningRecipe(**fields)
-        prepared = prepare(alone)
-        plan = choose(prepared, alone, progress=Silent()).plan
+        resolved = resolve(alone)
+        prepared = resolved.prepared
+        plan = choose(prepared, options_of(alone), progress=Silent()).plan
         if row["alpha_by"] == "auto":
             assert plan.alpha == row["alpha"]
-        slim = prune_units(prepared.model, plan, prepared.sites)
+        slim = prune_units(prepared.model, plan, prepared.modules)
         if row["compensation"] != "none":
-            batches = by_length(prepared.compensation, config=prepared.model.config)
-            compensate(prepared.model, slim, plan, prepared.sites, batches)
-        found = evaluate_run(prepared, slim, plan, alone, progress=Silent())
+            batches = by_length(prepared.rows.compensation, config=prepared.model.config)
+            compensate(prepared.model, slim, plan, prepared.modules, batches)
+        found = evaluate_run(resolved, slim, progress=Silent())
         assert row["quality"] == found.metrics["accuracy"].slim
         assert row["stability"] == found.stability
         batch = next(iter(prepared.measured.values()))
@@ -123,21 +124,22 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
     assert list(rows) == [("his", "none"), *((name, "none") for name in JUDGED_ONLY), ("his", "least_squares")]
     fields = recipe.model_dump()
     fields["calibration"] |= {"seed": 1}
-    prepared = prepare(PruningRecipe(**fields))
-    model, sites = prepared.model, prepared.sites
-    dense = predict(model, prepared.evaluation)
-    taylor = collect_statistics(model, prepared.calibration, sites, needs=["channel_taylor"])["channel_taylor"]
+    resolved = resolve(PruningRecipe(**fields))
+    prepared, evaluation = resolved.prepared, resolved.evaluation
+    model, sites = prepared.model, prepared.modules
+    dense = predict(model, evaluation)
+    taylor = collect_statistics(model, prepared.rows.calibration, sites, needs=["channel_taylor"])["channel_taylor"]
     stay = select_channels(taylor, sites, heads=0.5, constraints=Constraints())
-    unlabelled = by_length(prepared.compensation, config=model.config)
+    unlabelled = by_length(prepared.rows.compensation, config=model.config)
     bases, targets = collect_bases(model, unlabelled, sites), predict(model, unlabelled)
     found = {}
     with masked_channels(model, sites, stay):
-        found["llm-pruner-channel"] = predict(model, prepared.evaluation)
+        found["llm-pruner-channel"] = predict(model, evaluation)
     with sliced(model, sites, bases, share=0.5):
-        found["slicegpt"] = predict(model, prepared.evaluation)
+        found["slicegpt"] = predict(model, evaluation)
         with fine_tuned(model, sites, unlabelled, targets):
-            found["slicegpt-tuned"] = predict(model, prepared.evaluation)
-    labels = references(prepared.evaluation)
+            found["slicegpt-tuned"] = predict(model, evaluation)
+    labels = references(evaluation)
     for name, logits in found.items():
         row = rows[name, "none"]
         assert row["quality"] == compute_metrics(logits, labels, names=["accuracy"])["accuracy"]
@@ -391,15 +393,16 @@ def test_a_compensated_criterion_without_compensation_is_warned_about(
     recipe_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fields = {"prune.criterion": "hies-compensated"}
-    prepare(PruningRecipe.from_yaml(recipe_file, fields))
+    resolve(PruningRecipe.from_yaml(recipe_file, fields))
     assert not caplog.records
-    prepare(PruningRecipe.from_yaml(recipe_file, fields | {"prune.compensation": None}))
+    resolve(PruningRecipe.from_yaml(recipe_file, fields | {"prune.compensation": None}))
     assert "nothing makes up for them; add compensation" in caplog.text
 
 
 def test_another_seed_draws_other_rows_for_the_same_model(recipe_file: Path) -> None:
-    prepared = prepare(PruningRecipe.from_yaml(recipe_file))
-    again = prepare(PruningRecipe.from_yaml(recipe_file, {"calibration.seed": 5}), loaded=prepared)
-    assert again.model is prepared.model
-    assert again.evaluation is prepared.evaluation
-    assert not torch.equal(again.calibration[0]["input_ids"], prepared.calibration[0]["input_ids"])
+    first = resolve(PruningRecipe.from_yaml(recipe_file))
+    again = resolve(PruningRecipe.from_yaml(recipe_file, {"calibration.seed": 5}), loaded=first)
+    assert again.prepared.model is first.prepared.model
+    assert again.evaluation is first.evaluation
+    ids = [found.prepared.rows.calibration[0]["input_ids"] for found in (first, again)]
+    assert not torch.equal(*ids)

@@ -16,7 +16,7 @@ from hies_export.evaluate.predict import predict
 from hies_export.kinds import MLP
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.prepare import prepare
+from hies_export.pipeline.resolve import options_of, resolve
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
 from hies_export.slim.cut import prune_units
@@ -93,14 +93,15 @@ def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, swept: Path, crite
         == (criterion, compensation, "attention+mlp", 0.7)
     )
     recipe = PruningRecipe.from_yaml(recipe_file, {"prune.criterion": criterion})
-    prepared = prepare(recipe)
-    plan = choose(prepared, recipe, progress=Silent()).plan
+    resolved = resolve(recipe)
+    prepared, evaluation = resolved.prepared, resolved.evaluation
+    plan = choose(prepared, options_of(recipe), progress=Silent()).plan
     assert (row["heads_removed"], row["neurons_removed"]) == (plan.removed, plan.removed_neurons)
-    slim = prune_units(prepared.model, plan, prepared.sites)
+    slim = prune_units(prepared.model, plan, prepared.modules)
     how = compensation_of(compensation, None)
     if how is not None:
-        compensate(prepared.model, slim, plan, prepared.sites, prepared.compensation, how)
-    dense, found = predict(prepared.model, prepared.evaluation), predict(slim, prepared.evaluation)
+        compensate(prepared.model, slim, plan, prepared.modules, prepared.rows.compensation, how)
+    dense, found = predict(prepared.model, evaluation), predict(slim, evaluation)
     assert row["stability"] == stability(dense, found)
     batch = next(iter(prepared.measured.values()))
     assert row["flops_ratio"] == pytest.approx(count_flops(slim, batch) / count_flops(prepared.model, batch))

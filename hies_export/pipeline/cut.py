@@ -1,0 +1,243 @@
+"""Cut the dense model by a plan, compensate it, and save what comes out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import processes
+from ..checkpoint.refits import RefittedLayers, digest_tensors, load_refit, write_refit
+from ..checkpoint.save import save_slim
+from ..checkpoint.stored import weight_files
+from ..errors import DropError, NonFiniteError
+from ..evaluate.judge import Judge
+from ..evaluate.predict import predict
+from ..model.copies import round_each
+from ..model.internals import dtypes_in
+from ..progress import Progress
+from ..slim.check import compare_cut
+from ..slim.cut import prune_units
+from ..slim.refit import LayerFit, compensate
+from ..units import PrunableModule
+from ..values import PruningPlan
+from .budgets import BudgetOutcome, MaxDropOutcome
+from .choose import Choice
+from .load import Source
+from .options import RefitOptions
+from .prepare import Prepared
+from .refitting import shared
+from .search import quality_loss
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Slim:
+    """A slim model, and how it was checked.
+
+    Attributes:
+        model: The model, rounded to the dtype that it is to be saved in.
+        plan: Its plan, which names the refitted layers where there are any.
+        refitted: The parameters that compensation changed, as they are saved; None without compensation.
+        fits: Result of the compensation for each layer.
+        cut_max_abs: Largest absolute difference of any output between the cut and the masked model.
+    """
+
+    model: PreTrainedModel
+    plan: PruningPlan
+    refitted: dict[str, Tensor] | None
+    fits: list[LayerFit]
+    cut_max_abs: float
+
+
+def cut(
+    prepared: Prepared,
+    given: Choice | PruningPlan,
+    *,
+    compensation: RefitOptions | None = None,
+    refit: RefittedLayers | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress,
+) -> Slim:
+    """Cut the dense model, compare it with the masked one, compensate it if asked to, and round it.
+
+    Args:
+        prepared: The dense model and its data.
+        given: What was chosen now, or a plan from elsewhere.
+        compensation: How to compensate; None not to.
+        refit: Layers that were refitted earlier, to be taken instead of compensating.
+        dtype: What the model is to be saved in; by default its own.
+        progress: Shows stages and loops.
+
+    Raises:
+        CutMismatchError: The cut model differs from the masked one.
+        PlanError: The plan or the refitted layers are not of this model.
+        NonFiniteError: A refitted weight is too large for the dtype.
+    """
+    progress.stage("cut, and compare with the masked model")
+    model, modules = prepared.model, prepared.modules
+    plan = given.plan if isinstance(given, Choice) else given
+    slim = prune_units(model, plan, modules)
+    cut_max_abs = compare_cut(model, slim, plan, modules, prepared.sample)
+    fits: list[LayerFit] = []
+    if refit is not None:
+        load_refit(slim, refit)
+    elif compensation is not None:
+        progress.stage("refit the output projections")
+        fits = _refit(prepared, compensation, slim, given, progress)
+    dtypes = _round(slim, dtype or slim.dtype)
+    if refit is None and compensation is None:
+        # Of a plan that was made for a compensated model, only the cut was done.
+        return Slim(slim, replace(plan, compensation={}), None, fits, cut_max_abs)
+    names = _changed(slim, modules, fits) if refit is None else refit.tensors
+    refitted = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
+    method = plan.compensation["method"] if compensation is None else compensation.method
+    plan = replace(plan, compensation={"method": method, "refit": digest_tensors(refitted)})
+    return Slim(slim, plan, refitted, fits, cut_max_abs)
+
+
+def _refit(
+    prepared: Prepared, asked: RefitOptions, slim: PreTrainedModel, given: Choice | PruningPlan, progress: Progress
+) -> list[LayerFit]:
+    """Refit a cut model in place, from the moments that choosing collected where there are any."""
+    rows, modules = prepared.rows.compensation, prepared.modules
+    how = asked.compensation()
+    plan: Any = given
+    if isinstance(given, Choice):
+        if given.refit and not asked.sequential:
+            return given.refit(slim, given.plan.kept)
+        how, plan = given.compensation or how, given.plan
+    extra: dict[str, Any] = {"limit_bytes": asked.limit_bytes, "progress": progress}
+    return shared(slim, modules, lambda: compensate(prepared.model, slim, plan, modules, rows, how, **extra))
+
+
+def _changed(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
+    """Return the names of the parameters that refits changed."""
+    consumers = {module.name: module.consumer for module in modules}
+    names = []
+    for fit in fits:
+        found = [name for name, _ in slim.get_submodule(consumers[fit.name]).named_parameters(recurse=False)]
+        changed = {"none": (), "bias": ("bias",)}.get(fit.method, ("weight", "bias"))
+        names += [f"{consumers[fit.name]}.{name}" for name in found if name in changed]
+    return names
+
+
+def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Round a model, in place, to the dtype it is saved in; return the dtype of every parameter there.
+
+    What is evaluated, exported and timed is then what the files hold.
+
+    Raises:
+        NonFiniteError: A number is too large for that dtype.
+    """
+    if dtype == slim.dtype:
+        return {}
+    dtypes = dtypes_in(slim, dtype)
+    if overflown := round_each(slim, dtypes):
+        raise NonFiniteError(
+            f"weights must fit the dtype they are saved in, but {overflown[0]} has numbers too large for "
+            f"{str(dtype).removeprefix('torch.')}; set save_dtype: float32, or raise compensation.ridge"
+        )
+    return dtypes
+
+
+def _as_stored(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return parameter.detach().to(device="cpu", dtype=dtype or parameter.dtype).contiguous()
+
+
+def confirm_max_drop(prepared: Prepared, slim: Slim, budget: BudgetOutcome, *, progress: Progress) -> BudgetOutcome:
+    """Evaluate a slim model on the held-out rows that its number of units was chosen on.
+
+    Returns:
+        The outcome with the slim model's metric; the outcome of any other budget unchanged.
+
+    Raises:
+        DropError: The metric is worse than the budget allows: compensation, or rounding, did harm.
+    """
+    if not isinstance(budget, MaxDropOutcome):
+        return budget
+    progress.stage("evaluate the slim model on the held-out rows")
+    rows = prepared.rows.held_out
+    judge = Judge.on(prepared.model, rows, metrics=(budget.metric,), regression=prepared.judged.regression)
+    value = judge.of(predict(slim.model, rows)).metrics[budget.metric]
+    lost = quality_loss(budget.metric, budget.dense, value)
+    if lost > budget.by:
+        what, remedy = "compensated", "compensate on more samples, or not at all"
+        if slim.refitted is None:
+            what, remedy = "rounded", "set save_dtype: float32"
+        raise DropError(
+            f"{budget.metric} on the held-out rows may get worse by {budget.by:g}, and the model that was judged kept "
+            f"to it, but the {what} one lost {lost:.4g}; {remedy}"
+        )
+    return replace(budget, slim=value)
+
+
+def warn_if_larger(saved: Saved, source: Source) -> None:
+    """Warn if a slim checkpoint has more bytes than its source."""
+    if saved.bytes > source.bytes:
+        logger.warning(
+            "the slim checkpoint has %.1f MB, more than the %.1f MB of its source, because it is saved in %s; set "
+            "save_dtype to the dtype of the source",
+            saved.bytes / 1e6,
+            source.bytes / 1e6,
+            str(source.dtype).removeprefix("torch."),
+        )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A slim checkpoint: the size of its weights in bytes, and the largest difference after loading it again."""
+
+    bytes: int
+    reload_max_abs: float
+
+
+def save(
+    slim: Slim,
+    prepared: Prepared,
+    folder: str | Path,
+    *,
+    processor: Any = None,
+    dtype: torch.dtype | None = None,
+    refit_file: Path | None = None,
+    overwrite: bool = False,
+) -> Saved:
+    """Save a slim model, load it again and compare; of several processes, the first does.
+
+    Args:
+        slim: The slim model.
+        prepared: What it was cut from.
+        folder: Where to save the checkpoint.
+        processor: Saved with the model.
+        dtype: What to save in, that of `cut`.
+        refit_file: Where to write the refitted layers of a compensated model; by default into `folder`.
+        overwrite: Replace an existing folder.
+
+    Raises:
+        OutputExistsError: The folder exists and `overwrite` is off.
+        ReloadMismatchError: The loaded model differs.
+    """
+
+    def write() -> Saved:
+        if slim.refitted is not None and refit_file is not None:
+            write_refit(slim.refitted, refit_file)
+        max_abs = save_slim(
+            slim.model,
+            folder,
+            plan=slim.plan,
+            batch=prepared.sample,
+            processor=processor,
+            dtype=dtype,
+            refitted=slim.refitted if refit_file is None else None,
+            overwrite=overwrite,
+        )
+        return Saved(sum(file.stat().st_size for file in weight_files(folder)), max_abs)
+
+    return processes.on_main(write)

@@ -1,0 +1,194 @@
+"""Turn what a user holds in memory into batches: a DataLoader, a list of batches, or a data set with its columns."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import datasets
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
+
+from ..calibrate.predictions import text_labels
+from ..data.batches import Batch, check_batches
+from ..data.images import holds_images
+from ..data.labels import STRINGS
+from ..data.reader import Columns
+from ..data.registry import reader_for
+from ..data.targets import size_of
+from ..errors import DataError, RequestError, listed, root_cause
+from ..model.auto import auto_classes
+from ..tasks import TASKS, Task
+
+# Rows of a data set that go through the model at once.
+BATCH_SIZE = 16
+# Columns of labels, as transformers' collators know them.
+LABELS = ("labels", "label", "label_ids")
+
+
+def task_of(model: Any) -> Task:
+    """Return what a model in memory predicts.
+
+    Raises:
+        RequestError: It is no model of transformers, is quantised, or is for a task that is not judged here.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise RequestError(
+            f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; of PEFT, pass what "
+            "merge_and_unload() returns"
+        )
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
+        raise RequestError(
+            f"the weights must be floating-point numbers to be cut, but this {type(model).__name__} is quantised; load "
+            "it without quantization_config, prune it, and quantise what is left"
+        )
+    classes = auto_classes(type(model).__name__, model.config.model_type)
+    for task in TASKS.values():
+        if task.auto_class in classes:
+            return task
+    raise RequestError(
+        f"the model must be one that {', '.join(task.auto_class for task in TASKS.values())} loads, got "
+        f"{type(model).__name__}; load it with the head that it was fine-tuned with"
+    )
+
+
+def batches_of(
+    model: PreTrainedModel, given: Any, *, what: str, task: Task, processor: Any, columns: Mapping[str, Any] | None
+) -> list[Batch]:
+    """Return batches as lists of tensors by the names that the model takes.
+
+    Args:
+        model: The model.
+        given: An iterable of batches, or a data set.
+        what: The name of the argument, for messages.
+        task: What the model predicts.
+        processor: Tokenizer, image processor, or processor of both; data sets need it.
+        columns: As in the `data` section of a recipe, where a data set has rows rather than the model's inputs.
+
+    Raises:
+        DataError: There are no batches, or one of them is not what the model takes; the message says what it has.
+    """
+    if isinstance(given, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        raise DataError(f"{what} must be one split of a data set, got {listed(list(given))}; pass one of these")
+    if isinstance(given, datasets.Dataset):
+        if not len(given):
+            raise DataError(f"{what} must have at least one row, got an empty data set")
+        inputs = (
+            _of_inputs(model, given, processor) if columns is None and model.main_input_name in given.features else None
+        )
+        return _labelled(model, task, inputs or _of_rows(model, given, what, task, processor, columns))
+    if columns is not None:
+        raise RequestError(
+            f"columns= belongs to a datasets.Dataset, but {what} is a {type(given).__name__}; leave it out"
+        )
+    return _labelled(model, task, check_batches(model, given, what=what))
+
+
+def _labelled(model: PreTrainedModel, task: Task, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
+    """Return the batches; text without labels is its own, as in training on plain text."""
+    if not task.generative:
+        return [dict(batch) for batch in batches]
+    return [{**batch, "labels": text_labels(model, batch)} for batch in batches]
+
+
+def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any) -> list[Batch]:
+    """Return the batches of a data set that has the model's inputs as columns, padded where they differ in length."""
+    accepted = inspect.signature(model.forward).parameters
+    names = [name for name in rows.column_names if name in accepted or name in LABELS]
+    tokenizer = getattr(processor, "tokenizer", processor)
+    collate: Any = default_data_collator
+    if hasattr(tokenizer, "pad"):
+        of_tokens = any(isinstance(rows.features[name], (list, datasets.List)) for name in names if name in LABELS)
+        collate = (DataCollatorForSeq2Seq if of_tokens else DataCollatorWithPadding)(tokenizer)
+    try:
+        found = list(DataLoader(rows.select_columns(names), batch_size=BATCH_SIZE, collate_fn=collate))
+    except Exception as error:  # the collators of transformers raise what tensors and tokenizers raise
+        raise DataError(
+            f"rows of {listed(names)} must make batches, but {root_cause(error)}; pass a processor= that can pad them"
+        ) from error
+    return check_batches(model, found, what="batches")
+
+
+def _of_rows(
+    model: PreTrainedModel,
+    rows: datasets.Dataset,
+    what: str,
+    task: Task,
+    processor: Any,
+    columns: Mapping[str, Any] | None,
+) -> list[Batch]:
+    """Return the batches of a data set of texts or images."""
+    if processor is None:
+        raise RequestError(
+            f"{what} with the columns {listed(rows.column_names)} needs processor=, the model's tokenizer or processor"
+        )
+    fields = dict(_usual_columns(rows, task) if columns is None else columns)
+    if isinstance(fields.get("text"), str):
+        fields["text"] = (fields["text"],)
+    try:
+        read = Columns(**{name: fields.pop(name) for name in list(fields) if name in Columns.__dataclass_fields__})
+        # Readers may set a padding token in the config and the tokenizer, which stay the user's own.
+        own = {"config": copy.deepcopy(model.config), "processor": copy.deepcopy(processor)}
+        reader = reader_for(task.name, columns=read, **own, **fields)
+    except TypeError:
+        known = (*Columns.__dataclass_fields__, "max_length", "packing")
+        raise RequestError(f"columns must be among {', '.join(known)}, got {listed(list(fields))}") from None
+    reader.check(rows)
+    return reader.batches(reader.draw(rows, in_order=True), batch_size=BATCH_SIZE)
+
+
+def _usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
+    """Return the columns of a data set whose names and types leave no choice.
+
+    Raises:
+        DataError: They leave one.
+    """
+    texts = [name for name, feature in rows.features.items() if getattr(feature, "dtype", None) in STRINGS]
+    images = [name for name, feature in rows.features.items() if holds_images(feature)]
+    label = next((name for name in LABELS if name in rows.column_names), None)
+    texts = [name for name in texts if name != label]
+    if task.images and not task.text and len(images) == 1:
+        return {"image": images[0], "label": label}
+    if task.text and not task.images and 1 <= len(texts) <= task.text_columns:
+        return {"text": tuple(texts), "label": None if task.generative else label}
+    raise DataError(
+        f"{task.name} needs columns= that name what to read ({task.needs}), such as "
+        f"columns={{'text': 'sentence', 'label': 'label'}}, for the data set has {listed(rows.column_names)}"
+    )
+
+
+def split_held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Return the batches to score on, and the last quarter of them, which is held out; of a single batch, of its rows.
+
+    A single row stays, and nothing is held out.
+    """
+    if len(batches) > 1:
+        first = len(batches) - max(1, len(batches) // 4)
+        return batches[:first], batches[first:]
+    rows = size_of(batches[0])
+    if rows == 1 or any(len(value) != rows for value in batches[0].values()):
+        return batches, []
+    first = rows - max(1, rows // 4)
+    (batch,) = batches
+    return [{k: v[:first] for k, v in batch.items()}], [{k: v[first:] for k, v in batch.items()}]
+
+
+def first_rows(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """Return the batches up to a number of rows."""
+    found: list[Batch] = []
+    for batch in batches:
+        if count <= 0:
+            break
+        found.append({key: value[:count] for key, value in batch.items()} if size_of(batch) > count else batch)
+        count -= size_of(batch)
+    return found
+
+
+def unlabelled(batches: Sequence[Batch], task: Task) -> list[Batch]:
+    """Return the batches to refit on: without labels, except of text, whose prediction depends on them."""
+    if task.generative:
+        return list(batches)
+    return [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]

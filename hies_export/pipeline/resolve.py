@@ -1,0 +1,313 @@
+"""Resolve a recipe: load the model and the rows that it names, and turn its sections into plain options.
+
+Cheap checks come first, so that an impossible request fails early. No stage after this one sees the recipe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import datasets
+
+from ..checkpoint.classes import load_config
+from ..data.batches import Batch
+from ..data.generation import GenerationReader
+from ..data.lengths import by_length
+from ..data.processors import load_processor
+from ..data.reader import Columns, Reader
+from ..data.registry import reader_for
+from ..data.rows import taken_from
+from ..data.targets import is_regression
+from ..errors import RequestError
+from ..evaluate.lm_eval import check_benchmarks
+from ..evaluate.metrics import METRICS, check_metrics, default_metrics
+from ..measure.timing import Timing
+from ..recipe import PruningRecipe
+from ..runtimes.registry import RUNTIMES
+from ..tasks import TASKS
+from .bench import check_dtypes
+from .devices import check_device_map
+from .load import Source, load_dense, source_of, task_class
+from .measure import MeasureOptions
+from .options import ExportOptions, PruneOptions
+from .prepare import Judged, Prepared, Rows, check_options, check_runtimes, prepare, shapes_to_measure
+from .sections import prune_options
+
+logger = logging.getLogger(__name__)
+
+# Held-out rows on which `alpha: auto` is chosen.
+HELD_OUT_SAMPLES = 256
+# Held-out rows on which `criterion: auto` is chosen: its candidates differ by few predictions.
+AUTO_SAMPLES = 512
+# Held-out rows on which `max_drop` is checked: on fewer rows, noise would hide a loss of 0.01.
+MAX_DROP_SAMPLES = 1024
+# Whatever seed a run has, its quality is that of the same rows.
+EVALUATION_SEED = 0
+
+
+@dataclass(frozen=True)
+class Benchmarks:
+    """Names or files of lm-eval's tasks, how many documents of each, and how many go through the model at once."""
+
+    tasks: tuple[str, ...]
+    samples: int | None
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a recipe names, loaded, and what it asks for, as plain options.
+
+    Attributes:
+        prepared: The dense model and the rows that decide what it loses.
+        options: How to prune it.
+        evaluation: Batches to evaluate on, shortest samples first.
+        evaluation_of: How many samples the evaluation split has.
+        measure: What to time.
+        benchmarks: The benchmarks of lm-eval to evaluate on.
+        source: How the dense model is stored.
+    """
+
+    prepared: Prepared
+    options: PruneOptions
+    evaluation: list[Batch]
+    evaluation_of: int
+    measure: MeasureOptions
+    benchmarks: Benchmarks
+    source: Source
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The samples drawn from the calibration split, by use."""
+
+    scoring: datasets.Dataset
+    held_out: datasets.Dataset
+    compensation: datasets.Dataset
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Numbers of samples to draw from the calibration split.
+
+    Attributes:
+        seed: Seed of the order in which samples are drawn.
+        scoring: Number of samples to score units on.
+        held_out: Number of samples, after those, to choose alpha or sparsity on.
+        compensation: Number of samples to refit on, from the start again.
+        apart: Whether to take held-out samples that are not refitted on either, as far as there are enough.
+    """
+
+    seed: int
+    scoring: int
+    held_out: int
+    compensation: int
+    apart: bool = False
+
+    @classmethod
+    def of(cls, options: PruneOptions, *, samples: int) -> Draws:
+        """Return the draws of a run that scores units on so many samples."""
+        by_choice = {
+            "max_drop": MAX_DROP_SAMPLES,
+            "criterion: auto": AUTO_SAMPLES,
+            "alpha: auto": HELD_OUT_SAMPLES,
+            None: 0,
+        }
+        return cls(
+            seed=options.seed,
+            scoring=samples,
+            held_out=by_choice[options.judged_on_held_out],
+            compensation=0 if options.compensation is None else options.compensation.samples,
+            apart=options.is_automatic,
+        )
+
+
+def resolve(
+    recipe: PruningRecipe,
+    *,
+    options: PruneOptions | None = None,
+    draws: Draws | None = None,
+    loaded: Resolved | None = None,
+    criteria: Sequence[str] | None = None,
+    runtimes: tuple[str, ...] | None = None,
+) -> Resolved:
+    """Load model and rows, and check that the recipe can be run.
+
+    Args:
+        recipe: The recipe.
+        options: How to prune; by default what the recipe says.
+        draws: Samples to draw from the calibration split; by default those of a run of the recipe.
+        loaded: An earlier result for the same recipe with other draws; its model and evaluation batches are reused.
+        criteria: Criteria that must suit the model and the kinds of modules; by default the one of the options.
+        runtimes: Runtimes to measure on; by default the recipe's.
+
+    Raises:
+        RequestError: A part of the recipe is missing or does not fit; the message names it.
+    """
+    options = options or options_of(recipe)
+    hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
+    config = load_config(recipe.model, **hub)
+    model_class = task_class(recipe.model, config, task=recipe.task, **hub)
+    task = TASKS[recipe.task]
+    regression = task.may_regress and is_regression(config)
+    judged = Judged(_metrics(recipe, regression=regression), regression, recipe.evaluation.stability_tolerance)
+    names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
+    measure = MeasureOptions(names, recipe.measure.dtypes, _timing(recipe))
+    check_device_map(recipe.device_map)
+    reader = _reader(recipe, config)
+    samples = _draw(recipe, reader, options, draws or Draws.of(options, samples=recipe.calibration.samples))
+    if loaded is None:
+        data: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
+        wanted = recipe.evaluation
+        seed = EVALUATION_SEED if wanted.samples is not None and wanted.rows == "drawn" else None
+        rows = reader.load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True, **data)
+        _warn_of_fewer("evaluation.samples", wanted.samples or 0, taken_from(rows), wanted.split)
+        model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
+    else:
+        model = loaded.prepared.model
+    shapes = shapes_to_measure(model, recipe.measure.shapes, task, options.budget.latency)
+    # A tokenizer without a padding token changes the configuration, which must be the model's own.
+    reader = replace(reader, config=model.config)
+    size, judging = recipe.calibration.batch_size, reader
+    if isinstance(reader, GenerationReader) and METRICS[judged.metrics[0]].of == "choices":
+        judging = reader.of_choices()
+    prepared = prepare(
+        model,
+        Rows(
+            calibration=reader.batches(samples.scoring, batch_size=size),
+            held_out=_shortest_first(judging, samples.held_out, size),
+            compensation=reader.unlabelled().batches(samples.compensation, batch_size=size),
+        ),
+        kinds=options.modules,
+        towers=options.towers,
+        processor=reader.processor,
+        task=task,
+        judged=judged,
+        shapes=shapes,
+    )
+    check_options(prepared, options, criteria=criteria)
+    if loaded is not None:
+        return replace(loaded, prepared=prepared, options=options)
+    evaluation = _shortest_first(judging, rows, recipe.evaluation.batch_size)
+    source = source_of(model, recipe.model, config, asked=recipe.save_dtype or recipe.dtype, **hub)
+    benchmarks = Benchmarks(recipe.evaluation.lm_eval, recipe.evaluation.samples, recipe.evaluation.batch_size)
+    return Resolved(prepared, options, evaluation, taken_from(rows), measure, benchmarks, source)
+
+
+def options_of(recipe: PruningRecipe) -> PruneOptions:
+    """Return how a recipe prunes, as plain options."""
+    return prune_options(
+        recipe.prune, seed=recipe.calibration.seed, timing=_timing(recipe), export=export_options(recipe)
+    )
+
+
+def export_options(recipe: PruningRecipe) -> ExportOptions:
+    """Return what a recipe exports to, as plain options."""
+    return ExportOptions(**recipe.export.model_dump())
+
+
+def _timing(recipe: PruningRecipe) -> Timing:
+    return Timing(repeats=recipe.measure.repeats, min_seconds=recipe.measure.min_seconds)
+
+
+def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
+    """Return the names of the metrics, the report's first, after checking that metrics and benchmarks fit the task."""
+    drop = recipe.prune.budget.max_drop
+    named = (*recipe.evaluation.metrics, *(() if drop is None else (drop.metric,)))
+    # Of choices, metrics of tokens judge the right ones alone.
+    of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
+    choices = TASKS[recipe.task].generative and recipe.data.label is not None and not of_tokens
+    metrics = recipe.evaluation.metrics or default_metrics(
+        regression=regression, task=recipe.task, answers=recipe.data.answer is not None, choices=choices
+    )
+    judged = metrics if drop is None else tuple(dict.fromkeys((*metrics, drop.metric)))
+    check_metrics(judged, regression=regression, task=recipe.task, choices=choices)
+    if recipe.evaluation.lm_eval:
+        check_benchmarks(recipe.evaluation.lm_eval)
+    return tuple(metrics)
+
+
+def runtimes_of(recipe: PruningRecipe, wanted: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """Return the names of the runtimes to measure on, and that of a budget of time."""
+    names, timed = recipe.measure.runtimes if wanted is None else wanted, recipe.prune.budget.latency
+    return names if timed is None else tuple(dict.fromkeys((*names, timed.runtime)))
+
+
+def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the runtimes that can be measured on, after checking that all are installed.
+
+    ONNX runtimes are left out for a vision-language model, which is exported as several graphs.
+    """
+    task, timed = TASKS[recipe.task], recipe.prune.budget.latency
+    check_runtimes(names, task)
+    check_dtypes(recipe.measure.dtypes, names)
+    exported = [name for name in names if not RUNTIMES[name].reads_models] if task.in_parts else []
+    if exported and ("runtimes" in recipe.measure.model_fields_set or timed is not None):
+        raise RequestError(
+            f"a vision-language model, which is exported in parts, can be timed on torch only, but measure.runtimes "
+            f"or the budget names {', '.join(exported)}; set it to torch"
+        )
+    return tuple(name for name in names if name not in exported)
+
+
+def _reader(recipe: PruningRecipe, config: Any) -> Reader:
+    data = recipe.data
+    return reader_for(
+        recipe.task,
+        columns=Columns(text=data.text, image=data.image, label=data.label, prompt=data.prompt, answer=data.answer),
+        config=config,
+        processor=load_processor(recipe.model, task=recipe.task, revision=recipe.revision),
+        max_length=data.max_length,
+        packing=data.packing,
+    )
+
+
+def _draw(recipe: PruningRecipe, reader: Reader, options: PruneOptions, draws: Draws) -> _Samples:
+    """Load the samples of the calibration split, and divide them by use."""
+    split = recipe.calibration.split
+    data: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
+    own = None
+    if draws.held_out and recipe.held_out is not None:
+        count = recipe.held_out.samples or draws.held_out
+        own = reader.load(recipe.held_out.split, samples=count, shuffle_seed=draws.seed, **data)
+        draws = replace(draws, held_out=0)
+    most = max(draws.scoring + draws.held_out, draws.compensation + draws.held_out * draws.apart)
+    drawn = reader.load(split, samples=most, shuffle_seed=draws.seed, **data)
+    if draws.held_out and len(drawn) <= draws.scoring:
+        what = options.judged_on_held_out or "alpha: auto"
+        remedy = {"max_drop": "choose another budget", "criterion: auto": "choose a criterion"}.get(what, "set alpha")
+        raise RequestError(
+            f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {len(drawn)}; "
+            f"lower calibration.samples, name other rows as held_out, or {remedy}"
+        )
+
+    _warn_of_fewer("calibration.samples", draws.scoring, len(drawn), split)
+    section = recipe.prune.compensation
+    # The default is as many as there are, up to a number.
+    if section is not None and "samples" in section.model_fields_set:
+        _warn_of_fewer("prune.compensation.samples", draws.compensation, len(drawn), split)
+    if own is not None and recipe.held_out is not None and recipe.held_out.samples is not None:
+        _warn_of_fewer("held_out.samples", recipe.held_out.samples, len(own), recipe.held_out.split)
+
+    def part(start: int, count: int) -> datasets.Dataset:
+        return drawn.select(list(range(start, min(start + count, len(drawn)))))
+
+    behind = max(draws.scoring, min(draws.compensation, len(drawn) - draws.held_out) if draws.apart else 0)
+    return _Samples(
+        scoring=part(0, draws.scoring),
+        held_out=part(behind, draws.held_out) if own is None else own,
+        compensation=part(0, draws.compensation),
+    )
+
+
+def _warn_of_fewer(field: str, asked: int, there: int, split: str) -> None:
+    """Warn if a split has fewer samples than a field of the recipe asks for."""
+    if there < asked:
+        logger.warning("%s is %s, but the split %r has only %s: all are used", field, f"{asked:,}", split, f"{there:,}")
+
+
+def _shortest_first(reader: Reader, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
+    return by_length(reader.batches(samples, batch_size=batch_size), config=reader.config)
