@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 
@@ -31,6 +32,13 @@ from transformers.utils import logging
 def _calm() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> None:
+    """Collecting garbage, as every timing does first, takes half a second among the objects of what is imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
