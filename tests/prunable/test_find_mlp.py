@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from support.architectures import tiny
 from support.cuts import random_neurons
-from support.families import SMALL, architecture, decoder, gpt2
-from support.models import bert, image_batch, llava, shake, text_batch, vit
+from support.families import architecture, decoder, gpt2
+from support.models import bert, image_batch, llava, text_batch, vit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -29,7 +27,7 @@ from hies_export.slim.check import check_selection, compare_cut, first_output, m
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
 from hies_export.slim.mask import masked_units
-from hies_export.units import Count, Kept, PrunableModule, Span
+from hies_export.units import Kept, PrunableModule
 from hies_export.values import PruningPlan
 
 Batch = dict[str, Tensor]
@@ -162,25 +160,6 @@ def test_cut_equals_masked_and_comes_back(layout: Layout, kinds: Iterable[str], 
     assert save_slim(slim, tmp_path / "slim", plan=plan, batch=batch) < 1e-5
 
 
-def test_no_weight_is_read_and_the_model_is_left_alone() -> None:
-    for make, batch in ((bert, text_batch()), (vit, image_batch())):
-        model = make().train()
-        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        expected = find_mlp(model, batch)
-        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-        assert model.training
-        assert all(p.requires_grad and p.grad is None for p in model.parameters())
-        assert not any("forward" in vars(module) for module in model.modules())
-        assert find_mlp(model.to("meta"), batch) == expected
-    with torch.device("meta"):
-        huge = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**(SMALL | {"intermediate_size": 28672, "vocab_size": 10**5}))
-        )
-    found = find_mlp(huge, text())
-    assert [module.units for module in found] == [28672] * 3
-    assert all(part.spans == (Span(0, 28672, 0, 1, 1),) for module in found for part in module.slices)
-
-
 def test_columns_are_told_apart_however_many_there_are() -> None:
     generator = torch.Generator().manual_seed(1)
     order = torch.randperm(28672, generator=generator)
@@ -218,134 +197,6 @@ def test_a_relu_that_is_off_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(mlp, "Probe", lambda model, positive: Probe(model))
     with pytest.raises(UnsupportedModelError, match="fc1 do not make one neuron each"):
         find_mlp(model, batch)
-
-
-class Around(nn.Module):
-    """A layer with something in front of it."""
-
-    def __init__(self, before: Callable[[Tensor], Tensor], layer: nn.Module) -> None:
-        super().__init__()
-        self.before, self.layer = before, layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.before(x))
-
-
-class Scale(nn.Module):
-    """A factor for each neuron."""
-
-    def __init__(self, size: tuple[int, ...]) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.rand(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
-
-
-class Shuffled(nn.Linear):
-    """Not the layer it looks like."""
-
-
-class Mlp(nn.Module):
-    """A feed-forward block in ways that no model of transformers has."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.neurons = kind, 64
-        self.up, self.down = nn.Linear(48, 128 if kind == "interleaved" else 64), nn.Linear(64, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        up = self.up(x)
-        if self.kind == "interleaved":
-            up = up[..., ::2].sigmoid() * up[..., 1::2]
-        if self.kind == "counted":
-            up = up.reshape(-1, self.neurons).tanh().view(up.shape)
-        if self.kind == "reversed":
-            up = up.flip(-1).tanh()
-        if self.kind == "leaky":
-            return self.down(up.tanh()) + up[..., :48]
-        return self.down(up)
-
-
-def changed(change: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = architecture("Llama", "ForCausalLM")()
-    layer = model.model.layers[1]
-    down = layer.mlp.down_proj
-    if change == "mixture of experts":
-        return decoder("Mixtral", num_local_experts=3)()
-    if change == "norm over neurons":
-        layer.mlp.down_proj = nn.Sequential(nn.LayerNorm(64), down)
-    elif change == "softmax":
-        layer.mlp.act_fn = nn.Softmax(-1)
-    elif change == "adapted layer":
-        layer.mlp.gate_proj.__class__ = Shuffled
-    elif change == "fixed number of neurons":
-        layer.mlp.down_proj = Around(lambda x: x.reshape(*x.shape[:-1], 8, 8).flatten(-2), down)
-    elif change == "no blocks":
-        for one in model.model.layers:
-            one.mlp = nn.Linear(48, 48)
-    elif change == "scaled":
-        layer.mlp.down_proj = Around(Scale((64,)), down)
-    elif change == "scaled in columns":
-        layer.mlp.down_proj = Around(Scale((1, 64)), down)
-    else:
-        layer.mlp = Mlp(change)
-    return shake(model)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (
-            "mixture of experts",
-            r"a mixture of experts.* in model.layers.0.mlp.experts \(MixtralExperts\); supported",
-        ),
-        ("norm over neurons", r"mlp.up_proj are mixed \(by a norm.*in front of model.layers.1.mlp.down_proj.1"),
-        ("softmax", r"gate_proj and model.layers.1.mlp.up_proj are mixed .* model.layers.1.mlp.down_proj"),
-        (
-            "adapted layer",
-            r"model.layers.1.mlp.up_proj makes also depend on features .* front of model.layers.1.mlp.down",
-        ),
-        ("fixed number of neurons", r"with fewer neurons the code of LlamaMLP \(model.layers.1.mlp\) does not do"),
-        ("leaky", "the features of model.layers.1.mlp.up do more than make neurons in front of model.layers.1.mlp.d"),
-        ("no blocks", r"LlamaForCausalLM \(llama\) has no feed-forward block in its layers whose neurons"),
-        ("scaled in columns", "factor has values for every neuron, but not in rows, in front of .*down_proj.layer"),
-    ],
-)
-def test_what_would_be_cut_wrongly_is_refused(change: str, reason: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=reason):
-        find_mlp(changed(change), text())
-
-
-@pytest.mark.parametrize("change", ["scaled", "interleaved", "counted", "reversed"])
-def test_other_ways_to_compute_a_block(change: str) -> None:
-    model, batch = changed(change), text()
-    modules = find_mlp(model, batch)
-    block = modules[1]
-    assert block.parameters == (("model.layers.1.mlp.down_proj.before.factor",) if change == "scaled" else ())
-    assert dict(block.attributes) == (
-        {"intermediate_size": Count("units")}
-        if change == "scaled"
-        else {"neurons": Count("units")}
-        if change == "counted"
-        else {}
-    )
-    rows = {neuron: set(block.slices[0].indices([neuron]).tolist()) for neuron in range(64)}
-    expected = {"interleaved": lambda n: {2 * n, 2 * n + 1}, "reversed": lambda n: {63 - n}}.get(change, one_to_one)
-    assert rows == {neuron: expected(neuron) for neuron in range(64)}
-    selection = random_neurons(modules, uniform=False)
-    slim = prune_units(model, selection, modules)
-    assert compare_cut(model, slim, selection, modules, batch) < 1e-5
-    assert [m.units for m in find_mlp(slim, batch)] == [len(kept.units) for kept in selection.values()]
-
-
-def test_what_is_no_block_stays_alone() -> None:
-    model = changed("linear")  # with no activation, the two layers are one of low rank
-    assert [module.name for module in find_mlp(model, text())] == ["model.layers.0.mlp", "model.layers.2.mlp"]
-    swin, pixels = tiny("swinv2")
-    consumers = [module.consumer for module in find_mlp(swin, pixels)]
-    assert all(name.endswith("output.dense") for name in consumers)  # and no network of position biases
 
 
 def kept(modules: Iterable[PrunableModule], numbers: Callable[[PrunableModule], int]) -> dict[str, Kept]:

@@ -1,0 +1,205 @@
+"""Models that no checkpoint has: what is refused, what is found all the same, and that finding changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from support.architectures import tiny
+from support.cuts import random_neurons
+from support.families import SMALL, architecture, decoder
+from support.models import bert, image_batch, shake, text_batch, vit
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hies_export.errors import UnsupportedModelError
+from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.prunable.find import find_modules
+from hies_export.prunable.mlp import find_mlp
+from hies_export.slim.check import compare_cut
+from hies_export.slim.cut import prune_units
+from hies_export.units import Count, Span
+
+
+def text() -> dict[str, Tensor]:
+    return text_batch(labels=False)
+
+
+def test_no_weight_is_read_and_the_model_is_left_alone() -> None:
+    for make, batch in ((bert, text_batch()), (vit, image_batch())):
+        model = make().train()
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        expected = find_modules(model, batch, kinds=KINDS)
+        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+        assert model.training
+        assert all(p.requires_grad and p.grad is None for p in model.parameters())
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert find_modules(model.to("meta"), batch, kinds=KINDS) == expected
+        assert model.device.type == "meta"
+    large = {"hidden_size": 8192, "num_attention_heads": 64, "vocab_size": 10**5, "intermediate_size": 28672}
+    with torch.device("meta"):
+        huge = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SMALL | large)))
+    found = find_modules(huge, text(), kinds=KINDS)
+    assert [module.units for module in found] == [64] * 3 + [28672] * 3
+    assert all(part.spans == (Span(0, 28672, 0, 1, 1),) for module in found[3:] for part in module.slices)
+
+
+class Around(nn.Module):
+    """A layer with something in front of it."""
+
+    def __init__(self, before: Callable[[Tensor], Tensor], layer: nn.Module) -> None:
+        super().__init__()
+        self.before, self.layer = before, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.before(x))
+
+
+class Scale(nn.Module):
+    """A factor for each neuron."""
+
+    def __init__(self, size: tuple[int, ...]) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Shuffled(nn.Linear):
+    """Not the layer it looks like."""
+
+
+class Mlp(nn.Module):
+    """A feed-forward block in ways that no model of transformers has."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.neurons = kind, 64
+        self.up, self.down = nn.Linear(48, 128 if kind == "interleaved" else 64), nn.Linear(64, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        if self.kind == "interleaved":
+            up = up[..., ::2].sigmoid() * up[..., 1::2]
+        if self.kind == "counted":
+            up = up.reshape(-1, self.neurons).tanh().view(up.shape)
+        if self.kind == "reversed":
+            up = up.flip(-1).tanh()
+        if self.kind == "leaky":
+            return self.down(up.tanh()) + up[..., :48]
+        return self.down(up)
+
+
+class Twice(nn.Module):
+    """Two layers that read the same."""
+
+    def __init__(self, one: nn.Module) -> None:
+        super().__init__()
+        self.one, self.other = one, nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.other(x)
+
+
+def changed_attention(change: str) -> PreTrainedModel:
+    model = architecture("Llama", "ForCausalLM")()
+    attention = model.model.layers[1].self_attn
+    output = attention.o_proj
+    if change == "adapted layer":
+        attention.q_proj.__class__ = Shuffled
+    elif change == "norm across heads":
+        attention.o_proj = nn.Sequential(nn.LayerNorm(48), output)
+    elif change == "two readers":
+        attention.o_proj = Twice(output)
+    elif change == "fixed number of heads":
+        attention.o_proj = Around(lambda x: x.reshape(*x.shape[:-1], 6, 8).flatten(-2), output)
+    return shake(model)
+
+
+def changed(change: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = architecture("Llama", "ForCausalLM")()
+    layer = model.model.layers[1]
+    down = layer.mlp.down_proj
+    if change == "mixture of experts":
+        return decoder("Mixtral", num_local_experts=3)()
+    if change == "norm over neurons":
+        layer.mlp.down_proj = nn.Sequential(nn.LayerNorm(64), down)
+    elif change == "softmax":
+        layer.mlp.act_fn = nn.Softmax(-1)
+    elif change == "adapted layer":
+        layer.mlp.gate_proj.__class__ = Shuffled
+    elif change == "fixed number of neurons":
+        layer.mlp.down_proj = Around(lambda x: x.reshape(*x.shape[:-1], 8, 8).flatten(-2), down)
+    elif change == "no blocks":
+        for one in model.model.layers:
+            one.mlp = nn.Linear(48, 48)
+    elif change == "scaled":
+        layer.mlp.down_proj = Around(Scale((64,)), down)
+    elif change == "scaled in columns":
+        layer.mlp.down_proj = Around(Scale((1, 64)), down)
+    else:
+        layer.mlp = Mlp(change)
+    return shake(model)
+
+
+EXPERTS = r"a mixture of experts.* in model.layers.0.mlp.experts \(MixtralExperts\); supported"
+NORM = r"mlp.up_proj are mixed \(by a norm.*in front of model.layers.1.mlp.down_proj.1"
+SOFTMAX = r"gate_proj and model.layers.1.mlp.up_proj are mixed .* model.layers.1.mlp.down_proj"
+ADAPTED = r"model.layers.1.mlp.up_proj makes also depend on features .* front of model.layers.1.mlp.down"
+FIXED = r"with fewer neurons the code of LlamaMLP \(model.layers.1.mlp\) does not do"
+LEAKY = "the features of model.layers.1.mlp.up do more than make neurons in front of model.layers.1.mlp.d"
+IN_COLUMNS = "factor has values for every neuron, but not in rows, in front of .*down_proj.layer"
+TWO_READERS = "o_proj.one and model.layers.1.self_attn.o_proj.other all read the attention output"
+FIXED_HEADS = r"with fewer heads the code of LlamaAttention \(model.layers.1.self_attn\) does not do"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        (MLP, "mixture of experts", EXPERTS),
+        (MLP, "norm over neurons", NORM),
+        (MLP, "softmax", SOFTMAX),
+        (MLP, "adapted layer", ADAPTED),
+        (MLP, "fixed number of neurons", FIXED),
+        (MLP, "leaky", LEAKY),
+        (MLP, "no blocks", r"LlamaForCausalLM \(llama\) has no feed-forward block in its layers whose neurons"),
+        (MLP, "scaled in columns", IN_COLUMNS),
+        (ATTENTION, "adapted layer", "query heads do not have features of their own in model.layers.0.mlp"),
+        (ATTENTION, "norm across heads", "the heads do not reach model.layers.1.self_attn.o_proj.1 side by side"),
+        (ATTENTION, "two readers", TWO_READERS),
+        (ATTENTION, "fixed number of heads", FIXED_HEADS),
+    ],
+)
+def test_what_would_be_cut_wrongly_is_refused(kind: str, change: str, reason: str) -> None:
+    model = changed(change) if kind == MLP else changed_attention(change)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        find_modules(model, text(), kinds=(kind,))
+
+
+@pytest.mark.parametrize("change", ["scaled", "interleaved", "counted", "reversed"])
+def test_other_ways_to_compute_a_block(change: str) -> None:
+    model, batch = changed(change), text()
+    modules = find_mlp(model, batch)
+    block = modules[1]
+    assert block.parameters == (("model.layers.1.mlp.down_proj.before.factor",) if change == "scaled" else ())
+    counting = {"scaled": "intermediate_size", "counted": "neurons"}.get(change)
+    assert dict(block.attributes) == ({counting: Count("units")} if counting else {})
+    rows = {neuron: set(block.slices[0].indices([neuron]).tolist()) for neuron in range(64)}
+    expected = {"interleaved": lambda n: {2 * n, 2 * n + 1}, "reversed": lambda n: {63 - n}}.get(change, lambda n: {n})
+    assert rows == {neuron: expected(neuron) for neuron in range(64)}
+    selection = random_neurons(modules, uniform=False)
+    slim = prune_units(model, selection, modules)
+    assert compare_cut(model, slim, selection, modules, batch) < 1e-5
+    assert [m.units for m in find_mlp(slim, batch)] == [len(kept.units) for kept in selection.values()]
+
+
+def test_what_is_no_block_stays_alone() -> None:
+    model = changed("linear")  # with no activation, the two layers are one of low rank
+    assert [module.name for module in find_mlp(model, text())] == ["model.layers.0.mlp", "model.layers.2.mlp"]
+    swin, pixels = tiny("swinv2")
+    consumers = [module.consumer for module in find_mlp(swin, pixels)]
+    assert all(name.endswith("output.dense") for name in consumers)  # and no network of position biases
