@@ -31,7 +31,7 @@ from hies_export.model.tokens import synthetic_batch
 from hies_export.progress import Clock
 from hies_export.prunable.find import find_modules
 from hies_export.score.compensated import RemovalOptions, removal_chain, scores_of_chains
-from hies_export.select.joint import select_within
+from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import refit
 
@@ -79,7 +79,7 @@ def main() -> None:
     with clock("table of FLOPs"):
         table = flops_table(model, modules, batch=synthetic_batch(model, batch=1, sequence=128))
     with clock("knapsack"):
-        selection = select_within(scores, modules, modules, table, ratio=options.flops)
+        selection = select_units(scores, modules, table=table, ratio=options.flops)
     with clock("cut and refit"):
         slim = prune_units(share_weights(model), selection, modules, inplace=True)
         refit(slim, selection, modules, moments)

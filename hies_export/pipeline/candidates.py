@@ -14,7 +14,7 @@ from ..data.targets import size_of
 from ..model.tokens import count_tokens
 from ..progress import Progress
 from ..score.compensated import score_compensated
-from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, needs_of, score_modules, uses_alpha
+from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, needs_of, score_units, uses_alpha
 from ..values import Scores, Statistics
 from .options import PruneOptions
 from .prepare import Prepared
@@ -79,7 +79,7 @@ class Candidates:
 
     def _by(self, criterion: str, alpha: float) -> Scores:
         how: dict[str, Any] = {"normalize": self.options.normalize, "seed": self.options.seed}
-        return score_modules(self.statistics, self.prepared.scored, criterion=criterion, alpha=alpha, **how)
+        return score_units(self.statistics, self.prepared.scored, criterion=criterion, alpha=alpha, **how)
 
     @cached_property
     def effect_batches(self) -> list[Batch]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .. import processes
 from ..cost.flops import flops_table
@@ -16,10 +15,9 @@ from ..kinds import MLP
 from ..progress import Progress
 from ..runtimes.registry import RUNTIMES
 from ..select import iterative
-from ..select.budget import CostTable, check_reachable, counts_within, lowest_ratio, shares_to_try
+from ..select.budget import CostTable, check_reachable, lowest_ratio, shares_to_try
 from ..select.bundles import bundles_lost
 from ..select.constraints import check_budget
-from ..select.joint import select_within
 from ..select.select import select_units
 from ..units import Selection
 from ..values import Scores
@@ -58,7 +56,7 @@ class Round:
 
 
 # What all rounds up to one remove together: a share of heads, or the greatest cost left.
-Goal = iterative.Round | float
+Goal = iterative.HeadTarget | float
 
 
 class Targets:
@@ -84,7 +82,7 @@ class Targets:
             return [1 - (1 - self.ratio) * number / count for number in range(1, count + 1)]
         heads, scored = self._options.budget.heads, self._prepared.scored
         assert heads is not None
-        return [*iterative.rounds_of(scored, heads=heads, count=count, constraints=self._constraints)]
+        return [*iterative.head_targets(scored, heads=heads, count=count, constraints=self._constraints)]
 
     def round(self, goal: Goal, *, before: Selection | None = None, left: Prepared | None = None) -> Round:
         """Return the round that reaches a goal.
@@ -95,7 +93,7 @@ class Targets:
             left: The model that they left.
         """
         current = left or self._prepared
-        if isinstance(goal, iterative.Round):
+        if isinstance(goal, iterative.HeadTarget):
             heads, counts = goal.size(current.scored)
             return Round(current, heads=heads, counts=counts, before=before)
         assert self._table is not None
@@ -133,15 +131,15 @@ class Targets:
 
     def select(self, scores: Scores, part: Round) -> Selection:
         """Return the units of a round's model that scores keep."""
-        modules, scored = part.prepared.modules, part.prepared.scored
-        if part.table is None or part.ratio is None:
-            size: dict[str, Any] = {"heads": part.heads, "counts": part.counts}
-            return select_units(scores, modules, **size, constraints=self._constraints)
-        within: dict[str, Any] = {"ratio": part.ratio, "constraints": self._constraints}
-        if scores.chains or any(module.kind == MLP for module in scored):
-            return select_within(scores, modules, scored, part.table, **within)
-        counts = counts_within(scores, scored, part.table, **within)
-        return select_units(scores, modules, counts=counts, constraints=self._constraints)
+        return select_units(
+            scores,
+            part.prepared.modules,
+            heads=part.heads,
+            counts=part.counts,
+            table=part.table,
+            ratio=part.ratio,
+            constraints=self._constraints,
+        )
 
     def _cost_table(self) -> CostTable | None:
         """Return the cost table for a budget of FLOPs, parameters or time; None for other budgets.

@@ -203,51 +203,9 @@ def uses_alpha(name: str) -> bool:
     return name in CRITERIA and "alpha" in CRITERIA[name].options
 
 
-def score_modules(
-    statistics: Statistics,
-    modules: Sequence[Units],
-    *,
-    criterion: str = "hies",
-    alpha: float = 0.9,
-    normalize: str = "model",
-    seed: int = 0,
-) -> Scores:
-    """Score the units of modules of several kinds, and say what removing each unit costs in a unit common to all.
-
-    A criterion that cannot score neurons, such as HIES, ranks the heads among themselves. Neurons are then scored by
-    `fisher`.
-
-    Args:
-        statistics: From `collect_statistics`.
-        modules: The modules that may lose units.
-        criterion, alpha, normalize, seed: As in `score_units`.
-
-    Returns:
-        The scores and effects of all modules.
-
-    Raises:
-        RecipeError: As in `score_units`.
-    """
-    options: dict[str, Any] = {"alpha": alpha, "normalize": normalize, "seed": seed}
-    scores: dict[str, Tensor] = {}
-    ranked = []
-    parameters: Mapping[str, Any] = {}
-    for kind in dict.fromkeys(module.kind for module in modules):
-        names = [module.name for module in modules if module.kind == kind]
-        known = CRITERIA.get(criterion)
-        covered = known is None or kind in known.kinds
-        found = score_units(statistics.of(names), criterion=criterion if covered else FALLBACK, **options)
-        scores.update(found.scores)
-        parameters = found.parameters if covered else parameters
-        if CRITERIA[found.criterion].ranks:
-            ranked.append(kind)
-    # Ranks say nothing of how kinds compare: the criterion's own effect does, or the Fisher information.
-    effects = statistics[CRITERIA[criterion].effect]
-    return Scores(criterion, parameters, scores, {name: effects[name] for name in scores}, tuple(ranked))
-
-
 def score_units(
     statistics: Statistics,
+    modules: Sequence[Units] | None = None,
     *,
     criterion: str = "hies",
     alpha: float = 0.9,
@@ -256,11 +214,16 @@ def score_units(
 ) -> Scores:
     """Score every unit by a criterion.
 
+    Units are ranked among those of their kind. A criterion that cannot score neurons, such as HIES, ranks the heads,
+    and neurons are then scored by `fisher`.
+
     Args:
         statistics: From `collect_statistics`.
+        modules: The modules that may lose units. With them, the scores also say what removing each unit costs, in a
+            unit common to heads and neurons. By default all modules of the statistics, which must be of one kind.
         criterion: A name in `CRITERIA`.
         alpha: Weight of HIS against entropy in `hies`, in [0, 1).
-        normalize: "model" takes the minimum and maximum over all units of the model, "layer" over those of each module.
+        normalize: "model" takes the minimum and maximum over all units of a kind, "layer" over those of each module.
         seed: Seed of `random`.
 
     Returns:
@@ -274,6 +237,35 @@ def score_units(
         >>> scores.parameters
         {'alpha': 0.5, 'normalize': 'model'}
     """
+    options: dict[str, Any] = {"alpha": alpha, "normalize": normalize, "seed": seed}
+    _check(statistics, criterion, alpha, normalize, compared=modules is not None)
+    if modules is None:
+        return Scores(criterion, *_scored(statistics, CRITERIA[criterion], options))
+    scores: dict[str, Tensor] = {}
+    ranked = []
+    parameters: Mapping[str, Any] = {}
+    for kind in dict.fromkeys(module.kind for module in modules):
+        covered = kind in CRITERIA[criterion].kinds
+        found = CRITERIA[criterion if covered else FALLBACK]
+        used, of_kind = _scored(statistics.of([m.name for m in modules if m.kind == kind]), found, options)
+        scores.update(of_kind)
+        parameters = used if covered else parameters
+        if found.ranks:
+            ranked.append(kind)
+    # Ranks say nothing of how kinds compare: the criterion's own effect does, or the Fisher information.
+    effects = statistics[CRITERIA[criterion].effect]
+    return Scores(criterion, parameters, scores, {name: effects[name] for name in scores}, tuple(ranked))
+
+
+def _scored(
+    statistics: Statistics, found: Criterion, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """Return the options that a criterion uses, and its scores."""
+    used = {name: value for name, value in options.items() if name in found.options}
+    return used, found(statistics, **used)
+
+
+def _check(statistics: Statistics, criterion: str, alpha: float, normalize: str, *, compared: bool) -> None:
     problems = []
     if criterion not in CRITERIA:
         compensated = criterion in COMPENSATED_NAMES
@@ -283,15 +275,12 @@ def score_units(
         problems.append(f"alpha must be in [0, 1), got {alpha}; for importance alone use criterion: his")
     if normalize not in NORMALIZE:
         problems.append(f"normalize must be model or layer, got {normalize!r}")
-    found = CRITERIA.get(criterion)
-    missing = [] if found is None else [need for need in found.needs if need not in statistics.values]
+    effect = (CRITERIA[criterion].effect,) if compared and criterion in CRITERIA else ()
+    missing = [need for need in dict.fromkeys(needs_of(criterion) + effect) if need not in statistics.values]
     if missing:
         problems.append(
             f"{criterion} needs statistics with {' and '.join(missing)}; collect them with "
             f"collect_statistics(..., needs={missing})"
         )
-    if found is None or problems:
+    if problems:
         raise RecipeError(problems)
-    given = {"alpha": alpha, "normalize": normalize, "seed": seed}
-    parameters: dict[str, Any] = {name: value for name, value in given.items() if name in found.options}
-    return Scores(criterion=criterion, parameters=parameters, scores=found(statistics, **parameters))

@@ -1,8 +1,7 @@
-"""Choose how many bundles each module loses within a budget of cost, given the cost that each number saves."""
+"""Say what bundles of units save, and which budgets of cost are within reach."""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +10,9 @@ from typing import Any
 from ..errors import PlanError
 from ..kinds import UNIT_NAMES
 from ..units import Units
-from ..values import Scores
-from .bundles import bundle_count, lost_scores
+from .bundles import bundle_count
 from .constraints import NONE, Constraints, removable_counts
-from .knapsack import least_loss
 
-# The knapsack counts costs in units of 1 / GRID of the dense model's cost, rounded so that no budget is exceeded.
-GRID = 100_000
 # Shares that are tried one by one are at most so many.
 MOST_SHARES = 1000
 
@@ -56,47 +51,6 @@ class CostTable:
         return replace(self, saved=saved)
 
 
-def counts_within(
-    scores: Scores,
-    modules: Sequence[Units],
-    table: CostTable,
-    *,
-    ratio: float,
-    constraints: Constraints = NONE,
-) -> list[int]:
-    """Return how many bundles each module loses, so that the least total score is lost within a budget of cost.
-
-    The choice is optimal up to rounding: each module's cost counts in steps of 1/100,000 of the dense model's. Under
-    `uniform`, every module loses the smallest share of its bundles that meets the budget.
-
-    Args:
-        scores: From `score_units`.
-        modules: The modules that may lose units.
-        table: The cost that they save.
-        ratio: Greatest allowed cost, as a share of the dense model's.
-        constraints: Constraints of the selection.
-
-    Returns:
-        One number per module, for `select_units(..., counts=...)`.
-
-    Raises:
-        PlanError: No selection meets the budget; the message says the lowest cost within reach.
-    """
-    check_reachable(modules, table, ratio=ratio, constraints=constraints)
-    if constraints.allocation == "uniform":
-        return next(c for c in uniform_counts(modules, constraints) if _ratio(table, modules, c) <= ratio)
-    options = removable_counts(modules, constraints)
-    saved = [[table.saved[module.name][k] for k in option] for module, option in zip(modules, options, strict=True)]
-    # Timings need not fall with every bundle, so costs are relative to the most that a module can save.
-    costs = [[math.ceil((max(row) - s) * GRID - 1e-6) for s in row] for row in saved]
-    limit = math.floor((ratio - 1 + sum(max(row) for row in saved)) * GRID + 1e-6)
-    lost = [lost_scores(scores.scores[module.name], module, unit=constraints.unit) for module in modules]
-    losses = [[row[k] for k in option] for row, option in zip(lost, options, strict=True)]
-    best, trace = least_loss(costs, losses, limit)
-    chosen = trace(int(best.argmin()))
-    return [option[place] for option, place in zip(options, chosen, strict=True)]
-
-
 def check_reachable(
     modules: Sequence[Units],
     table: CostTable,
@@ -133,7 +87,7 @@ def check_reachable(
 def lowest_ratio(modules: Sequence[Units], table: CostTable, constraints: Constraints) -> float:
     """Return the lowest cost that the constraints allow, as a share of the dense model's."""
     if constraints.allocation == "uniform":
-        return min((_ratio(table, modules, counts) for counts in uniform_counts(modules, constraints)), default=1.0)
+        return min((ratio_of(table, modules, counts) for counts in uniform_counts(modules, constraints)), default=1.0)
     options = removable_counts(modules, constraints)
     return 1.0 - sum(
         max(table.saved[module.name][k] for k in option) for module, option in zip(modules, options, strict=True)
@@ -169,5 +123,6 @@ def uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[l
     return found
 
 
-def _ratio(table: CostTable, modules: Sequence[Units], counts: Sequence[int]) -> float:
+def ratio_of(table: CostTable, modules: Sequence[Units], counts: Sequence[int]) -> float:
+    """Return the predicted share of the dense model's cost when each module loses a number of bundles."""
     return table.ratio({module.name: count for module, count in zip(modules, counts, strict=True)})

@@ -15,12 +15,11 @@ from .constraints import Constraints, check_budget
 
 
 @dataclass(frozen=True)
-class Round:
-    """The budget of one round.
+class HeadTarget:
+    """The heads that all rounds up to one remove together.
 
     Attributes:
-        wanted: Number of bundles removed by the end of the round: of all modules together under `global`, of each
-            module under `uniform`.
+        wanted: Number of bundles: of all modules together under `global`, of each module under `uniform`.
         dense: Number of bundles of each module before the first round.
         unit: "group" or "query", see `bundles`.
     """
@@ -41,8 +40,10 @@ class Round:
         return None, [w - d + n for w, d, n in zip(self.wanted, self.dense, left, strict=True)]
 
 
-def rounds_of(modules: Sequence[Units], *, heads: float, count: int, constraints: Constraints) -> Iterator[Round]:
-    """Yield the rounds of a budget of heads, without those that would remove nothing.
+def head_targets(
+    modules: Sequence[Units], *, heads: float, count: int, constraints: Constraints
+) -> Iterator[HeadTarget]:
+    """Yield the targets of rounds that spend a budget of heads, without rounds that would remove nothing.
 
     Args:
         modules: The modules that may lose units, before the first round.
@@ -65,7 +66,7 @@ def rounds_of(modules: Sequence[Units], *, heads: float, count: int, constraints
             continue
         if wanted != before:
             before = wanted
-            yield Round(wanted, dense, constraints.unit)
+            yield HeadTarget(wanted, dense, constraints.unit)
 
 
 def compose(first: Selection, second: Selection) -> Selection:

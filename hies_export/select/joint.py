@@ -9,18 +9,18 @@ curve is cut into edges, and the edges of all chains are taken in the order of t
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..errors import RecipeError
 from ..score.merge import hull
-from ..units import Selection, Units
+from ..units import Units
 from ..values import Chain, Removal, Scores
-from .budget import CostTable, check_reachable, uniform_counts
+from .budget import CostTable, check_reachable
 from .bundles import bundle_count, worst_first
-from .constraints import NONE, Constraints, check_constraints, removable_counts
-from .knapsack import least_loss
+from .constraints import Constraints, removable_counts
+from .knapsack import least_loss_saving
 
 # Costs count in steps of 1 / GRID of the dense model's, rounded so that no budget is exceeded.
 GRID = 20_000
@@ -30,7 +30,7 @@ MOST_OPTIONS = 20_000
 # Sums of the same costs in different orders differ by less.
 ROUNDING = 1e-12
 
-# What the first 1, 2, ... blocks of a chain save together, and their effect.
+# What the first 0, 1, 2, ... blocks of a chain save together, and their effect.
 _Curve = tuple[list[float], list[float]]
 
 
@@ -44,42 +44,39 @@ class _Block:
     rise: float
 
 
-def select_within(
-    scores: Scores,
-    modules: Sequence[Units],
-    scored: Sequence[Units],
-    table: CostTable,
-    *,
-    ratio: float,
-    constraints: Constraints = NONE,
-) -> Selection:
-    """Select the units of all kinds that stay when the cost may be at most a share of the dense model's.
+def removed_jointly(
+    scores: Scores, modules: Sequence[Units], table: CostTable, *, ratio: float, constraints: Constraints
+) -> dict[str, set[int]]:
+    """Return the units that go, so that the effects of all chains add up to the least within a budget of cost.
 
     Args:
-        scores: From `score_modules` or `score_compensated`.
-        modules: All modules of the plan; those that are not among `scored` keep all units.
-        scored: The modules that may lose units.
+        scores: With chains, or with effects of all units.
+        modules: The modules that may lose units.
         table: The cost that they save.
         ratio: Greatest allowed cost, as a share of the dense model's.
-        constraints: Constraints of the selection. Under `uniform`, every module loses the smallest share of its units
-            that meets the budget.
-
-    Returns:
-        The units that stay, for every module. Equal inputs give equal selections.
+        constraints: Constraints of the selection; the allocation is global.
 
     Raises:
-        RecipeError: A constraint is out of range.
         PlanError: No selection meets the budget; the message says the lowest cost within reach.
     """
-    check_constraints(scored, constraints)
-    chains = chains_of(scores, scored, unit=constraints.unit)
-    if constraints.allocation == "uniform":
-        gone = _uniform(chains, scored, table, ratio, constraints)
+    by_name = {module.name: module for module in modules}
+    options = dict(zip(by_name, removable_counts(modules, constraints), strict=True))
+    chains = chains_of(scores, modules, unit=constraints.unit)
+    blocks = [list(_blocks(chain, by_name, options, constraints.unit)) for chain in chains]
+    curves = [_curve(chain, table) for chain in blocks]
+    # A chain over several modules may not reach the least cost of each: timings need not fall with every unit.
+    least = 1 - sum(max(saved) for saved, _ in curves)
+    check_reachable(modules, table, ratio=ratio + ROUNDING, constraints=constraints, best=least)
+    if sum(len(saved) for saved, _ in curves) <= MOST_OPTIONS:
+        saved, effects = zip(*curves, strict=True) if curves else ((), ())
+        taken = least_loss_saving(saved, effects, 1 - ratio, grid=GRID)
     else:
-        gone = _global(chains, scored, table, ratio, constraints)
-    return {
-        module.name: module.kept(set(range(module.units)).difference(gone.get(module.name, ()))) for module in modules
-    }
+        taken = _by_slopes(curves, 1 - ratio)
+    removed: dict[str, set[int]] = {}
+    for chain, count in zip(blocks, taken, strict=True):
+        for block in chain[:count]:
+            removed.setdefault(block.module, set()).update(block.units)
+    return removed
 
 
 def chains_of(scores: Scores, modules: Sequence[Units], *, unit: str = "group") -> tuple[Chain, ...]:
@@ -96,6 +93,13 @@ def chains_of(scores: Scores, modules: Sequence[Units], *, unit: str = "group") 
     """
     if scores.chains:
         return scores.chains
+    if lacking := [module.name for module in modules if module.name not in scores.effects]:
+        raise RecipeError(
+            [
+                f"heads and neurons are compared by effects, but the scores have none of {lacking[0]}; score by "
+                "score_units(statistics, modules, ...)"
+            ]
+        )
     chains = []
     for kind in dict.fromkeys(module.kind for module in modules):
         of_kind = [module for module in modules if module.kind == kind]
@@ -109,59 +113,31 @@ def chains_of(scores: Scores, modules: Sequence[Units], *, unit: str = "group") 
     return tuple(chains)
 
 
-def _global(
-    chains: Sequence[Chain], modules: Sequence[Units], table: CostTable, ratio: float, constraints: Constraints
-) -> dict[str, set[int]]:
-    """Return the units that go, so that the effects of all chains add up to the least."""
-    by_name = {module.name: module for module in modules}
-    options = dict(zip(by_name, removable_counts(modules, constraints), strict=True))
-    blocks = [list(_blocks(chain, by_name, options, constraints.unit)) for chain in chains]
-    curves = [_curve(chain, table) for chain in blocks]
-    # A chain over several modules may not reach the least cost of each: timings need not fall with every unit.
-    least = 1 - sum(max((0.0, *saved)) for saved, _ in curves)
-    check_reachable(modules, table, ratio=ratio + ROUNDING, constraints=constraints, best=least)
-    points = sum(len(chain) + 1 for chain in blocks)
-    solve = _exactly if points <= MOST_OPTIONS else _by_slopes
-    gone: dict[str, set[int]] = {}
-    for chain, count in zip(blocks, solve(curves, 1 - ratio), strict=True):
-        for block in chain[:count]:
-            gone.setdefault(block.module, set()).update(block.units)
-    return gone
-
-
-def _exactly(curves: Sequence[_Curve], wanted: float) -> list[int]:
-    """Return how many blocks each chain loses, by dynamic programming; costs are rounded to 1 / GRID."""
-    most = [max((0.0, *saved)) for saved, _ in curves]
-    costs = [
-        [math.ceil((top - share) * GRID - 1e-6) for share in (0.0, *saved)]
-        for top, (saved, _) in zip(most, curves, strict=True)
-    ]
-    limit = max(0, math.floor((sum(most) - wanted) * GRID + 1e-6))
-    best, trace = least_loss(costs, [[0.0, *effects] for _, effects in curves], limit)
-    return trace(int(best.argmin()))
-
-
 def _by_slopes(curves: Sequence[_Curve], wanted: float) -> list[int]:
     """Return how many blocks each chain loses, by taking the edges of all hulls in the order of their slopes."""
-    edges = [(edge.slope, -number, edge) for number, curve in enumerate(curves) for edge in hull(*curve)]
+    edges = [
+        (edge.slope, -number, edge)
+        for number, (saved, effects) in enumerate(curves)
+        for edge in hull(saved[1:], effects[1:])
+    ]
     taken = [0] * len(curves)
     total = 0.0
     for _, negative, edge in sorted(edges):
         if total >= wanted:
             break
         saved = curves[-negative][0]
-        before = saved[edge.start - 1] if edge.start else 0.0
+        before = saved[edge.start]
         # All of an edge; of the last one, as little as is enough.
-        enough = (p for p in range(edge.start + 1, edge.end) if total + saved[p - 1] - before >= wanted)
+        enough = (p for p in range(edge.start + 1, edge.end) if total + saved[p] - before >= wanted)
         taken[-negative] = next(enough, edge.end)
-        total += saved[taken[-negative] - 1] - before
+        total += saved[taken[-negative]] - before
     return taken
 
 
 def _curve(chain: Sequence[_Block], table: CostTable) -> _Curve:
-    """Return what the first 1, 2, ... blocks of a chain save, as a share of the dense cost, and their effect."""
+    """Return what the first 0, 1, 2, ... blocks of a chain save, as a share of the dense cost, and their effect."""
     lost: dict[str, int] = {}
-    saved, effects, total, effect = [], [], 0.0, 0.0
+    saved, effects, total, effect = [0.0], [0.0], 0.0, 0.0
     for block in chain:
         before = lost.get(block.module, 0)
         lost[block.module] = before + block.bundles
@@ -209,23 +185,3 @@ def _bundles(removal: Removal, module: Units, unit: str) -> list[tuple[int, ...]
     """Return the bundles of a removal, in its order."""
     size = module.units // bundle_count(module, unit)
     return [removal.units[i : i + size] for i in range(0, len(removal.units), size)]
-
-
-def _uniform(
-    chains: Sequence[Chain], modules: Sequence[Units], table: CostTable, ratio: float, constraints: Constraints
-) -> dict[str, set[int]]:
-    """Return the units that go when every module loses the smallest share that meets the budget."""
-    check_reachable(modules, table, ratio=ratio, constraints=constraints)
-    order: dict[str, list[int]] = {module.name: [] for module in modules}
-    for chain in chains:
-        for removal in chain:
-            order[removal.module].extend(removal.units)
-    counts = next(c for c in uniform_counts(modules, constraints) if table.ratio(_by_name(modules, c)) <= ratio)
-    return {
-        module.name: set(order[module.name][: count * (module.units // bundle_count(module, constraints.unit))])
-        for module, count in zip(modules, counts, strict=True)
-    }
-
-
-def _by_name(modules: Sequence[Units], counts: Sequence[int]) -> dict[str, int]:
-    return {module.name: count for module, count in zip(modules, counts, strict=True)}

@@ -1,7 +1,8 @@
-"""Solve the multiple-choice knapsack: one option per module, at the least loss."""
+"""Solve the multiple-choice knapsack, one option per module at the least loss, by dynamic programming."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -45,3 +46,21 @@ def least_loss(
         return chosen[::-1]
 
     return best, trace
+
+
+def least_loss_saving(
+    saved: Sequence[Sequence[float]], losses: Sequence[Sequence[float]], wanted: float, *, grid: int
+) -> list[int]:
+    """Return the number of one option per module, so that they save what is wanted together at the least loss.
+
+    Args:
+        saved: What every option of every module saves, as a share of the dense cost; the first saves nothing.
+        losses: What every option loses.
+        wanted: The share to save.
+        grid: Costs count in steps of 1 / grid, rounded so that enough is saved.
+    """
+    # Timings need not fall with every unit, so costs are relative to the most that a module can save.
+    most = [max(row) for row in saved]
+    costs = [[math.ceil((top - share) * grid - 1e-6) for share in row] for top, row in zip(most, saved, strict=True)]
+    best, trace = least_loss(costs, losses, max(0, math.floor((sum(most) - wanted) * grid + 1e-6)))
+    return trace(int(best.argmin()))

@@ -1,18 +1,25 @@
-"""Choose the units that stay: the best total score that the budget and the constraints allow."""
+"""Choose the units that stay, within a budget and constraints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
 from ..errors import PlanError, RecipeError
+from ..kinds import MLP
 from ..units import Selection, Units
 from ..values import Scores
-from .bundles import lost_scores, ranked_bundles
-from .constraints import NONE, Constraints, check_budget, most_removable, removable_counts
-from .knapsack import least_loss
+from .budget import CostTable, check_reachable, ratio_of, uniform_counts
+from .bundles import bundle_count, lost_scores, ranked_bundles
+from .constraints import NONE, Constraints, check_budget, check_constraints, most_removable, removable_counts
+from .joint import removed_jointly
+from .knapsack import least_loss, least_loss_saving
+
+# Costs of heads count in steps of 1 / GRID of the dense model's.
+GRID = 100_000
 
 
 def select_units(
@@ -21,30 +28,37 @@ def select_units(
     *,
     heads: float | None = None,
     counts: Sequence[int] | None = None,
+    table: CostTable | None = None,
+    ratio: float | None = None,
     constraints: Constraints = NONE,
 ) -> Selection:
-    """Select the units that stay when a share of the heads is removed, or a given number of bundles per module.
+    """Select the units that stay under one budget: a share of heads, numbers of bundles, or a share of the cost.
 
-    Units are removed in bundles; see `bundles`. Under `global`, the round(share * bundles) bundles with the smallest
-    scores go, except that every module keeps its best `min_heads`. No other choice of that many keeps a greater total
-    score. Under `uniform`, every module loses its round(share * bundles) worst bundles. Of equal scores, the later
-    module's go first, then the later bundle. With `multiple_of`, the number removed is rounded down.
+    Units are removed in bundles: whole groups, or one unit of every group; see `Constraints`. Under `uniform`, every
+    module loses the same share of its bundles, its worst first: round(share * bundles) by `heads`, the smallest share
+    that meets the budget by `ratio`. Under `global`:
+
+    - `heads`: the round(share * bundles) bundles with the smallest scores go, except that every module keeps its best
+      `min_heads`. Of equal scores, the later module's go first, then the later bundle. With `multiple_of`, the number
+      removed is rounded down.
+    - `ratio`, heads alone: the least total score goes that meets the budget (a knapsack).
+    - `ratio`, with neurons or chains of removals: the least total effect goes; see `hies_export.select.joint`.
 
     Args:
-        scores: From `score_units`.
-        modules: From `find_attention`, in the model's order. Modules without scores keep all units, and do not count
-            towards the budget.
-        heads: Share of heads to remove, in (0, 1). Either this or `counts` is needed.
-        counts: Number of bundles that each module with scores loses, its worst first; see `hies_export.select.budget`.
-            Of the constraints, only `unit` applies then.
+        scores: From `score_units` or `score_compensated`.
+        modules: In the model's order. Modules without scores keep all units, and do not count towards the budget.
+        heads: Share of heads to remove, in (0, 1).
+        counts: Number of bundles that each module with scores loses. Of the constraints, only `unit` applies then.
+        table: What each module saves, e.g. from `flops_table`; given with `ratio`.
+        ratio: Greatest cost left, as a share of the dense model's.
         constraints: Constraints of the selection.
 
     Returns:
         The units that stay, for every module. Equal inputs give equal selections.
 
     Raises:
-        RecipeError: An option is out of range, or neither `heads` nor `counts` is given.
-        PlanError: The constraints allow fewer removals than the budget asks for, or `counts` does not fit the modules.
+        RecipeError: An option is out of range, or not exactly one budget is given.
+        PlanError: The constraints allow no selection that meets the budget, or `counts` does not fit the modules.
         NonFiniteError: A score is NaN or infinite.
 
     Examples:
@@ -52,46 +66,84 @@ def select_units(
         >>> sum(len(kept.removed) for kept in selection.values())
         9
     """
+    if sum(budget is not None for budget in (heads, counts, ratio)) != 1 or (table is None) != (ratio is None):
+        raise RecipeError(
+            ["select_units needs one budget: heads (a share), counts (bundles per module), or a table with a ratio"]
+        )
     scored = [module for module in modules if module.name in scores.scores]
-    # The bundles of each module, worst first.
-    ranked = [ranked_bundles(scores.scores[module.name], module, constraints.unit) for module in scored]
-    if counts is not None:
-        _check_counts(counts, ranked)
-        size: int | Sequence[int] = counts
+    if table is not None and ratio is not None:
+        check_constraints(scored, constraints)
+        if constraints.allocation == "global" and (scores.chains or any(module.kind == MLP for module in scored)):
+            return _without(removed_jointly(scores, scored, table, ratio=ratio, constraints=constraints), modules)
+        counts = _counts_within(scores, scored, table, ratio, constraints)
     elif heads is not None:
-        size = check_budget(scored, heads=heads, constraints=constraints)
-        if isinstance(size, int) and constraints.multiple_of > 1:
-            size = _counts_in_multiples(scores, scored, size, constraints)
-    else:
-        raise RecipeError(["select_units needs heads (a share) or counts (bundles per module), got neither"])
-    if isinstance(size, int):
-        most = most_removable(scored, constraints)
-        candidates = sorted(
-            (score, -i, place) for i, found in enumerate(ranked) for place, (score, _) in enumerate(found[: most[i]])
+        counts = _counts_of_share(scores, scored, heads, constraints)
+    sizes = [bundle_count(module, constraints.unit) for module in scored]
+    assert counts is not None
+    if len(counts) != len(sizes) or any(not 0 <= k < size for k, size in zip(counts, sizes, strict=True)):
+        raise PlanError(
+            f"counts must say for each of {len(sizes)} modules how many heads go, at most "
+            f"{[size - 1 for size in sizes]}, got {list(counts)}"
         )
-        gone = {(-i, place) for _, i, place in candidates[:size]}
-    else:
-        gone = {(i, place) for i, count in enumerate(size) for place in range(count)}
-    selection = {module.name: module.kept(range(module.units)) for module in modules}
-    for i, (module, bundles) in enumerate(zip(scored, ranked, strict=True)):
-        selection[module.name] = module.kept(
-            unit for place, (_, bundle) in enumerate(bundles) if (i, place) not in gone for unit in bundle
-        )
-    return selection
+    order = _worst_first(scores, scored, constraints.unit, by_chains=ratio is not None)
+    lost = (count * module.units // size for module, count, size in zip(scored, counts, sizes, strict=True))
+    return _without({module.name: order[module.name][:n] for module, n in zip(scored, lost, strict=True)}, modules)
 
 
-def _counts_in_multiples(scores: Scores, modules: Sequence[Units], most: int, constraints: Constraints) -> list[int]:
-    """Return how many bundles each module loses under `multiple_of`: as many as possible, at most `most` in all."""
+def _without(removed: Mapping[str, Iterable[int]], modules: Sequence[Units]) -> Selection:
+    return {
+        module.name: module.kept(set(range(module.units)).difference(removed.get(module.name, ())))
+        for module in modules
+    }
+
+
+def _worst_first(scores: Scores, modules: Sequence[Units], unit: str, *, by_chains: bool) -> dict[str, list[int]]:
+    """Return the units of each module in the order in which its bundles go: that of the chains, or of the scores."""
+    if by_chains and scores.chains:
+        order: dict[str, list[int]] = {module.name: [] for module in modules}
+        for removal in chain.from_iterable(scores.chains):
+            order[removal.module].extend(removal.units)
+        return order
+    return {
+        module.name: [u for _, units in ranked_bundles(scores.scores[module.name], module, unit) for u in units]
+        for module in modules
+    }
+
+
+def _counts_of_share(scores: Scores, modules: Sequence[Units], heads: float, constraints: Constraints) -> Sequence[int]:
+    """Return how many bundles each module loses when a share of all bundles goes."""
+    size = check_budget(modules, heads=heads, constraints=constraints)
+    if not isinstance(size, int):
+        return size
+    if constraints.multiple_of > 1:
+        options = removable_counts(modules, constraints)
+        best, trace = least_loss(options, _losses(scores, modules, options, constraints.unit), size)
+        chosen = trace(int(np.flatnonzero(np.isfinite(best))[-1]))
+        return [option[place] for option, place in zip(options, chosen, strict=True)]
+    # Not a knapsack with a cost of one per bundle: of equal total scores, that would take other bundles.
+    candidates = sorted(
+        (score, -number)
+        for number, (module, most) in enumerate(zip(modules, most_removable(modules, constraints), strict=True))
+        for score, _ in ranked_bundles(scores.scores[module.name], module, constraints.unit)[:most]
+    )
+    lost = Counter(-number for _, number in candidates[:size])
+    return [lost[number] for number in range(len(modules))]
+
+
+def _counts_within(
+    scores: Scores, modules: Sequence[Units], table: CostTable, ratio: float, constraints: Constraints
+) -> Sequence[int]:
+    """Return how many bundles each module loses within a budget of cost: uniformly, or so that the least score goes."""
+    check_reachable(modules, table, ratio=ratio, constraints=constraints)
+    if constraints.allocation == "uniform":
+        return next(c for c in uniform_counts(modules, constraints) if ratio_of(table, modules, c) <= ratio)
     options = removable_counts(modules, constraints)
-    lost = [lost_scores(scores.scores[module.name], module, unit=constraints.unit) for module in modules]
-    best, trace = least_loss(options, [[row[k] for k in o] for row, o in zip(lost, options, strict=True)], most)
-    chosen = trace(int(np.flatnonzero(np.isfinite(best))[-1]))
+    saved = [[table.saved[module.name][k] for k in option] for module, option in zip(modules, options, strict=True)]
+    chosen = least_loss_saving(saved, _losses(scores, modules, options, constraints.unit), 1 - ratio, grid=GRID)
     return [option[place] for option, place in zip(options, chosen, strict=True)]
 
 
-def _check_counts(counts: Sequence[int], ranked: Sequence[Sequence[Any]]) -> None:
-    most = [len(bundles) - 1 for bundles in ranked]
-    if len(counts) != len(most) or any(not 0 <= k <= m for k, m in zip(counts, most, strict=True)):
-        raise PlanError(
-            f"counts must say for each of {len(most)} modules how many heads go, at most {most}, got {list(counts)}"
-        )
+def _losses(scores: Scores, modules: Sequence[Units], options: Sequence[Sequence[int]], unit: str) -> list[list[float]]:
+    """Return the total score that each module loses with each of its numbers of bundles."""
+    lost = [lost_scores(scores.scores[module.name], module, unit=unit) for module in modules]
+    return [[row[k] for k in option] for row, option in zip(lost, options, strict=True)]

@@ -17,7 +17,7 @@ from ..pipeline.quality import Refit
 from ..pipeline.search import ALPHAS, HeldOut, choose_alpha
 from ..pipeline.targets import Round, Targets
 from ..progress import Clock, Progress
-from ..score.criteria import COMPENSATED_NAMES, score_modules
+from ..score.criteria import COMPENSATED_NAMES, score_units
 from ..select.budget import check_reachable, lowest_ratio
 from ..select.bundles import bundles_lost
 from ..select.constraints import check_budget
@@ -154,7 +154,7 @@ class Chooser:
         options: dict[str, Any] = {"normalize": self._options.normalize, "seed": cell.seed}
         if alpha is not None:
             options["alpha"] = alpha
-        return score_modules(statistics, modules, criterion=criterion, **options)
+        return score_units(statistics, modules, criterion=criterion, **options)
 
     def alpha(self, cell: Cell, refit: Refit | None) -> float | None:
         """Return the alpha of a cell; "auto" and "auto-area" choose it on held-out rows.

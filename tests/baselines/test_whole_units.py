@@ -19,7 +19,7 @@ from hies_export.errors import DataError
 from hies_export.model.watch import watch
 from hies_export.prunable.attention import find_attention
 from hies_export.select.budget import CostTable
-from hies_export.select.joint import select_within
+from hies_export.select.select import select_units
 from hies_export.units import PrunableModule
 
 
@@ -165,7 +165,7 @@ def test_heads_and_neurons_go_in_one_order_until_the_budget_is_met() -> None:
     metrics = {m.name: torch.randn(m.units, dtype=torch.float64, generator=generator) for m in modules}
     cost = {"attention": 0.03, "mlp": 0.002}
     table = CostTable("FLOPs", {m.name: tuple(cost[m.kind] * k for k in range(m.units)) for m in modules})
-    found = select_within(score_flap(metrics, modules), modules, modules, table, ratio=0.7)
+    found = select_units(score_flap(metrics, modules), modules, table=table, ratio=0.7)
     order = sorted((float(v), m.name, u, cost[m.kind]) for m in modules for u, v in enumerate(metrics[m.name]))
     saved, gone = 0.0, set()
     for _, name, unit, spared in order:

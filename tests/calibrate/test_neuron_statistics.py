@@ -16,7 +16,7 @@ from hies_export.calibrate.collect import collect_statistics
 from hies_export.errors import RecipeError
 from hies_export.prunable.attention import find_attention
 from hies_export.prunable.find import find_modules
-from hies_export.score.criteria import CRITERIA, score_modules, score_units
+from hies_export.score.criteria import CRITERIA, score_units
 from hies_export.units import PrunableModule
 from hies_export.values import Calibration, Statistics
 
@@ -168,7 +168,7 @@ def given() -> tuple[Statistics, tuple[PrunableModule, ...]]:
 
 def test_a_criterion_of_heads_leaves_neurons_to_fisher() -> None:
     statistics, modules = given()
-    found = score_modules(statistics, modules, criterion="hies", alpha=0.25)
+    found = score_units(statistics, modules, criterion="hies", alpha=0.25)
     assert (found.criterion, found.parameters) == ("hies", {"alpha": 0.25, "normalize": "model"})
     heads = score_units(statistics.of(["a0", "a1"]), criterion="hies", alpha=0.25)
     neurons = score_units(statistics.of(["m0", "m1"]), criterion="fisher")
@@ -193,7 +193,7 @@ def test_a_criterion_of_heads_leaves_neurons_to_fisher() -> None:
 )
 def test_effects_compare_kinds_in_a_unit_of_their_own(criterion: str, effect: str, ranked: tuple[str, ...]) -> None:
     statistics, modules = given()
-    found = score_modules(statistics, modules, criterion=criterion)
+    found = score_units(statistics, modules, criterion=criterion)
     assert found.ranked == ranked
     assert all(torch.equal(found.effects[m.name], statistics[effect][m.name]) for m in modules)
     # Each kind is scaled by its own range.
@@ -201,7 +201,7 @@ def test_effects_compare_kinds_in_a_unit_of_their_own(criterion: str, effect: st
         both = torch.cat([found.scores["m0"], found.scores["m1"]])
         assert (both.min().item(), both.max().item()) == (0, 1)
     # For one kind alone, scores are those of `score_units`.
-    alone = score_modules(statistics, modules[:2], criterion=criterion)
+    alone = score_units(statistics, modules[:2], criterion=criterion)
     expected = score_units(statistics.of(["a0", "a1"]), criterion=criterion)
     assert alone.parameters == expected.parameters
     assert all(torch.equal(alone.scores[name], expected.scores[name]) for name in ("a0", "a1"))
@@ -210,4 +210,4 @@ def test_effects_compare_kinds_in_a_unit_of_their_own(criterion: str, effect: st
 def test_what_is_unknown_is_refused() -> None:
     statistics, modules = given()
     with pytest.raises(RecipeError, match="2 problems"):
-        score_modules(statistics, modules, criterion="hise", alpha=1.0)
+        score_units(statistics, modules, criterion="hise", alpha=1.0)

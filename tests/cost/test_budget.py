@@ -25,8 +25,9 @@ from hies_export.measure.ratios import is_noisy
 from hies_export.measure.timing import Timing
 from hies_export.pipeline.search import most_within, quality_loss
 from hies_export.recipe import BudgetSection, PruningRecipe
-from hies_export.select.budget import CostTable, counts_within
+from hies_export.select.budget import CostTable
 from hies_export.select.bundles import bundle_count
+from hies_export.select.select import select_units
 from hies_export.values import Scores
 
 
@@ -40,12 +41,11 @@ def test_flops_are_what_the_counter_says_of_the_cut() -> None:
     assert table.ratio(dict(zip(table.saved, [1, 3, 5], strict=True))) == pytest.approx(measured, abs=1e-12)
     assert 0.5 < measured < 0.8
 
-    counts = counts_within(scores, sites, table, ratio=0.8)
-    slim = prune_units(model, plan_of(scores, sites, counts=counts), sites)
+    kept = select_units(scores, sites, table=table, ratio=0.8)
+    slim = prune_units(model, kept, sites)
     assert count_flops(slim, batch) / count_flops(model, batch) <= 0.8
-    # All heads cost the same here, so the best plan is that of the number of heads that fits.
-    plain = plan_of(scores, sites, heads=sum(counts) / 18)
-    assert plain.kept == plan_of(scores, sites, counts=counts).kept
+    # All heads cost the same here, so the best selection is that of the number of heads that fits.
+    assert kept == select_units(scores, sites, heads=sum(len(k.removed) for k in kept.values()) / 18)
 
 
 @pytest.mark.parametrize("unit", ["group", "query"])

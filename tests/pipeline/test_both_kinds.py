@@ -39,9 +39,9 @@ from hies_export.prunable.find import find_modules
 from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 from hies_export.score.compensated import score_compensated
-from hies_export.score.criteria import score_modules
+from hies_export.score.criteria import score_units
 from hies_export.select.iterative import compose
-from hies_export.select.joint import select_within
+from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, FewTokensWarning, refit
 from hies_export.units import Kept, Selection
@@ -184,11 +184,11 @@ def by_hand(prepared: Prepared) -> list[tuple[Scores, Selection]]:
     scores = [
         # There are too few rows to reach the number of tokens that greedy removal wants, so it takes all.
         score_compensated(prepared.model, prepared.rows.compensation, prepared.modules, moments=stream),
-        score_modules(statistics, prepared.modules, criterion="fisher"),
-        *(score_modules(statistics, prepared.modules, alpha=alpha) for alpha in (0.3, 0.6, 0.9, 0.99)),
-        score_modules(statistics, prepared.modules, criterion="his"),
+        score_units(statistics, prepared.modules, criterion="fisher"),
+        *(score_units(statistics, prepared.modules, alpha=alpha) for alpha in (0.3, 0.6, 0.9, 0.99)),
+        score_units(statistics, prepared.modules, criterion="his"),
     ]
-    return [(one, select_within(one, prepared.modules, prepared.modules, table, ratio=BUDGET)) for one in scores]
+    return [(one, select_units(one, prepared.modules, table=table, ratio=BUDGET)) for one in scores]
 
 
 def test_greedy_removal_reads_rows_until_it_has_enough_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,10 +321,10 @@ def chosen_by(recipe: PruningRecipe) -> tuple[Prepared, Choice]:
 def test_hies_ranks_heads_and_fisher_neurons(folder: Path) -> None:
     prepared, choice = chosen_by(recipe_of(folder, prune__criterion="hies", prune__alpha=0.5))
     statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.modules)
-    scores = score_modules(statistics, prepared.modules, criterion="hies", alpha=0.5)
+    scores = score_units(statistics, prepared.modules, criterion="hies", alpha=0.5)
     (batch,) = prepared.measured.values()
     table = flops_table(prepared.model, prepared.modules, batch=batch)
-    assert choice.plan.kept == select_within(scores, prepared.modules, prepared.modules, table, ratio=BUDGET)
+    assert choice.plan.kept == select_units(scores, prepared.modules, table=table, ratio=BUDGET)
     assert (choice.plan.criterion, choice.plan.alpha) == ("hies", 0.5)
     # Scores and statistics of all modules are told, and entropies of those that have one.
     assert set(choice.scores.scores) == set(choice.statistics["fisher"]) == {m.name for m in prepared.modules}
@@ -348,9 +348,9 @@ def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
     assert choice.plan.removed > 0
     assert choice.plan.removed_neurons > 0
     table = parameters_table(prepared.model, prepared.modules)
-    scores = score_modules(choice.statistics, prepared.modules, criterion="fisher")
+    scores = score_units(choice.statistics, prepared.modules, criterion="fisher")
     constraints = options_of(recipe).constraints
-    expected = select_within(scores, prepared.modules, prepared.modules, table, ratio=0.7, constraints=constraints)
+    expected = select_units(scores, prepared.modules, table=table, ratio=0.7, constraints=constraints)
     assert choice.plan.kept == expected
 
 
@@ -375,7 +375,7 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
     prepared, choice = chosen_by(recipe)
     (batch,) = prepared.measured.values()
     table = flops_table(prepared.model, prepared.modules, batch=batch)
-    scores = score_modules(choice.statistics, prepared.modules, criterion="fisher")
+    scores = score_units(choice.statistics, prepared.modules, criterion="fisher")
     least = 1 - sum(row[-1] for row in table.saved.values())
 
     def drop(selection: Selection | None) -> float:
@@ -387,7 +387,7 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
         return pearson(prepared, logits)
 
     selections = [
-        select_within(scores, prepared.modules, prepared.modules, table, ratio=1 - (1 - least) * step / 12 + 1e-9)
+        select_units(scores, prepared.modules, table=table, ratio=1 - (1 - least) * step / 12 + 1e-9)
         for step in range(1, 13)
     ]
     size = next(number for number, selection in enumerate(selections) if selection == choice.plan.kept)
@@ -409,25 +409,24 @@ def test_two_steps_score_the_refitted_model(folder: Path) -> None:
     (batch,) = prepared.measured.values()
     table = flops_table(prepared.model, prepared.modules, batch=batch)
     statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.modules)
-    scores = score_modules(statistics, prepared.modules, criterion="fisher")
+    scores = score_units(statistics, prepared.modules, criterion="fisher")
     halfway = 1 - (1 - BUDGET) / 2
-    first = select_within(scores, prepared.modules, prepared.modules, table, ratio=halfway)
+    first = select_units(scores, prepared.modules, table=table, ratio=halfway)
     slim = prune_units(prepared.model, first, prepared.modules)
     refit(slim, first, prepared.modules, MomentStream(prepared.model, prepared.modules, prepared.rows.compensation))
     sites = find_modules(slim, inputs_of(prepared.rows.calibration[0]), kinds=BOTH)
     again = collect_statistics(slim, prepared.rows.calibration, sites)
     lost = {name: len(kept.removed) for name, kept in first.items()}
-    second = select_within(
-        score_modules(again, sites, criterion="fisher"),
+    second = select_units(
+        score_units(again, sites, criterion="fisher"),
         sites,
-        sites,
-        table.after(lost),
+        table=table.after(lost),
         ratio=BUDGET + 1 - table.ratio(lost),
     )
     assert choice.plan.kept == compose(first, second)
     assert [kept.kind for kept in choice.plan.kept.values()] == ["attention"] * 3 + ["mlp"] * 3
     assert BUDGET - 0.01 < choice.budget.details()["predicted"] <= BUDGET
-    once = select_within(scores, prepared.modules, prepared.modules, table, ratio=BUDGET)
+    once = select_units(scores, prepared.modules, table=table, ratio=BUDGET)
     assert once != choice.plan.kept
     # Numbers of units that left in the first step are those of the first step.
     name = next(name for name, kept in first.items() if kept.removed)

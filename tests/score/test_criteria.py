@@ -14,7 +14,6 @@ from hies_export.score.criteria import (
     CRITERIA,
     criterion_names,
     needs_of,
-    score_modules,
     score_units,
     uses_alpha,
 )
@@ -76,7 +75,7 @@ def test_random_draws_one_number_per_unit_from_its_seed() -> None:
     assert found.parameters == {"seed": 7}
     for default in (
         score_units(statistics(his=HEADS), criterion="random"),
-        score_modules(both_kinds(), MODULES, criterion="random"),
+        score_units(both_kinds(), MODULES, criterion="random"),
     ):
         assert default.parameters == {"seed": 0}
     assert as_lists(found.scores) == as_lists(expected)
@@ -117,7 +116,7 @@ def both_kinds() -> Statistics:
 
 def test_hies_ranks_heads_and_fisher_scores_neurons() -> None:
     given = both_kinds()
-    found = score_modules(given, MODULES, criterion="hies", alpha=0.25)
+    found = score_units(given, MODULES, criterion="hies", alpha=0.25)
     heads = score_units(given.of(["a", "b"]), criterion="hies", alpha=0.25)
     assert as_lists(found.scores) == as_lists(heads.scores) | {"m": [1.0, 0.0, 0.5]}
     assert (found.criterion, found.parameters) == ("hies", {"alpha": 0.25, "normalize": "model"})
@@ -128,14 +127,14 @@ def test_hies_ranks_heads_and_fisher_scores_neurons() -> None:
 
 def test_a_criterion_of_both_kinds_scales_each_kind_by_itself() -> None:
     given = both_kinds()
-    found = score_modules(given, MODULES, criterion="his", normalize="layer")
+    found = score_units(given, MODULES, criterion="his", normalize="layer")
     assert as_lists(found.scores) == {"a": [0, 1], "b": [0, 1], "m": [1, 0, 0.5]}
     assert found.parameters == {"normalize": "layer"}
     assert found.ranked == ()
     assert as_lists(found.effects) == as_lists(given["his"])  # its own unit
-    found = score_modules(given, MODULES, criterion="his")
+    found = score_units(given, MODULES, criterion="his")
     assert as_lists(found.scores) == {"a": [0, 0.5], "b": [0.25, 1], "m": [1, 0, 0.5]}
-    found = score_modules(given, MODULES, criterion="random", seed=3)
+    found = score_units(given, MODULES, criterion="random", seed=3)
     assert found.ranked == (ATTENTION, "mlp")
     assert found.parameters == {"seed": 3}
 
@@ -143,7 +142,7 @@ def test_a_criterion_of_both_kinds_scales_each_kind_by_itself() -> None:
 def test_what_is_wrong_is_said() -> None:
     given = both_kinds()
     with pytest.raises(RecipeError, match="criterion must be one of hies, his.* got 'hise'"):
-        score_modules(given, MODULES, criterion="hise")
+        score_units(given, MODULES, criterion="hise")
     with pytest.raises(RecipeError, match=r"needs statistics with weight_l2; .*collect_statistics\(..., needs=\['wei"):
         score_units(given, criterion="l2")
     score_units(given.of(["a", "b"]), criterion="hies", alpha=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,15 +15,21 @@ from hies_export.errors import PlanError
 from hies_export.select.budget import (
     CostTable,
     check_reachable,
-    counts_within,
     lowest_ratio,
     shares_to_try,
     uniform_counts,
 )
 from hies_export.select.constraints import Constraints
 from hies_export.select.knapsack import least_loss
+from hies_export.select.select import select_units
 from hies_export.units import Units
 from hies_export.values import Scores
+
+
+def counts_within(scores: Scores, modules: Sequence[Units], table: CostTable, **how: Any) -> list[int]:
+    """Return how many groups each module loses within a budget of cost."""
+    found = select_units(scores, modules, table=table, **how)
+    return [len(kept.removed) * kept.groups // kept.total for kept in found.values()]
 
 
 def sites_of(*counts: int, group_size: int = 1) -> tuple[Units, ...]:
@@ -102,9 +109,9 @@ def test_an_unreachable_target_says_the_best_there_is() -> None:
 def test_groups_are_whole_in_a_budget_of_cost() -> None:
     table = CostTable("FLOPs", {f"l{i}": (0.0, 0.1, 0.2) for i in range(2)})
     sites, scores = sites_of(3, 3, group_size=2), scores_of(torch.rand(2, 6))
-    plan = plan_of(scores, sites, counts=counts_within(scores, sites, table, ratio=0.75))
-    assert [len(kept.units) for kept in plan.kept.values()] in ([2, 4], [4, 2])
-    for kept in plan.kept.values():
+    found = select_units(scores, sites, table=table, ratio=0.75)
+    assert [len(kept.units) for kept in found.values()] in ([2, 4], [4, 2])
+    for kept in found.values():
         assert sorted({q // 2 for q in kept.units}) == list(kept.kept_groups)
 
 

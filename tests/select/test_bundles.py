@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from hies_export.errors import NonFiniteError, PlanError, RecipeError
-from hies_export.select.budget import CostTable, counts_within
+from hies_export.select.budget import CostTable
 from hies_export.select.bundles import bundle_count, bundles_lost, lost_scores, ranked_bundles, worst_first
 from hies_export.select.constraints import Constraints
 from hies_export.select.joint import chains_of
@@ -87,8 +89,14 @@ def test_counts_that_do_not_fit_the_modules_are_refused(counts: list[int]) -> No
     scores = scores_of(a=[1.0] * 4, b=[1.0] * 2)
     with pytest.raises(PlanError, match=r"for each of 2 modules how many heads go, at most \[1, 1\], got \["):
         select_units(scores, modules, counts=counts)
-    with pytest.raises(RecipeError, match=r"needs heads \(a share\) or counts \(bundles per module\), got neither"):
-        select_units(scores, modules)
+
+
+@pytest.mark.parametrize(
+    "budget", [{}, {"heads": 0.5, "counts": [1]}, {"ratio": 0.5}, {"table": CostTable("FLOPs", {})}]
+)
+def test_one_budget_is_needed(budget: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="needs one budget: heads"):
+        select_units(scores_of(s=[1.0] * 4), [SINGLE], **budget)
 
 
 def test_queries_go_by_the_mean_over_groups_and_in_the_order_of_each() -> None:
@@ -117,7 +125,8 @@ def test_a_budget_of_cost_counts_query_heads_of_every_group() -> None:
     query = Constraints(unit="query")
     # Losses: g 1.5, 3; h 0.75, 3.5.
     for ratio, counts in ((0.9, [0, 1]), (0.85, [0, 1]), (0.75, [1, 1]), (0.65, [2, 1]), (0.6, [1, 2]), (0.5, [2, 2])):
-        assert counts_within(scores, modules, table, ratio=ratio, constraints=query) == counts
+        found = select_units(scores, modules, table=table, ratio=ratio, constraints=query)
+        assert bundles_lost(found, modules, unit="query") == {m: k for m, k in zip("gh", counts, strict=True) if k}
 
 
 def test_chains_of_queries_add_up_effects_of_all_their_units() -> None:

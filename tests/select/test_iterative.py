@@ -20,7 +20,7 @@ from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
 from hies_export.select.constraints import Constraints
-from hies_export.select.iterative import compose, rounds_of
+from hies_export.select.iterative import compose, head_targets
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import compensate
@@ -146,7 +146,7 @@ def test_sizes_add_up_and_plans_compose(make: Any, allocation: str) -> None:
     once = plan_of(random_scores(sites), sites, heads=0.5, allocation=allocation)
     for count in (2, 5):
         slim, plan, now = model, None, sites
-        for part in rounds_of(sites, heads=0.5, count=count, constraints=constraints):
+        for part in head_targets(sites, heads=0.5, count=count, constraints=constraints):
             heads, counts = part.size(now)
             new = select_units(random_scores(now), now, heads=heads, counts=counts, constraints=constraints)
             plan = new if plan is None else compose(plan, new)

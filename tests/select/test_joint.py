@@ -13,8 +13,9 @@ from hies_export.errors import NonFiniteError, PlanError, RecipeError
 from hies_export.select import joint
 from hies_export.select.budget import CostTable
 from hies_export.select.constraints import Constraints, removable_counts
-from hies_export.select.joint import chains_of, select_within
-from hies_export.select.knapsack import least_loss
+from hies_export.select.joint import chains_of
+from hies_export.select.knapsack import least_loss, least_loss_saving
+from hies_export.select.select import select_units
 from hies_export.units import Selection, Units
 from hies_export.values import Chain, Removal, Scores
 
@@ -111,7 +112,7 @@ def test_no_other_choice_loses_less(case: str, seed: int) -> None:
     for share in (0.05, 0.4, 0.8):
         # Between two costs that choices have: at one of them, the rounding of costs decides.
         ratio = (int((least + share * (1 - least)) * total) + 0.5) / total
-        found = select_within(scores_of(effects), modules, modules, table, ratio=ratio, constraints=constraints)
+        found = select_units(scores_of(effects), modules, table=table, ratio=ratio, constraints=constraints)
         assert cost(found, modules) <= ratio + 1e-9
         best = min(loss for price, loss in choices if price <= ratio * total + 1e-6)
         assert lost(found, effects) == pytest.approx(best)
@@ -128,9 +129,7 @@ def test_the_loss_is_that_of_a_knapsack_over_counts(
         monkeypatch.setattr(joint, "MOST_OPTIONS", 0)
     constraints, effects = Constraints(neurons_multiple_of=multiple), effects_of(LARGE, seed)
     ratio = random.Random(seed).uniform(0.3, 0.9)
-    found = select_within(
-        scores_of(effects), LARGE, LARGE, table_of(LARGE, PRICE), ratio=ratio, constraints=constraints
-    )
+    found = select_units(scores_of(effects), LARGE, table=table_of(LARGE, PRICE), ratio=ratio, constraints=constraints)
     total = sum(int(PRICE[m.kind]) * m.units for m in LARGE)
     assert cost(found, LARGE) <= ratio + 1e-9
     options = removable_counts(LARGE, constraints)
@@ -183,9 +182,9 @@ def test_timings_that_are_no_straight_lines(
         best = min((loss for saved, loss in points.items() if saved >= wanted), default=None)
         if best is None:
             with pytest.raises(PlanError, match="the budget asks for latency at most"):
-                select_within(scores, SMALL, SMALL, table, ratio=1 - wanted)
+                select_units(scores, SMALL, table=table, ratio=1 - wanted)
             continue
-        found = select_within(scores, SMALL, SMALL, table, ratio=1 - wanted)
+        found = select_units(scores, SMALL, table=table, ratio=1 - wanted)
         assert sum(table.saved[m.name][len(found[m.name].removed)] for m in SMALL) >= wanted - 1e-9
         if exact:
             assert lost(found, effects) == pytest.approx(best)
@@ -201,9 +200,10 @@ def test_both_solvers_agree_where_curves_are_fine() -> None:
     chains = chains_of(scores_of(effects), modules)
     curves = [joint._curve(list(joint._blocks(chain, by_name, options, "group")), table) for chain in chains]
     for wanted in (0.1002, 0.4002, 0.7002):
-        exact, slopes = (solve(curves, wanted) for solve in (joint._exactly, joint._by_slopes))
-        losses = [sum(([0.0, *effect])[k] for k, (_, effect) in zip(n, curves, strict=True)) for n in (exact, slopes)]
-        saved = [sum(([0.0, *saving])[k] for k, (saving, _) in zip(n, curves, strict=True)) for n in (exact, slopes)]
+        exact = least_loss_saving(*zip(*curves, strict=True), wanted, grid=joint.GRID)
+        slopes = joint._by_slopes(curves, wanted)
+        losses = [sum(effect[k] for k, (_, effect) in zip(n, curves, strict=True)) for n in (exact, slopes)]
+        saved = [sum(saving[k] for k, (saving, _) in zip(n, curves, strict=True)) for n in (exact, slopes)]
         assert min(saved) >= wanted - 1e-9
         assert losses[0] <= losses[1] + 1e-9
         assert losses[1] == pytest.approx(losses[0], rel=0.03)
@@ -227,7 +227,7 @@ def test_units_go_in_the_order_of_chains_whatever_their_scores(exact: bool, monk
         expected |= dict.fromkeys((2.5, 3.5), ((2, 3), (0, 5)))
     expected |= {5.5: ((2, 3), ()) if exact else ((2, 3), (0, 5)), 14.5: ((2, 3), (0, 2, 5))}
     for wanted, removed in expected.items():
-        found = select_within(scores, modules, modules, table_of(modules, PRICE), ratio=1 - wanted / 30)
+        found = select_units(scores, modules, table=table_of(modules, PRICE), ratio=1 - wanted / 30)
         assert tuple(kept.removed for kept in found.values()) == removed
 
 
@@ -243,7 +243,7 @@ def test_heads_leave_in_the_order_of_their_scores_over_the_whole_model(
     order = sorted((value, name, head) for name, values in hies.items() for head, value in enumerate(values.tolist()))
     removed = []
     for ratio in (0.9, 0.75, 0.6, 0.45, 0.3):
-        found = select_within(scores, LARGE, LARGE, table_of(LARGE, PRICE), ratio=ratio)
+        found = select_units(scores, LARGE, table=table_of(LARGE, PRICE), ratio=ratio)
         gone = {(name, head) for name in hies for head in found[name].removed}
         left = dict.fromkeys(hies, 8)
         expected = []
@@ -273,8 +273,8 @@ def test_multiples_of_both_kinds_are_kept(options: int, seed: int, monkeypatch: 
     constraints = Constraints(multiple_of=2, neurons_multiple_of=16, min_heads=5, keep_layers=(1,))
     effects = effects_of(modules, seed)
     for ratio in (0.9, 0.75, 0.64):
-        found = select_within(
-            scores_of(effects), modules, modules, table_of(modules, PRICE), ratio=ratio, constraints=constraints
+        found = select_units(
+            scores_of(effects), modules, table=table_of(modules, PRICE), ratio=ratio, constraints=constraints
         )
         assert cost(found, modules) <= ratio
         assert [len(found[name].removed) for name in ("a1", "m1")] == [0, 0]
@@ -293,7 +293,7 @@ def test_query_heads_leave_all_groups_alike() -> None:
     modules = (heads("a", 12, groups=3), block("m", 20))
     effects, constraints = effects_of(modules, 2), Constraints(unit="query", multiple_of=6)
     table = table_of(modules, PRICE, unit="query")
-    found = select_within(scores_of(effects), modules, modules, table, ratio=0.6, constraints=constraints)
+    found = select_units(scores_of(effects), modules, table=table, ratio=0.6, constraints=constraints)
     assert len(found["a"].units) == 6
     assert [sum(unit // 4 == group for unit in found["a"].units) for group in range(3)] == [2, 2, 2]
     # The two best of each group.
@@ -307,8 +307,8 @@ def test_uniform_takes_the_smallest_share_that_is_enough() -> None:
     table = table_of(modules, PRICE)
     shares = []
     for ratio in (0.95, 0.7, 0.5, 0.3):
-        found = select_within(
-            scores_of(effects), modules, modules, table, ratio=ratio, constraints=Constraints(allocation="uniform")
+        found = select_units(
+            scores_of(effects), modules, table=table, ratio=ratio, constraints=Constraints(allocation="uniform")
         )
         assert cost(found, modules) <= ratio
         (of_heads,) = {len(found[f"a{i}"].removed) for i in range(2)}
@@ -328,11 +328,10 @@ def test_a_uniform_budget_that_cannot_be_met_is_refused() -> None:
     modules = tuple(m for i in range(2) for m in (heads(f"a{i}", 8), block(f"m{i}", 40)))
     constraints = Constraints(allocation="uniform", min_heads=4)
     with pytest.raises(PlanError, match=r"FLOPs at most 0.3 of dense, but .* \(min_heads 4\) gives 0\.\d+, the best"):
-        select_within(
+        select_units(
             scores_of(effects_of(modules, 4)),
             modules,
-            modules,
-            table_of(modules, PRICE),
+            table=table_of(modules, PRICE),
             ratio=0.3,
             constraints=constraints,
         )
@@ -340,7 +339,7 @@ def test_a_uniform_budget_that_cannot_be_met_is_refused() -> None:
 
 def test_by_slopes_no_more_is_taken_than_is_wanted() -> None:
     """Of four equal steps, two save exactly a half."""
-    line = ([0.25, 0.5, 0.75, 1.0], [1.0, 2.0, 3.0, 4.0])
+    line = ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0])
     assert joint._by_slopes([line], 0.5) == [2]
     assert joint._by_slopes([line, line], 1.25) in ([4, 1], [1, 4])
 
@@ -351,9 +350,9 @@ def test_uniform_follows_chains_too() -> None:
         tuple(Removal("a", (u,), float(i + 1)) for i, u in enumerate((2, 0, 3, 1))),
         (Removal("m", (3, 1), 1.0), Removal("m", (0, 2), 2.0)),
     )
-    scores = Scores("compensated", {}, {}, chains=chains)
-    found = select_within(
-        scores, modules, modules, table_of(modules, PRICE), ratio=0.5, constraints=Constraints(allocation="uniform")
+    scores = Scores("compensated", {}, {"a": torch.arange(4.0), "m": torch.arange(4.0)}, chains=chains)
+    found = select_units(
+        scores, modules, table=table_of(modules, PRICE), ratio=0.5, constraints=Constraints(allocation="uniform")
     )
     assert {name: kept.removed for name, kept in found.items()} == {"a": (0, 2), "m": (1, 3)}
 
@@ -361,7 +360,7 @@ def test_uniform_follows_chains_too() -> None:
 def test_modules_that_are_not_scored_keep_everything() -> None:
     scored = LARGE[:2]
     effects = effects_of(scored, 0)
-    found = select_within(scores_of(effects), LARGE, scored, table_of(LARGE, PRICE), ratio=0.8)
+    found = select_units(scores_of(effects), LARGE, table=table_of(LARGE, PRICE), ratio=0.8)
     assert list(found) == [m.name for m in LARGE]
     assert [len(found[m.name].units) for m in LARGE[2:]] == [m.units for m in LARGE[2:]]
     assert found["a0"].removed
@@ -385,17 +384,17 @@ def test_a_budget_that_cannot_be_met_says_the_least_there_is(constraints: Constr
     with pytest.raises(
         PlanError, match="the budget asks for FLOPs at most 0.05 of dense, but cutting all heads and neurons " + message
     ) as error:
-        select_within(scores_of(effects), LARGE, LARGE, table, ratio=0.05, constraints=constraints)
+        select_units(scores_of(effects), LARGE, table=table, ratio=0.05, constraints=constraints)
     # What is said to be in reach is.
     least = float(str(error.value).partition("gives ")[2].partition(",")[0]) + 5e-4
-    found = select_within(scores_of(effects), LARGE, LARGE, table, ratio=least, constraints=constraints)
+    found = select_units(scores_of(effects), LARGE, table=table, ratio=least, constraints=constraints)
     assert cost(found, LARGE) <= least
 
 
 @pytest.mark.parametrize(("modules", "what"), [(LARGE[::2], "heads"), (LARGE[1::2], "neurons")])
 def test_a_budget_that_cannot_be_met_names_the_kinds_there_are(modules: Sequence[Units], what: str) -> None:
     with pytest.raises(PlanError, match=rf"cutting all {what} that may go gives"):
-        select_within(scores_of(effects_of(modules, 0)), modules, modules, table_of(modules, PRICE), ratio=0.01)
+        select_units(scores_of(effects_of(modules, 0)), modules, table=table_of(modules, PRICE), ratio=0.01)
 
 
 @pytest.mark.parametrize("options", [0, 20_000])
@@ -404,7 +403,7 @@ def test_the_least_cost_there_is_can_be_reached(options: int, monkeypatch: pytes
     effects, table = effects_of(LARGE, 0), table_of(LARGE, PRICE)
     least = 3 * (6 + 1) / (3 * 88)
     for ratio in (least + 1e-9, least + 1e-4):
-        found = select_within(scores_of(effects), LARGE, LARGE, table, ratio=ratio)
+        found = select_units(scores_of(effects), LARGE, table=table, ratio=ratio)
         assert {len(kept.units) for kept in found.values()} == {1}
 
 
@@ -427,12 +426,12 @@ def test_a_table_goes_on_after_a_cut() -> None:
 
 def test_two_rounds_meet_the_budget_of_both() -> None:
     effects, table = effects_of(LARGE, 5), table_of(LARGE, PRICE)
-    first = select_within(scores_of(effects), LARGE, LARGE, table, ratio=0.75)
+    first = select_units(scores_of(effects), LARGE, table=table, ratio=0.75)
     gone = {name: len(kept.removed) for name, kept in first.items()}
     left = [Units(name=m.name, units=len(first[m.name].units), kind=m.kind) for m in LARGE]
     values = {name: value[list(first[name].units)] for name, value in effects.items()}
     before = table.ratio(gone)
-    second = select_within(scores_of(values), left, left, table.after(gone), ratio=0.5 + 1 - before)
+    second = select_units(scores_of(values), left, table=table.after(gone), ratio=0.5 + 1 - before)
     counts = {name: gone[name] + len(kept.removed) for name, kept in second.items()}
     assert 0.45 < table.ratio(counts) <= 0.5 + 1e-9
 
@@ -443,8 +442,7 @@ def test_smaller_budgets_keep_a_part_of_what_larger_ones_keep(seed: int, monkeyp
     effects = effects_of(LARGE, seed)
     edges = sum(map(len, chains_of(scores_of(effects), LARGE)))
     plans = [
-        select_within(scores_of(effects), LARGE, LARGE, table_of(LARGE, PRICE), ratio=0.95 - 0.05 * i)
-        for i in range(17)
+        select_units(scores_of(effects), LARGE, table=table_of(LARGE, PRICE), ratio=0.95 - 0.05 * i) for i in range(17)
     ]
     assert edges == 3 * 48
     for more, less in itertools.pairwise(plans):
@@ -457,7 +455,7 @@ def test_equal_inputs_give_equal_selections_and_ties_go_to_the_later_unit(
 ) -> None:
     monkeypatch.setattr(joint, "MOST_OPTIONS", options)
     same = {m.name: torch.ones(m.units, dtype=torch.float64) * PRICE[m.kind] for m in LARGE}
-    plans = [select_within(scores_of(same), LARGE, LARGE, table_of(LARGE, PRICE), ratio=0.6) for _ in range(2)]
+    plans = [select_units(scores_of(same), LARGE, table=table_of(LARGE, PRICE), ratio=0.6) for _ in range(2)]
     assert plans[0] == plans[1]
     for kept in plans[0].values():
         assert kept.units == tuple(range(len(kept.units)))
@@ -468,7 +466,7 @@ def test_many_neurons_are_no_trouble() -> None:
     modules = tuple(m for i in range(32) for m in (heads(f"a{i}", 32), block(f"m{i}", 11_008)))
     effects, price = effects_of(modules, 0), {"attention": 4 * 128.0, "mlp": 3.0}
     scores = scores_of(effects, ranked=("attention",))
-    found = select_within(scores, modules, modules, table_of(modules, price), ratio=0.5)
+    found = select_units(scores, modules, table=table_of(modules, price), ratio=0.5)
     total = sum(price[m.kind] * m.units for m in modules)
     kept = sum(price[m.kind] * len(found[m.name].units) for m in modules) / total
     assert 0.4999 < kept <= 0.5
@@ -482,10 +480,10 @@ def test_many_neurons_are_no_trouble() -> None:
 def test_what_is_out_of_range_is_refused() -> None:
     effects, table = effects_of(LARGE, 0), table_of(LARGE, PRICE)
     with pytest.raises(RecipeError, match="2 problems") as error:
-        select_within(
-            scores_of(effects), LARGE, LARGE, table, ratio=0.5, constraints=Constraints(min_heads=0, keep_layers=(3,))
+        select_units(
+            scores_of(effects), LARGE, table=table, ratio=0.5, constraints=Constraints(min_heads=0, keep_layers=(3,))
         )
     assert "keep_layers must name layers 0 to 2, got 3" in str(error.value)
     effects["m1"][7] = float("nan")
     with pytest.raises(NonFiniteError, match="every score must be a finite number, but neuron 7 of m1 has nan; check"):
-        select_within(scores_of(effects), LARGE, LARGE, table, ratio=0.5)
+        select_units(scores_of(effects), LARGE, table=table, ratio=0.5)

@@ -7,15 +7,15 @@ import torch
 
 from hies_export.errors import PlanError
 from hies_export.select.constraints import Constraints
-from hies_export.select.iterative import Round, compose, filled_in, rounds_of
+from hies_export.select.iterative import HeadTarget, compose, filled_in, head_targets
 from hies_export.units import Kept, Units
 
 MODULES = (Units(name="a", units=8), Units(name="b", units=4))
 GROUPED = (Units(name="g", units=12, groups=4),)
 
 
-def rounds(share: float, count: int, **constraints: object) -> list[Round]:
-    return [*rounds_of(MODULES, heads=share, count=count, constraints=Constraints(**constraints))]  # type: ignore[arg-type]
+def rounds(share: float, count: int, **constraints: object) -> list[HeadTarget]:
+    return [*head_targets(MODULES, heads=share, count=count, constraints=Constraints(**constraints))]  # type: ignore[arg-type]
 
 
 def test_rounds_remove_equal_shares_of_all_modules() -> None:
@@ -36,7 +36,7 @@ def test_a_budget_that_cannot_be_met_is_refused_in_the_last_round() -> None:
     with pytest.raises(PlanError, match="must remove at least one head, but heads: 0.01 of 12 rounds to none"):
         rounds(0.01, 3)
     # The first rounds fit; only all of it does not.
-    found = rounds_of(MODULES, heads=0.9, count=2, constraints=Constraints(min_heads=2))
+    found = head_targets(MODULES, heads=0.9, count=2, constraints=Constraints(min_heads=2))
     assert next(found).wanted == 5
     with pytest.raises(PlanError, match="remove 11 of 12 heads, but min_heads 2 leave only 8"):
         next(found)
@@ -45,12 +45,12 @@ def test_a_budget_that_cannot_be_met_is_refused_in_the_last_round() -> None:
 def test_the_size_of_a_round_is_counted_on_the_model_that_is_left() -> None:
     left = (Units(name="a", units=5), Units(name="b", units=4))
     # 6 of 12 in all, and 3 of them are gone.
-    assert Round(6, (8, 4), "group").size(left) == (3 / 9, None)
-    assert Round([4, 2], (8, 4), "group").size(left) == (None, [1, 2])
+    assert HeadTarget(6, (8, 4), "group").size(left) == (3 / 9, None)
+    assert HeadTarget([4, 2], (8, 4), "group").size(left) == (None, [1, 2])
     left = (Units(name="g", units=8, groups=4),)
-    assert Round(2, (3,), "query").size(left) == (1 / 2, None)
-    assert Round([2], (3,), "query").size(left) == (None, [1])
-    (first, *_) = rounds_of(GROUPED, heads=0.7, count=2, constraints=Constraints(unit="query"))
+    assert HeadTarget(2, (3,), "query").size(left) == (1 / 2, None)
+    assert HeadTarget([2], (3,), "query").size(left) == (None, [1])
+    (first, *_) = head_targets(GROUPED, heads=0.7, count=2, constraints=Constraints(unit="query"))
     assert (first.wanted, first.dense, first.unit) == (1, [3], "query")
 
 
