@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import shutil
+import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from support.runs import run_script, without_tracing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,7 +27,25 @@ SAID = {
 SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text())
 
 
+@pytest.fixture
+def trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Train the classifier of three of them once, for all processes of the tests."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    tiny = importlib.import_module("tiny")
+    monkeypatch.setitem(sys.modules, "tiny", sys.modules.pop("tiny"))  # the scripts' own import of it, only here
+    base = tmp_path_factory.getbasetemp()
+    trained = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sentiment"
+    with FileLock(f"{trained}.lock"):
+        if not trained.is_dir():
+            tiny.sentiment(making := tmp_path_factory.mktemp("making"))
+            making.rename(trained)
+    monkeypatch.setattr(
+        tiny, "sentiment", lambda folder: shutil.copytree(trained, folder, dirs_exist_ok=True) / "model"
+    )
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("trained_once")
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_an_example_does_what_it_says(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

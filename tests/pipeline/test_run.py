@@ -6,10 +6,7 @@ import importlib
 import json
 import os
 import pkgutil
-import re
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -257,9 +254,6 @@ def test_regression(project: Path) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown field": ({"prune.alhpa": 1}, "did you mean 'alpha'"),
-    "several problems": ({"prune.alpha": 1, "prune.budget.heads": 1.5}, "2 problems:"),
-    "sparsity": ({"prune.budget.heads": 1.2}, "sparsity must be in (0, 1), got 1.2"),
     "alpha": ({"prune.alpha": 1.0}, "alpha must be in [0, 1), got 1"),
     "missing file": ({"data.files.train": "nowhere.jsonl"}, "nowhere.jsonl"),
     "missing split": ({"calibration.split": "trian"}, "the split must be one of"),
@@ -269,7 +263,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "label out of range": ({"data.files.validation": "many.jsonl"}, "labels must be in [0, 2)"),
     "empty split": ({"data.files.train": "empty.jsonl"}, "empty"),
     "metric of a regressor": ({"evaluation.metrics": "[pearson]"}, "'pearson', which is for numbers"),
-    "runtime": ({"measure.runtimes": "[onnxruntime-gpuu]"}, "a runtime must be one of"),
     "runtime not here": ({"measure.runtimes": "[onnxruntime-cuda]"}, 'install it with: pip install "hies-export[gpu]"'),
     "dtype": (
         {"measure.runtimes": "[onnxruntime-cpu]", "measure.dtypes": "[bfloat16]"},
@@ -408,15 +401,6 @@ def test_what_bench_prints_is_shown_again(project: Path, capsys: pytest.CaptureF
     assert hies("report", project / "bench.json", "--figures", project / "figures") == 2
     assert "figures are drawn of a run" in capsys.readouterr().err
     assert not (project / "figures").exists()
-
-
-def test_help_names_every_command_and_imports_nothing_heavy() -> None:
-    code = "import sys, hies_export.cli.main as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
-    code += "print('torch' in sys.modules, 'transformers' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for command in ("run", "quickstart", "score", "prune", "export", "bench", "inspect", "report"):
-        assert re.search(rf"^ +{command}\b", out, re.MULTILINE)
-    assert out.splitlines()[-1] == "False False"
 
 
 def test_public_names_are_complete() -> None:

@@ -74,7 +74,8 @@ class Hub:
         self.lock, self.one_came = threading.Lock(), threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        # Half a second between looks at whether to stop is what every test would wait for at its end.
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

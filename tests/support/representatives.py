@@ -1,4 +1,4 @@
-"""Name the model types that every test run covers: each kind of attention once, each reason for a refusal once."""
+"""Name the model types that every test run covers: each layout of attention once, each reason for a refusal once."""
 
 from __future__ import annotations
 
@@ -14,34 +14,15 @@ CUT = {
     "bert": "separate projections with biases",
     "clip": "images through a tower of its own",
     "deepseek_v3": "latent keys and values",
-    "distilbert": "projections under other names",
-    "gemma2": "soft-capped, windowed",
-    "gemma3": "images and text in one decoder",
     "gemma4_text": "keys and values that layers share",
     "gpt2": "fused, transposed weights",
-    "gpt_bigcode": "fused, one key/value head",
     "gpt_neox": "fused head by head",
     "gpt_oss": "sinks",
-    "granite_swa": "sinks that the eager map leaves out, so that there is no score to compare with",
-    "jamba": "attention in some layers only, a state space in the others",
     "llama": "grouped queries, no biases",
     "llava": "two towers",
     "mimo_v2_flash": "values narrower than keys, another number of groups in some layers",
-    "mistral": "a window",
-    "mixtral": "experts",
     "mllama": "cross-attention to images",
-    "modernbert": "fused, rotary, an encoder",
-    "opt": "learned positions with an offset",
-    "phi3": "fused side by side",
-    "qwen2": "biases on some projections",
-    "qwen3": "norms of each head, heads wider than the model",
     "qwen3_next": "gated",
-    "roberta": "positions that begin after the padding",
-    "t5gemma2": "an attention that returns no map",
-    "videomae": "video",
-    "vit": "images",
-    "wav2vec2": "audio",
-    "whisper": "audio to text",
 }
 EXPORTED = {
     "albert": "layers that share their weights",
@@ -79,7 +60,7 @@ NEURONS_REFUSED = {
     "resnet": "no block",
 }
 
-DECISIVE = ("prunable", "slim", "checkpoint")
+DECISIVE = ("model", "prunable", "calibrate", "slim", "checkpoint")
 # Of these: the table itself, and what makes and replaces folders, whatever they hold.
 NOT_DECISIVE = ("architectures.py", "folders.py")
 LOCK = Path(__file__).parents[1] / "prunable" / "architectures.lock"
