@@ -190,6 +190,7 @@ def prune(
     plan: PruningPlan | None = None,
     processor: Any = None,
     columns: Mapping[str, Any] | None = None,
+    shape: tuple[int, ...] | None = None,
     seed: int = 0,
     progress: Progress = SILENT,
     **options: Any,
@@ -214,11 +215,12 @@ def prune(
             result.
         columns: What to read of a data set that has texts or images, by the fields of a recipe's `data`: text, image,
             label, prompt, answer, max_length, packing. By default columns that leave no choice.
+        shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default a row of 128 tokens, or
+            of as many as the model takes.
         seed: Seed of the criterion `random`; the plan records it.
         progress: Shows stages and loops.
         **options: The fields of a recipe's `prune` section: budget (required), modules, criterion, alpha, normalize,
-            allocation, unit, towers, min_heads, keep_layers, multiple_of, steps and compensation. FLOPs are counted for
-            a row of 128 tokens, or of as many as the model takes.
+            allocation, unit, towers, min_heads, keep_layers, multiple_of, steps and compensation.
 
     Returns:
         The slim model with its plan and scores, which saves and exports itself.
@@ -253,7 +255,7 @@ def prune(
             processor=processor,
             task=task,
             judged=judged,
-            shapes=shapes_to_measure(model, (), task, timed),
+            shapes=shapes_to_measure(model, () if shape is None else (shape,), task, timed),
         )
         if isinstance(asked, _OfPlan):
             result = prune_prepared(prepared, asked.plan, compensation=asked.compensation, progress=progress)

@@ -1,0 +1,329 @@
+"""prune() on objects in memory: it leaves the model alone, chooses as a run does, saves, exports, and refuses early."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import onnxruntime
+import pytest
+import torch
+from support.checkpoints import llava_batch
+from support.generative import padded, with_images
+from support.hub import Hub
+from support.models import (
+    bert,
+    causal_lm,
+    generative_tokenizer,
+    image_batch,
+    llava,
+    save_project,
+    save_text_model,
+    text_batch,
+    vit,
+)
+from support.runs import without_tracing
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, BertForSequenceClassification, BertModel, PreTrainedModel
+
+import hies_export
+from hies_export import HiesError, PruningPlan, PruningRecipe, prune
+from hies_export.pipeline.resolve import resolve
+
+BOTH = ["attention", "mlp"]
+REFIT = {"method": "least_squares", "samples": 64}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*calibration tokens are few"),
+    pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning"),
+]
+
+
+def texts() -> list[dict[str, torch.Tensor]]:
+    return [text_batch(4, 10 + i) for i in range(8)]
+
+
+def images() -> DataLoader[dict[str, torch.Tensor]]:
+    return DataLoader([{k: v[0] for k, v in image_batch(1).items()} for _ in range(24)], batch_size=6)
+
+
+def stories() -> datasets.Dataset:
+    words = [*"abcdefghijkl", "yes", "no"]
+    rows = [" ".join(words[(i * 5 + j * 3) % 14] for j in range(12)) for i in range(60)]
+    return datasets.Dataset.from_dict({"text": rows})
+
+
+@pytest.fixture
+def unharmed() -> Iterator[Callable[[PreTrainedModel], PreTrainedModel]]:
+    """Give models that must be as they were in the end: weights to the bit, modes, gradients, config."""
+    seen = []
+
+    def remember(model: PreTrainedModel) -> PreTrainedModel:
+        seen.append((model, copy.deepcopy(model)))
+        return model
+
+    yield remember
+    for model, before in seen:
+        assert {n: m.training for n, m in model.named_modules()} == {n: m.training for n, m in before.named_modules()}
+        assert model.config.to_dict() == before.config.to_dict()
+        assert model.config._attn_implementation == before.config._attn_implementation
+        for (name, parameter), (_, known) in zip(model.named_parameters(), before.named_parameters(), strict=True):
+            assert torch.equal(parameter, known), name
+            assert (parameter.requires_grad, parameter.grad) == (known.requires_grad, None)
+        assert hooks(model) == hooks(before)
+
+
+def hooks(model: PreTrainedModel) -> list[int]:
+    return [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+
+
+CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Any], dict[str, Any]]] = {
+    "BERT, a list": (bert, texts, {}),
+    "ViT, a DataLoader": (vit, images, {}),
+    "LLaMA, a Dataset": (causal_lm, stories, {"processor": generative_tokenizer()}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_is_pruned_saved_loaded_and_exported(name: str, tmp_path: Path, unharmed: Any) -> None:
+    build, batches, how = CASES[name]
+    model = unharmed(build().train())
+    result = prune(model, batches(), modules=BOTH, criterion="auto", budget={"flops": 0.7}, compensation=REFIT, **how)
+    assert type(result.model).__name__ == type(model).__name__
+    assert result.flops.ratio <= 0.7
+    result.save_pretrained(tmp_path / "slim")
+    sample = result.prepared.sample
+    inputs = {key: value for key, value in sample.items() if key != "labels"}
+    with torch.no_grad():
+        expected = result.model(**inputs).logits
+        loaded = hies_export.load(tmp_path / "slim")(**inputs).logits
+    torch.testing.assert_close(loaded, expected)
+    assert PruningPlan.from_file(tmp_path / "slim" / "hies_plan.json").kept == result.plan.kept
+    assert (tmp_path / "slim" / "refit.safetensors").is_file()
+    assert (tmp_path / "slim" / "tokenizer.json").is_file() is ("processor" in how)
+    exported = result.export_onnx(tmp_path / "onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
+    if "past_key_values" not in str([node.name for node in session.get_inputs()]):
+        feeds = {"token_type_ids": torch.zeros_like(next(iter(inputs.values()))), **inputs}
+        (logits,) = session.run(["logits"], {node.name: feeds[node.name].numpy() for node in session.get_inputs()})
+        torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-4, rtol=1e-4)
+    assert exported.max_abs < 1e-3
+    text = str(result)
+    for shown in ("attention heads", "feed-forward neurons", "parameters", "FLOPs at 1 x", "same prediction", "■"):
+        assert shown in text
+
+
+PRUNE: list[dict[str, Any]] = [
+    {"budget": {"heads": 0.5}},
+    {"budget": {"heads": 0.3}, "criterion": "his", "allocation": "uniform"},
+    {"budget": {"heads": 0.4}, "alpha": "auto", "compensation": {"samples": 40}},
+    {"budget": {"heads": 0.5}, "criterion": "hies-compensated", "compensation": {"samples": 40}},
+    {"budget": {"heads": 0.4}, "criterion": "random"},
+    {"budget": {"heads": 0.5}, "steps": 2, "normalize": "layer", "min_heads": 2},
+    {"budget": {"flops": 0.6}, "modules": BOTH, "criterion": "fisher", "compensation": {"samples": 40}},
+    {"budget": {"parameters": 0.8}, "modules": ["mlp"], "criterion": "activation", "multiple_of": {"neurons": 8}},
+    {"budget": {"max_drop": {"metric": "accuracy", "by": 0.2}}, "modules": BOTH, "criterion": "his"},
+    {"budget": {"flops": 0.6}, "modules": BOTH, "criterion": "auto", "compensation": {"samples": 40}},
+]
+
+
+@pytest.mark.parametrize("section", PRUNE, ids=lambda s: "-".join([*s["budget"], s.get("criterion", "hies")]))
+def test_a_run_and_a_call_choose_the_same(section: dict[str, Any], tmp_path: Path) -> None:
+    measure = {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2}
+    fields = {"calibration": {"samples": 12, "batch_size": 4, "seed": 3}, "measure": measure, "prune": section}
+    save_project(tmp_path, train=80, validation=8, **fields)
+    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
+    with without_tracing():
+        recipe.run()
+    run = json.loads((tmp_path / "out" / "plan.json").read_text())
+    rows = resolve(recipe).prepared.rows
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "model")
+    refit_on = rows.compensation or None
+    result = prune(
+        model, rows.calibration, held_out=rows.held_out, compensation_batches=refit_on, seed=3, shape=(2, 16), **section
+    )
+    plan = json.loads(result.plan.to_json())
+    for name in ("kept", "criterion", "alpha", "seed", "calibration"):
+        assert plan[name] == run[name], name
+    slim = hies_export.load(tmp_path / "out" / "slim")
+    for (name, saved), (_, made) in zip(slim.named_parameters(), result.model.named_parameters(), strict=True):
+        torch.testing.assert_close(saved, made, msg=name)
+
+
+def test_the_last_batches_are_held_out_unless_others_are_given(unharmed: Any) -> None:
+    model, batches = unharmed(bert()), texts()
+    own = prune(model, batches, budget={"heads": 0.5})
+    given = prune(model, batches[:6], held_out=batches[6:], budget={"heads": 0.5})
+    assert own.plan == given.plan
+    assert str(own) == str(given)
+    assert own.held_out is not None
+    alone = prune(model, batches[:6], held_out=[], budget={"heads": 0.5})
+    assert (alone.plan, alone.held_out) == (own.plan, None)
+    (one,) = prune(model, [text_batch(8, 12)], budget={"heads": 0.5}).prepared.rows.held_out
+    assert len(one["labels"]) == 2  # of a single batch, the last quarter of its rows
+
+
+def test_the_agreement_is_that_of_the_two_models() -> None:
+    result = prune(bert(), texts(), budget={"heads": 0.5})
+    same = total = 0
+    for batch in result.prepared.rows.held_out:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        with torch.no_grad():
+            one, other = (model(**inputs).logits.argmax(-1) for model in (result.prepared.model, result.model))
+        same, total = same + int((one == other).sum()), total + len(one)
+    assert result.held_out is not None
+    assert result.held_out.stability == pytest.approx(same / total)
+    assert f"{same / total:.1%}" in str(result)
+
+
+def test_a_given_plan_is_cut_and_refitted(unharmed: Any) -> None:
+    model, batches = unharmed(bert()), texts()
+    plan = prune(model, batches, modules=BOTH, criterion="fisher", budget={"flops": 0.7}).plan
+    again = prune(model, batches, plan=plan)
+    assert (again.plan.kept, again.scores, again.fits) == (plan.kept, None, [])
+    refitted = prune(model, batches, plan=plan, compensation=REFIT)
+    assert refitted.plan.kept == plan.kept
+    assert refitted.plan.compensation["method"] == "least_squares"
+    assert len(refitted.fits) == sum(bool(kept.removed) for kept in plan.kept.values())
+    with pytest.raises(hies_export.RequestError, match="with plan=, of the options only compensation applies, got bu"):
+        prune(model, batches, plan=plan, budget={"heads": 0.5})
+
+
+def test_text_without_labels_is_its_own_label(unharmed: Any) -> None:
+    model, batches = unharmed(causal_lm()), [padded([9, 12, 7], "right") for _ in range(6)]
+    bare = [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
+    labelled, plain = (prune(model, rows, budget={"heads": 0.5}) for rows in (batches, bare))
+    assert labelled.plan.kept == plain.plan.kept
+    for name, his in labelled.choice.statistics["his"].items():
+        torch.testing.assert_close(plain.choice.statistics["his"][name], his)
+    assert labelled.held_out.metrics["perplexity"] == plain.held_out.metrics["perplexity"]
+
+
+def test_a_model_of_images_and_text(unharmed: Any) -> None:
+    model = llava()
+    model(**llava_batch())  # where transformers leaves hooks of its own
+    unharmed(model)
+    batches = [with_images(padded([9, 12], "left", answers=[3, 4])) for _ in range(4)]
+    result = prune(model, batches, modules=BOTH, criterion="fisher", budget={"flops": 0.8}, compensation=REFIT)
+    assert set(result.model(**llava_batch())) >= {"logits"}
+    assert all("vision" not in name for name, kept in result.plan.kept.items() if kept.removed)
+
+
+def test_rows_of_a_data_set_become_batches_by_their_columns(tmp_path: Path) -> None:
+    save_text_model(tmp_path / "model")
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    rows = [{"premise": "good fine", "note": "x", "label": i % 2, "length": i} for i in range(20)]
+    rows += [{"premise": "bad dull poor", "note": "y", "label": i % 2, "length": i} for i in range(20)]
+    data = datasets.Dataset.from_list(rows)
+    columns = {"text": "premise", "label": "label", "max_length": 8}
+    named = prune(model, data, processor=tokenizer, columns=columns, budget={"heads": 0.5})
+    assert named.plan.calibration["labels"] == "data"
+    # Two columns of text or fewer leave no choice.
+    taken = prune(model, data.remove_columns("note"), processor=tokenizer, budget={"heads": 0.5})
+    assert taken.plan == named.plan
+    # A data set that was tokenised is padded by the tokenizer, and takes no columns.
+    ready = data.map(lambda row: tokenizer(row["premise"]), remove_columns=["premise", "note", "length"])
+    assert prune(model, ready, processor=tokenizer, budget={"heads": 0.5}).plan.kept == named.plan.kept
+
+
+def test_the_folder_is_pushed_when_asked(hub: Hub, tmp_path: Path) -> None:
+    result = prune(bert(), texts(), budget={"heads": 0.5})
+    result.save_pretrained(tmp_path / "slim", push_to_hub=True, repo_id="user/slim", private=True)
+    files = hub.files("user/slim")
+    assert {"config.json", "model.safetensors", "hies_plan.json", "modeling_hies.py"} <= set(files)
+    assert files["hies_plan.json"] == (tmp_path / "slim" / "hies_plan.json").read_bytes()
+    assert hub.repositories["user/slim"].private
+
+
+def quantised() -> PreTrainedModel:
+    model = bert()
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    return model
+
+
+def without_labels() -> list[dict[str, torch.Tensor]]:
+    return [text_batch(labels=False)] * 4
+
+
+HALF = {"heads": 0.5}
+BAD: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], str]] = {
+    "no batches": (bert, list, {"budget": HALF}, "batches must have at least one batch, got none"),
+    "one batch": (bert, text_batch, {"budget": HALF}, "list or a DataLoader of batches, got a dict; put a single"),
+    "no mappings": (bert, lambda: [torch.ones(2)], {"budget": HALF}, "batch 0 .* is a Tensor"),
+    "a key too many": (
+        bert,
+        lambda: [text_batch() | {"idx": torch.arange(4)}],
+        {"budget": HALF},
+        "argument of BertForSequenceClassification.forward, but batch 0 .* has 'idx'; leave it out",
+    ),
+    "images for text": (bert, lambda: [image_batch()], {"budget": HALF}, "batch 0 .* has 'pixel_values'"),
+    "no budget": (bert, texts, {}, "budget must be given"),
+    "unknown keyword": (
+        bert,
+        texts,
+        {"budget": HALF, "critreion": "his"},
+        r"prune\(\) has no argument critreion; did you mean 'criterion'\?",
+    ),
+    "two problems": (
+        bert,
+        texts,
+        {"budget": {"heads": 1.5}, "alpha": 2},
+        "(?s)2 problems:.*alpha must be in .*got 2.*sparsity must be in .*got 1.5",
+    ),
+    "a budget out of reach": (
+        bert,
+        texts,
+        {"budget": {"flops": 0.01}, "modules": BOTH, "criterion": "his"},
+        "at most 0.01 of dense, but cutting all heads and neurons that may go gives .*; raise the target",
+    ),
+    "quantised": (quantised, texts, {"budget": HALF}, "this BertForSequenceClassification is quantised; load it with"),
+    "no model": (lambda: torch.nn.Linear(2, 2), texts, {"budget": HALF}, "PreTrainedModel of transformers, got Linear"),
+    "no head": (
+        lambda: BertModel(bert().config),
+        texts,
+        {"budget": HALF},
+        "AutoModelForSequenceClassification, .* got",
+    ),
+    "nothing held out": (
+        bert,
+        texts,
+        {"budget": HALF, "alpha": "auto", "held_out": []},
+        "alpha: auto is chosen on held-out rows, and there are none; pass held_out=",
+    ),
+    "a regression without labels": (
+        lambda: bert(num_labels=1),
+        without_labels,
+        {"budget": HALF},
+        "a regression model needs labels",
+    ),
+    "a data set alone": (causal_lm, stories, {"budget": HALF}, "columns 'text' needs processor=|needs processor="),
+    "an unknown column": (
+        causal_lm,
+        stories,
+        {"budget": HALF, "processor": generative_tokenizer(), "columns": {"text": "story"}},
+        "must have the column 'story', but it has text",
+    ),
+    "a runtime that is not there": (
+        bert,
+        texts,
+        {"budget": {"latency": {"ratio": 0.8, "runtime": "abacus"}}},
+        "a runtime must be one of .*got 'abacus'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_in_one_sentence(name: str, unharmed: Any) -> None:
+    build, batches, options, message = BAD[name]
+    model = build()
+    if isinstance(model, PreTrainedModel):
+        unharmed(model)
+    with pytest.raises(HiesError, match=message) as refused:
+        prune(model, batches(), **options)
+    assert "\n" not in str(refused.value) or "problems:" in str(refused.value)
