@@ -25,7 +25,7 @@ from hies_export.calibrate.moments import MomentStream
 from hies_export.cost.flops import flops_table
 from hies_export.evaluate.predict import predict
 from hies_export.kinds import KINDS
-from hies_export.measure.environment import environment
+from hies_export.measure.machine import machine_facts
 from hies_export.model.copies import share_weights
 from hies_export.model.tokens import synthetic_batch
 from hies_export.progress import Clock
@@ -91,7 +91,7 @@ def main() -> None:
         print(f"{stage:22} {seconds:8.1f} s   {seconds / baseline:6.2f} x plain")
     sizes = {"rows": options.rows, "refit_rows": options.refit_rows, "tokens": options.tokens}
     row = {"width": options.width, **sizes, "flops": options.flops, "seconds": clock.seconds}
-    print(json.dumps({**row, "environment": environment()}))
+    print(json.dumps({**row, "environment": machine_facts()}))
 
 
 if __name__ == "__main__":

@@ -43,17 +43,17 @@ from transformers import PreTrainedModel
 
 from hies_export.checkpoint.folders import replace_file
 from hies_export.errors import HiesError
+from hies_export.exports import Exporter, ExportOptions
 from hies_export.measure.compare import time_on
 from hies_export.measure.counts import count_both_flops
-from hies_export.measure.environment import environment
 from hies_export.measure.latency import compare_latency
+from hies_export.measure.machine import machine_facts
 from hies_export.measure.rows import LatencyRow
 from hies_export.measure.timing import Timing
-from hies_export.model.tokens import sequence_length
+from hies_export.model.tokens import sequence_length, synthetic_batch
 from hies_export.onnx.trace import reason
-from hies_export.pipeline.bench import export_for
 from hies_export.report.bench import Bench, print_bench, render_bench
-from hies_export.runtimes.base import RUNTIMES, Runtime
+from hies_export.runtimes.base import Runtime
 from hies_export.runtimes.pytorch import peak_memory_bytes
 from hies_export.runtimes.registry import check_runtime
 
@@ -145,7 +145,7 @@ class Session:
         signal.setitimer(signal.ITIMER_REAL, max(left, 0.1), 5)
 
     def values(self) -> dict[str, Any]:
-        where = environment()
+        where = machine_facts()
         return {
             "title": f"Pruned models on {where['gpu'] or where['cpu']}",
             "tables": [
@@ -192,15 +192,13 @@ def _time_shares(
     dense = shape.build(device=session.device, dtype=getattr(torch, dtype))
     made = [shape.batch(dense, *size) for size in sizes]
     batches = {(len(next(iter(batch.values()))), sequence_length(dense, batch)): batch for batch in made}
-    exports = not RUNTIMES[runtime].reads_models
     with tempfile.TemporaryDirectory() as folder:
-        first: Any = export_for(runtime, dense, Path(folder) / "dense", dtype) if exports else dense
+        exporter = Exporter(ExportOptions.best_for(runtime, dtype), synthetic_batch(dense, batch=2, sequence=16))
+        first: Any = exporter.source(runtime, dense, Path(folder) / "dense")
         for share in shares:
             session.check_time(f"at {share:.0%} of the heads")
             slim = uniformly_pruned(dense, share, modules) if share else dense
-            second: Any = slim
-            if exports:
-                second = export_for(runtime, slim, Path(folder) / f"{share:.0%}", dtype) if share else first
+            second = exporter.source(runtime, slim, Path(folder) / f"{share:.0%}") if share else first
             flops = count_both_flops(dense, slim, batches)
             timing = Timing(repeats=session.repeats)
             rows = time_on(runtime, first, second, batches=batches, flops=flops, timing=timing)

@@ -26,7 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hies_export.measure.counts import count_parameters
-from hies_export.measure.environment import environment
+from hies_export.measure.machine import machine_facts
 from hies_export.pipeline.cut import save
 from hies_export.pipeline.prune import prune_prepared
 from hies_export.pipeline.resolve import options_of, resolve
@@ -155,7 +155,7 @@ def main() -> None:
         "memory_gb": options.memory_gb,
         "seconds": stages.seconds,
         "peak_gb": stages.peak_gb,
-        "environment": environment(),
+        "environment": machine_facts(),
     }
     print(json.dumps(row))
 

@@ -29,13 +29,13 @@ from rich.console import Console
 
 from hies_export import PruningPlan, find_attention, load
 from hies_export.checkpoint.folders import replace_file
+from hies_export.exports import Exporter, ExportOptions
 from hies_export.measure.compare import time_on
 from hies_export.measure.counts import count_both_flops
-from hies_export.measure.environment import environment
 from hies_export.measure.latency import compare_latency
+from hies_export.measure.machine import machine_facts
 from hies_export.measure.timing import Timing
 from hies_export.model.tokens import synthetic_batch
-from hies_export.pipeline.bench import export_for
 from hies_export.report.bench import Bench, print_bench
 from hies_export.runtimes.base import RUNTIMES, Runtime
 from hies_export.runtimes.registry import check_runtime
@@ -127,8 +127,9 @@ def main() -> None:
                     places = [Path(folder) / f"{runtime}-{side}" for side in ("dense", what)]
                     for place, model in zip(places, sources, strict=True):
                         if not place.exists():
-                            export_for(runtime, model, place, "float32")
-                    sources = [place / "onnx" for place in places]
+                            options = ExportOptions.best_for(runtime, "float32")
+                            Exporter(options, synthetic_batch(model, batch=2, sequence=16)).export(model, place)
+                    sources = list(places)
                 timing = Timing(repeats=options.repeats)
                 found = time_on(runtime, *sources, batches=batches, flops=flops, timing=timing)
                 rows += [{"model": f"{name} {what}", **asdict(row)} for row in found]
@@ -136,7 +137,7 @@ def main() -> None:
         "title": f"{name}: {title}",
         "tables": [{"title": "Latency", "names": ["dense", "slim"], "rows": rows}],
         "missing": [],
-        "environment": environment(),
+        "environment": machine_facts(),
         "overhead_us": cost_us,
     }
     out = options.out or RESULTS / f"latency-{name}{'-neurons' if options.plans else ''}.json"

@@ -31,7 +31,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedMo
 from hies_export.calibrate.moments import Moments, MomentStream, bytes_of
 from hies_export.calibrate.stream import LIMIT_BYTES
 from hies_export.kinds import MLP
-from hies_export.measure.environment import environment
+from hies_export.measure.machine import machine_facts
 from hies_export.model.watch import watch
 from hies_export.units import PrunableModule
 
@@ -161,7 +161,7 @@ def main() -> None:
     rows = [row for width in options.widths for row in measure_pass(width, options.tokens, options.repeats)]
     print("\nkept inputs  solve s   fits s  fits/solve   for each ridge")
     fits = [measure_fit(kept, options.repeats) for kept in options.kept]
-    print(json.dumps({"repeats": options.repeats, "rows": rows, "fits": fits, "environment": environment()}))
+    print(json.dumps({"repeats": options.repeats, "rows": rows, "fits": fits, "environment": machine_facts()}))
 
 
 if __name__ == "__main__":

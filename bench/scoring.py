@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hies_export import PrunableModule, collect_statistics, find_attention
-from hies_export.measure.environment import environment
+from hies_export.measure.machine import machine_facts
 
 
 def bert(layers: int) -> PreTrainedModel:
@@ -175,7 +175,7 @@ def main() -> None:
                 "layers": options.layers,
                 "repeats": options.repeats,
                 "rows": rows,
-                "environment": environment(),
+                "environment": machine_facts(),
             }
         )
     )

@@ -61,7 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Time both, print the comparison, and return what `hies-export report` shows again."""
-    from ..measure.environment import environment
+    from ..measure.machine import machine_facts
     from ..pipeline.bench import bench
     from ..report.bench import Bench, print_bench
 
@@ -80,7 +80,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         "a": first,
         "b": second,
         "latency": [asdict(row) for row in rows],
-        "environment": environment(),
+        "environment": machine_facts(),
     }
     print_bench(Bench.from_values(result), console)
     return result

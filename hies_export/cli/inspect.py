@@ -105,8 +105,8 @@ def _inspect_model(options: Namespace, console: Console) -> dict[str, Any]:
 def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, UnsupportedModelError]]:
     """Return the modules of every kind that can be cut, and by kind why those of another cannot."""
     from ..errors import UnsupportedModelError
+    from ..measure.shapes import check_runs
     from ..model.tokens import sample_batch
-    from ..pipeline.bench import check_runs
     from ..prunable.find import FINDERS, find_modules
 
     batch = sample_batch(model, sequence=8)
@@ -151,8 +151,8 @@ def _print_units(
 def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], console: Console) -> list[dict[str, Any]]:
     """Print the FLOPs of every layer, and return them for --json."""
     from ..measure.counts import flops_per_layer
+    from ..measure.shapes import model_shapes
     from ..model.tokens import synthetic_batch
-    from ..pipeline.bench import model_shapes
     from ..report.rows import layer_table
     from ..report.terminal import plain_table
 

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.folders import replace_file, user_cache
 from ..errors import RequestError
+from ..exports import Exporter
 from ..files import Rule, read_json
 from ..kinds import ATTENTION
 from ..measure.compare import compare_loads
 from ..measure.contention import CpuWatch
-from ..measure.environment import environment
+from ..measure.machine import machine_facts
 from ..measure.ratios import is_noisy
 from ..measure.timing import Timing
 from ..progress import SILENT, Progress
@@ -52,15 +53,13 @@ class TimedOn:
         runtime: A name in `hies_export.runtimes.base.RUNTIMES`.
         batch: The batch to run.
         timing: Number of runs of the dense model and of each cut.
-        export: Exports a model into a new folder, to what the runtime reads; called if that is no model.
-        exported_as: What `export` writes, in words: times of another format or dtype are not taken from the cache.
+        exporter: Exports each cut, for a runtime that reads no models.
     """
 
     runtime: str
     batch: Mapping[str, Tensor]
     timing: Timing
-    export: Callable[[PreTrainedModel, Path], object]
-    exported_as: str = ""
+    exporter: Exporter
 
 
 @dataclass(frozen=True)
@@ -214,17 +213,11 @@ def _time_cuts(
     rows, columns, *_ = next(iter(where.batch.values())).shape
     batches, cuts = {(rows, columns): where.batch}, []
     with tempfile.TemporaryDirectory(prefix="hies-budget-") as temporary:
-
-        def source(candidate: PreTrainedModel, name: str) -> PreTrainedModel | Path:
-            if RUNTIMES[where.runtime].reads_models:
-                return candidate
-            where.export(candidate, Path(temporary) / name)
-            return Path(temporary) / name
-
-        dense = source(model, "dense")
+        dense = where.exporter.source(where.runtime, model, Path(temporary) / "dense")
         for kind, kept, removed in progress.track(planned, f"time cuts on {where.runtime}"):
-            slim = source(cut_bundles(model, modules, removed, unit=unit), f"{kind}-{kept:.4f}")
-            timed = compare_loads(where.runtime, dense, slim, batches, timing=where.timing, decode=False)
+            slim = cut_bundles(model, modules, removed, unit=unit)
+            source = where.exporter.source(where.runtime, slim, Path(temporary) / f"{kind}-{kept:.4f}")
+            timed = compare_loads(where.runtime, dense, source, batches, timing=where.timing, decode=False)
             (found,) = timed.values()
             ratio, control = found.ratio, found.control
             cuts.append(TimedCut(kept, ratio.median, ratio.low, ratio.high, control.low, control.high, kind))
@@ -234,11 +227,12 @@ def _time_cuts(
 def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str) -> dict[str, Any]:
     """Return everything that the times depend on, as values for JSON."""
     shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
+    export = where.exporter.options.read_by(where.runtime)
     return {
         "format": TABLE_FORMAT,
-        "environment": environment(),
+        "environment": machine_facts(),
         "runtime": where.runtime,
-        "export": where.exported_as,
+        "export": f"{export.format} {export.dtype} {export.provider}",
         "device": str(model.device),
         "batch": {name: list(value.shape) for name, value in sorted(where.batch.items())},
         "model": [type(model).__name__, str(model.dtype)],

@@ -6,6 +6,7 @@ In go a dense and a slim model, batches by (batch, sequence), and the name of a 
 In the order of reading:
 
 - `counts.py`: parameters, FLOPs (total and per layer) and bytes of the key/value cache.
+- `shapes.py`: the shapes to measure a model at, and whether it runs there.
 - `timing.py`: run dense, slim and control in turns, and check that they are comparable. Returns times in ms.
 - `ratios.py`: the median of paired ratios, its bootstrap interval, and the limit beyond which a control is noisy.
 - `latency.py`: `compare_latency`, timing and statistics for two loaded models.
@@ -13,5 +14,5 @@ In the order of reading:
 - `record.py`: dataclasses that read like that file.
 - `compare.py`: `time_on` loads two models into a runtime, as many times as it needs, and times them at every shape.
 - `contention.py`: how many cores other work took in the meantime, on Linux.
-- `environment.py`: processor, GPU and library versions, to be read beside the times.
+- `machine.py`: processor, GPU and library versions, to be read beside the times.
 """

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import NonFiniteError, RecipeError
 from ..runtimes.base import Runtime
-from .environment import gpu_facts
+from .machine import gpu_facts
 
 Phase = Literal["forward", "prefill", "decode"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,24 +14,22 @@ from ..checkpoint.classes import find_model_class, load_config
 from ..checkpoint.loading import load
 from ..checkpoint.schema import empty_model
 from ..data.processors import load_processor
-from ..errors import RequestError, quoted, root_cause
-from ..gguf.export import check_exportable, export_gguf, require_gguf
+from ..errors import RequestError
+from ..exports import Exporter, ExportOptions, require_exporters
 from ..measure.compare import time_on
-from ..measure.counts import FlopCount, Shape, count_both_flops, count_flops
+from ..measure.counts import FlopCount, Shape, count_both_flops
 from ..measure.rows import LatencyRow
+from ..measure.shapes import check_shapes, model_shapes
 from ..measure.timing import Timing
 from ..model.internals import never_asking
-from ..model.tokens import longest_sequence, sequence_length, synthetic_batch
-from ..onnx.export import export_onnx
+from ..model.tokens import synthetic_batch
 from ..onnx.multimodal import is_vision_language
 from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES, Format
 from ..runtimes.llamacpp import find_gguf
 from ..runtimes.ort import ONNX_FILE, refuse_parts
-from ..runtimes.registry import check_runtime
+from ..runtimes.registry import check_dtypes, check_runtime
 
-# More rows times tokens than any machine runs at once; a batch of more would fill the memory before a model sees it.
-MOST_TOKENS = 2**24
 # What an export is called, and a runtime that reads it.
 _EXPORTED: dict[Format, tuple[str, str]] = {
     "onnx": ("an ONNX folder", "onnxruntime-cpu"),
@@ -76,32 +73,27 @@ def bench(
     _check_request(folders, runtimes, dtypes)
     skeletons = [_skeleton(folder) for folder in folders]
     _check_inputs(skeletons)
-    if any(RUNTIMES[name].format == "gguf" for name in runtimes):
-        _check_gguf(folders)
     # The second model may have fewer positions than the first.
     wanted, _ = (model_shapes(model, shapes) for model in skeletons)
     # The tokens of the smaller vocabulary are tokens of both.
     smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))
     batches = {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1]) for shape in wanted}
     flops = _flops(folders, skeletons, batches)
+    asked = [(name, dtype) for name in runtimes for dtype in dtypes or ("float32",) if dtype in RUNTIMES[name].dtypes]
     rows = []
-    for runtime in runtimes:
-        for dtype in dtypes or ("float32",):
-            if dtype in RUNTIMES[runtime].dtypes:
-                with tempfile.TemporaryDirectory(prefix="hies-bench-") as temporary:
-                    places = [Path(temporary) / name for name in ("first", "second")]
-                    sources = [
-                        _source(folder, runtime, dtype, place) for folder, place in zip(folders, places, strict=True)
-                    ]
-                    rows += time_on(
-                        runtime,
-                        *sources,
-                        batches=batches,
-                        flops=flops,
-                        timing=timing,
-                        dtype=dtype,
-                        progress=progress,
-                    )
+    with tempfile.TemporaryDirectory(prefix="hies-bench-") as temporary:
+        places = [(folder, Path(temporary) / name) for folder, name in zip(folders, ("first", "second"), strict=True)]
+        # All exports come first, because one may be refused.
+        exports = {
+            (runtime, dtype): [_exported(folder, runtime, dtype, place) for folder, place in places]
+            for runtime, dtype in asked
+            if not RUNTIMES[runtime].reads_models
+        }
+        for runtime, dtype in asked:
+            sources: Any = exports.get((runtime, dtype)) or [_loaded(folder, dtype) for folder in folders]
+            rows += time_on(
+                runtime, *sources, batches=batches, flops=flops, timing=timing, dtype=dtype, progress=progress
+            )
     return rows
 
 
@@ -159,19 +151,8 @@ def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Seq
                 f"writes, but {folder} has none; export the checkpoint again"
             )
     check_dtypes(dtypes, runtimes)
-
-
-def _check_gguf(folders: Sequence[Path]) -> None:
-    """Refuse, before anything is timed, checkpoints that no GGUF file can hold.
-
-    Raises:
-        RequestError: There is one; the message names the layer or the tokenizer, and the reason.
-    """
-    for folder in folders:
-        if _format(folder) is None:
-            require_gguf()
-            tokenizer = load_processor(folder, task="text-generation")
-            check_exportable(load(folder, dtype=torch.float32), tokenizer, uneven=False)
+    if None in map(_format, folders):
+        require_exporters({RUNTIMES[name].format for name in runtimes if not RUNTIMES[name].reads_models})
 
 
 def _described(folder: Path) -> Path:
@@ -179,91 +160,23 @@ def _described(folder: Path) -> Path:
     return folder.parent if folder.is_file() else folder
 
 
-def _source(folder: Path, runtime: str, dtype: str, temporary: Path) -> PreTrainedModel | Path:
-    """Return what a runtime loads: the export, the checkpoint's model, or its export in a temporary folder."""
+def _loaded(folder: Path, dtype: str) -> PreTrainedModel:
+    """Load a checkpoint, on the GPU if there is one."""
+    model: Any = load(folder, dtype=getattr(torch, dtype))
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _exported(folder: Path, runtime: str, dtype: str, temporary: Path) -> Path:
+    """Return what a runtime reads: the folder, or its checkpoint's export in a temporary one, written once."""
     if _format(folder) is not None:
         return folder
-    if RUNTIMES[runtime].reads_models:
-        model: Any = load(folder, dtype=getattr(torch, dtype))
-        return model.to("cuda" if torch.cuda.is_available() else "cpu")
-    model = load(folder, dtype=torch.float32)
-    if RUNTIMES[runtime].format == "gguf":
-        tokenizer = load_processor(folder, task="text-generation")
-        return export_gguf(model, temporary / "gguf", tokenizer=tokenizer, dtype=dtype).folder
-    return export_for(runtime, model, temporary, RUNTIMES[runtime].exported_in(dtype))
-
-
-def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
-    """Refuse dtypes that none of the runtimes can run a model in.
-
-    Raises:
-        RequestError: No runtime supports one of the dtypes.
-    """
-    known = list(dict.fromkeys(dtype for runtime in runtimes for dtype in RUNTIMES[runtime].dtypes))
-    for dtype in dtypes:
-        if dtype not in known:
-            raise RequestError(f"a dtype must be one of {', '.join(known)} on {', '.join(runtimes)}, got {dtype!r}")
-
-
-def export_for(runtime: str, model: PreTrainedModel, temporary: Path, dtype: str) -> Path:
-    """Export a model to ONNX for a runtime, into a folder inside the temporary one, and return that folder."""
-    return export_onnx(
-        model,
-        temporary / "onnx",
-        batch=synthetic_batch(model, batch=2, sequence=16),
-        provider=RUNTIMES[runtime].fused_for,
-        dtype=dtype,
-    ).folder
-
-
-def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> list[Shape]:
-    """Return the (batch, sequence) pairs to measure. For an image model, the sequence follows from the image size.
-
-    Raises:
-        RequestError: The shape of a text model has no sequence, or a sequence longer than the model's positions; or a
-            shape has more than `MOST_TOKENS`.
-    """
-    for shape in shapes:
-        if math.prod(shape) > MOST_TOKENS:
-            raise RequestError(f"a shape must have at most {MOST_TOKENS:,} tokens or images, got {quoted(list(shape))}")
-    if model.main_input_name == "pixel_values":
-        tokens = sequence_length(model, synthetic_batch(model, batch=1))
-        return [(batch, tokens) for batch in dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,)))]
-    for shape in shapes:
-        if len(shape) != 2:
-            raise RequestError(f"a text model's shape must be batch and sequence, got {list(shape)}")
-        synthetic_batch(model, batch=1, sequence=shape[1])
-    if shapes:
-        return [(shape[0], shape[1]) for shape in shapes]
-    sequence = min(128, longest_sequence(model.config) or 128)
-    return [(1, sequence), (8, sequence)]
-
-
-def check_runs(model: PreTrainedModel, batch: Mapping[str, Any], what: str) -> None:
-    """Refuse, before any work, a model that does not run on a batch.
-
-    It is tried on tensors without data where the model's forward can do without.
-
-    Args:
-        model: The model; not changed.
-        batch: Its inputs.
-        what: These inputs, in words.
-
-    Raises:
-        RequestError: The model raised an error; the message quotes it.
-    """
-    try:
-        count_flops(model, batch)
-    except Exception as error:  # whatever a model's code raises on inputs it does not expect
-        raise RequestError(
-            f"a model must run on {what}, but {type(model).__name__} raises {root_cause(error)}"
-        ) from error
-
-
-def check_shapes(model: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Any]]) -> None:
-    """Refuse a model that does not run on the largest of the batches it is to be measured on; see `check_runs`."""
-    size, sequence = max(batches)
-    check_runs(model, batches[size, sequence], f"{size} x {sequence} random inputs to be measured")
+    options = ExportOptions.best_for(runtime, dtype)
+    place = temporary / f"{options.format}-{options.provider}-{options.dtype}"
+    if not place.exists():
+        model = load(folder, dtype=torch.float32)
+        tokenizer = load_processor(folder, task="text-generation") if options.format == "gguf" else None
+        Exporter(options, synthetic_batch(model, batch=2, sequence=16), tokenizer).export(model, place)
+    return place
 
 
 def _flops(

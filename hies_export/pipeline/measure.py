@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..exports import Exported, Exporter
 from ..gguf.export import GgufExport
 from ..measure import counts
 from ..measure.compare import time_on
@@ -19,11 +21,8 @@ from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
 from ..model.copies import convert
 from ..progress import Progress
-from ..runtimes.base import Format
-from ..runtimes.registry import RUNTIMES
-from .export import Exported, export
-from .options import ExportOptions
-from .prepare import Prepared
+from ..runtimes.base import RUNTIMES
+from ..units import PrunableModule
 
 
 @dataclass(frozen=True)
@@ -66,38 +65,59 @@ class Measurements:
 
 
 def measure_both(
-    prepared: Prepared,
+    dense: PreTrainedModel,
     slim: PreTrainedModel,
     exported: Exported,
-    exporting: ExportOptions,
-    measuring: MeasureOptions,
     *,
+    modules: Sequence[PrunableModule],
+    batches: Mapping[Shape, Mapping[str, Tensor]],
+    exporter: Exporter,
+    options: MeasureOptions,
     stored: Both[int],
     progress: Progress,
 ) -> Measurements:
     """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape.
 
     Args:
-        prepared: The dense model and the batches to time with.
-        slim: The slim model.
+        dense, slim: The models.
         exported: What the slim model was exported to.
-        exporting: How it was exported, and how the dense model is.
-        measuring: What is timed, and how often.
+        modules: The dense model's prunable modules.
+        batches: Batches to time with, by (batch, sequence); FLOPs per layer are counted on the first.
+        exporter: What the slim model was exported by, and the dense one is.
+        options: What is timed, and how often.
         stored: Bytes of the files of weights of both.
         progress: Shows stages and loops.
     """
-    dense, batches = prepared.model, prepared.measured
     flops = counts.count_both_flops(dense, slim, batches)
     shape = next(iter(batches))
-    dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], prepared.modules) for m in (dense, slim))
+    dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], modules) for m in (dense, slim))
     cache = [counts.cache_bytes_per_token(model) for model in (dense, slim)]
+    latency = []
+    for dtype in options.dtypes or (None,):
+        runtimes = [name for name in options.runtimes if dtype is None or dtype in RUNTIMES[name].dtypes]
+        # In the folder of the exported slim model, so that both are read from the same disk.
+        with tempfile.TemporaryDirectory(prefix=".dense-", dir=exported.folder.parent) as temporary:
+            exports = _export_both(dense, slim, exported, exporter, runtimes, dtype, Path(temporary), progress)
+            progress.stage("time both models" + ("" if dtype is None else f" in {dtype}"))
+            own = None if dtype is None else getattr(torch, dtype)
+            for name in runtimes:
+                sources: Any = exports.get(name) or [convert(model, dtype=own) for model in (dense, slim)]
+                latency += time_on(
+                    name,
+                    *sources,
+                    batches=batches,
+                    flops=flops,
+                    timing=options.timing,
+                    dtype=dtype,
+                    progress=progress,
+                )
     return Measurements(
         parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),
         bytes=StoredBytes(stored.dense, stored.slim, **_exported_bytes(exported)),
         flops=flops[shape],
         flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),
         cache_bytes_per_token=None if cache[0] is None or cache[1] is None else Both(cache[0], cache[1]),
-        latency=_time(prepared, slim, exported, exporting, measuring, flops=flops, progress=progress),
+        latency=latency,
     )
 
 
@@ -107,67 +127,23 @@ def _exported_bytes(exported: Exported) -> dict[str, int | None]:
     return {"onnx": None if of_gguf else exported.bytes, "gguf": exported.bytes if of_gguf else None}
 
 
-def _time(
-    prepared: Prepared,
-    slim: PreTrainedModel,
-    exported: Exported,
-    exporting: ExportOptions,
-    measuring: MeasureOptions,
-    *,
-    flops: Mapping[Shape, FlopCount],
-    progress: Progress,
-) -> list[LatencyRow]:
-    """Time both models in every dtype and on every runtime.
-
-    What is exported of the dense model is temporary, and of the slim model where it is in another format or dtype than
-    it was exported to.
-    """
-    rows = []
-    for dtype in measuring.dtypes or (None,):
-        runtimes = [name for name in measuring.runtimes if dtype is None or dtype in RUNTIMES[name].dtypes]
-        # In the folder of the exported slim model, so that both are read from the same disk.
-        with tempfile.TemporaryDirectory(prefix=".dense-", dir=exported.folder.parent) as temporary:
-            # Format and dtype of the export that each runtime reads; some compute a float32 graph in another dtype.
-            needed = {
-                name: (RUNTIMES[name].format, dtype if dtype is None else RUNTIMES[name].exported_in(dtype))
-                for name in runtimes
-                if not RUNTIMES[name].reads_models
-            }
-            folders = {}
-            for wanted in dict.fromkeys(needed.values()):
-                progress.stage("export the dense model, to compare with")
-                folders[wanted] = _export_both(prepared, slim, exported, exporting, Path(temporary), *wanted)
-            progress.stage("time both models" + ("" if dtype is None else f" in {dtype}"))
-            for name in runtimes:
-                if RUNTIMES[name].reads_models:
-                    own = None if dtype is None else getattr(torch, dtype)
-                    sources: Any = [convert(model, dtype=own) for model in (prepared.model, slim)]
-                else:
-                    sources = folders[needed[name]]
-                rows += time_on(
-                    name,
-                    *sources,
-                    batches=prepared.measured,
-                    flops=flops,
-                    timing=measuring.timing,
-                    dtype=dtype,
-                    progress=progress,
-                )
-    return rows
-
-
 def _export_both(
-    prepared: Prepared,
+    dense: PreTrainedModel,
     slim: PreTrainedModel,
     exported: Exported,
-    options: ExportOptions,
-    folder: Path,
-    format: Format,
+    exporter: Exporter,
+    runtimes: Sequence[str],
     dtype: str | None,
-) -> tuple[Path, Path]:
-    """Export the dense model, and the slim one unless its export is of this format and dtype; return both folders."""
-    place = folder / f"{format}-{dtype}"
-    dense = export(prepared, prepared.model, options, place / "dense", format=format, dtype=dtype).folder
-    if format == options.format and dtype in (None, options.dtype):
-        return dense, exported.folder
-    return dense, export(prepared, slim, options, place / "slim", format=format, dtype=dtype).folder
+    folder: Path,
+    progress: Progress,
+) -> dict[str, tuple[Path, Path]]:
+    """Return the exports of dense and slim for each runtime that reads some; the slim model's own is not repeated."""
+    options = {name: exporter.options.read_by(name, dtype) for name in runtimes if not RUNTIMES[name].reads_models}
+    made = {}
+    for number, wanted in enumerate(dict.fromkeys(options.values())):
+        progress.stage("export the dense model, to compare with")
+        places = [folder / f"{name}-{number}" for name in ("dense", "slim")]
+        of_dense = exporter.export(dense, places[0], wanted).folder
+        again = wanted != exporter.options
+        made[wanted] = of_dense, exporter.export(slim, places[1], wanted).folder if again else exported.folder
+    return {name: made[wanted] for name, wanted in options.items()}

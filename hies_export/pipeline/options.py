@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..exports import ExportOptions
 from ..measure.timing import Timing
-from ..runtimes.base import Format, Provider
 from ..score.criteria import AUTO, uses_alpha
 from ..select.constraints import Constraints
 from ..slim.refit import Compensation
@@ -77,15 +77,6 @@ class RefitOptions:
         """Return the `Compensation`, with the given weights of tokens where the options leave them open."""
         weights = self.token_weights or token_weights or 1.0
         return Compensation(self.method, ridge=self.ridge, sequential=self.sequential, token_weights=weights)
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """What a model is exported to; the fields are those of a recipe's `export` section."""
-
-    format: Format = "onnx"
-    provider: Provider = "cpu"
-    dtype: str = "float32"
 
 
 @dataclass(frozen=True)

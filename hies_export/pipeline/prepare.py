@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import Batch
 from ..errors import RecipeError, RequestError
+from ..measure.shapes import check_runs, check_shapes, model_shapes
 from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
@@ -20,7 +21,6 @@ from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..tasks import Task
 from ..units import PrunableModule
-from .bench import check_runs, check_shapes, model_shapes
 from .options import LatencyBudget, PruneOptions
 
 logger = logging.getLogger(__name__)

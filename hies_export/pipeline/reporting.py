@@ -8,10 +8,11 @@ from typing import Any
 
 from ..data.targets import samples_of
 from ..evaluate.metrics import METRICS
+from ..exports import Exported
 from ..gguf.export import GgufExport
 from ..kinds import ATTENTION
 from ..measure.contention import OtherWork
-from ..measure.environment import environment
+from ..measure.machine import machine_facts
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
 from ..report.html import render_html
@@ -23,7 +24,6 @@ from ..slim.siblings import families
 from ..tasks import TASKS
 from .choose import head_numbers
 from .cut import Saved
-from .export import Exported
 from .measure import Measurements
 from .provenance import KEY as RECORD
 from .provenance import RunRecord
@@ -70,7 +70,7 @@ def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float
         **_export_differences(done.exported),
         seconds=seconds,
         latency=measured.latency,
-        environment={**environment(), "processes": done.processes},
+        environment={**machine_facts(), "processes": done.processes},
         details=_details(recipe, done, command),
     )
 

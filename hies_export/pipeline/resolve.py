@@ -24,15 +24,15 @@ from ..data.targets import is_regression
 from ..errors import RequestError
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
+from ..exports import ExportOptions
 from ..measure.timing import Timing
 from ..recipe import PruningRecipe
-from ..runtimes.registry import RUNTIMES
+from ..runtimes.registry import RUNTIMES, check_dtypes
 from ..tasks import TASKS
-from .bench import check_dtypes
 from .devices import check_device_map
 from .load import Source, load_dense, source_of, task_class
 from .measure import MeasureOptions
-from .options import ExportOptions, PruneOptions
+from .options import PruneOptions
 from .prepare import Judged, Prepared, Rows, check_options, check_runtimes, prepare, shapes_to_measure
 from .sections import prune_options
 

@@ -15,6 +15,7 @@ from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.refits import REFIT
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
+from ..exports import Exporter, check_exports, export_formats, require_exporters
 from ..measure.contention import CpuWatch, OtherWork
 from ..measure.counts import Both
 from ..progress import SILENT, Clock, Progress
@@ -24,7 +25,6 @@ from ..units import Selection
 from .budgets import CostOutcome
 from .choose import write_choice
 from .cut import save, warn_if_larger
-from .export import check_exports, export, require_exporters
 from .measure import measure_both
 from .prune import prune_prepared
 from .quality import Evaluation, evaluate
@@ -62,12 +62,13 @@ def run(
     """
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
-        require_exporters(export_options(recipe), runtimes_of(recipe))
+        formats = export_formats(export_options(recipe), runtimes_of(recipe))
+        require_exporters(formats)
         progress.stage("load the model and the data")
         resolved = resolve(recipe)
-        options = resolved.options
+        prepared, options = resolved.prepared, resolved.options
         uneven = options.constraints.allocation == "global" or bool(options.constraints.keep_layers)
-        check_exports(resolved.prepared, options.export, resolved.measure.runtimes, uneven=uneven)
+        check_exports(formats, prepared.model, prepared.processor, uneven=uneven)
         with output_folder(recipe, overwrite=overwrite) as folder:
             return _run(resolved, recipe, folder, command, progress)
 
@@ -113,14 +114,17 @@ def _run(resolved: Resolved, recipe: PruningRecipe, folder: Path, command: str |
         with clock("export"):
             kind = "ONNX" if options.export.format == "onnx" else "GGUF"
             progress.stage(f"export to {kind}, and compare with torch")
-            exported = export(prepared, result.model, options.export, folder / options.export.format)
+            exporter = Exporter(options.export, prepared.sample, prepared.processor)
+            exported = exporter.export(result.model, folder / options.export.format)
         with clock("measure"):
             measured = measure_both(
-                prepared,
+                prepared.model,
                 result.model,
                 exported,
-                options.export,
-                resolved.measure,
+                modules=prepared.modules,
+                batches=prepared.measured,
+                exporter=exporter,
+                options=resolved.measure,
                 stored=Both(resolved.source.bytes, saved.bytes),
                 progress=progress,
             )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ..exports import ExportOptions
 from ..measure.timing import Timing
 from ..recipe import BudgetSection, CompensationSection, PruneSection
 from ..select.constraints import Constraints
-from .options import Budget, DropBudget, ExportOptions, LatencyBudget, PruneOptions, RefitOptions
+from .options import Budget, DropBudget, LatencyBudget, PruneOptions, RefitOptions
 
 
 def prune_options(

@@ -11,9 +11,9 @@ from ..cost.flops import flops_table
 from ..cost.latency import TimedOn, latency_table
 from ..cost.parameters import parameters_table
 from ..errors import PlanError
+from ..exports import Exporter
 from ..kinds import MLP
 from ..progress import Progress
-from ..runtimes.registry import RUNTIMES
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, lowest_ratio, shares_to_try
 from ..select.bundles import bundles_lost
@@ -22,7 +22,6 @@ from ..select.select import select_units
 from ..units import Selection
 from ..values import Scores
 from .budgets import BudgetOutcome, CostOutcome, HeadsOutcome
-from .export import export
 from .options import PruneOptions
 from .prepare import Prepared
 
@@ -150,15 +149,11 @@ class Targets:
         prepared, budget, unit = self._prepared, self._options.budget, self._constraints.unit
         if budget.latency is not None:
             self._progress.stage("time cuts of several sizes, to predict the time of a plan")
-            runtime, exporting = budget.latency.runtime, self._options.export
             where = TimedOn(
-                runtime=runtime,
+                runtime=budget.latency.runtime,
                 batch=prepared.measured[self._budget_shape()],
                 timing=self._options.timing,
-                export=lambda model, folder: export(
-                    prepared, model, exporting, folder, format=RUNTIMES[runtime].format
-                ),
-                exported_as=f"{RUNTIMES[runtime].format} {exporting.dtype} {exporting.provider}",
+                exporter=Exporter(self._options.export, prepared.sample, prepared.processor),
             )
             # Times differ between processes, and what they choose must not.
             table = processes.on_main(

@@ -24,6 +24,6 @@ To add a runtime, write one module and name it in one line:
 
 Recipes, `bench`, latency budgets and the report then accept it, and a test compares every registered runtime with
 torch. If it needs a package, add an extra to pyproject.toml, name the extra in `require`, and list the package in
-`measure/environment.py`, so that reports show its version. A runtime that reads neither models nor ONNX nor GGUF also
-needs a `Format` in `base.py` and an export to it, in `pipeline/export.py` and `pipeline/bench.py`.
+`measure/machine.py`, so that reports show its version. A runtime that reads neither models nor ONNX nor GGUF also
+needs a `Format` in `base.py` and an export to it, in `exports.py`.
 """

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import RecipeError, did_you_mean
+from ..errors import RecipeError, RequestError, did_you_mean
 
 # Imported because their decorators register the runtimes.
 from . import llamacpp, openvino, ort, ort_gpu, pytorch  # noqa: F401
@@ -36,6 +36,18 @@ def check_task(name: str, task: str) -> None:
     """
     if RUNTIMES[name].format == "gguf" and task != "text-generation":
         raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task}; leave it out"])
+
+
+def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
+    """Refuse dtypes that none of the runtimes can run a model in.
+
+    Raises:
+        RequestError: No runtime supports one of the dtypes.
+    """
+    known = list(dict.fromkeys(dtype for runtime in runtimes for dtype in RUNTIMES[runtime].dtypes))
+    for dtype in dtypes:
+        if dtype not in known:
+            raise RequestError(f"a dtype must be one of {', '.join(known)} on {', '.join(runtimes)}, got {dtype!r}")
 
 
 def load_runtime(

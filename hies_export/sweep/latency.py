@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 
 from ..cost.cut import cut_bundles
 from ..errors import RequestError
-from ..gguf.export import require_gguf
+from ..exports import Exporter, require_exporters
 from ..measure.compare import compare_loads
+from ..measure.shapes import model_shapes
 from ..measure.timing import Timing
 from ..model.tokens import longest_sequence, synthetic_batch
-from ..pipeline.bench import model_shapes
-from ..pipeline.export import export
 from ..progress import Progress
 from ..runtimes.registry import RUNTIMES, check_runtime, check_task
 from ..tasks import Task
@@ -51,8 +50,8 @@ class LatencyRequest:
         if self.runtime not in RUNTIMES:
             raise RequestError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {self.runtime!r}")
         check_runtime(self.runtime)
-        if RUNTIMES[self.runtime].format == "gguf":
-            require_gguf()
+        if not RUNTIMES[self.runtime].reads_models:
+            require_exporters({RUNTIMES[self.runtime].format})
         if task.in_parts and not RUNTIMES[self.runtime].reads_models:
             raise RequestError(
                 f"a vision-language model, which is exported in parts, can be timed on torch only, got {self.runtime}"
@@ -97,24 +96,17 @@ class Stopwatch:
         name = f"time {len(waiting)} models on {self._request.runtime}"
         self._progress.stage(name)
         with tempfile.TemporaryDirectory(prefix="hies-sweep-") as temporary:
-            dense = self._source(base.model, Path(temporary) / "dense")
+            exporter = Exporter(self._shared.options.export, base.sample, base.processor)
+            dense = exporter.source(self._request.runtime, base.model, Path(temporary) / "dense")
             for number, (key, one) in enumerate(self._progress.track(list(waiting.items()), name)):
-                folder = Path(temporary) / str(number)
-                slim = self._source(cut_bundles(base.model, base.modules, one, unit=unit), folder)
+                cut = cut_bundles(base.model, base.modules, one, unit=unit)
+                slim = exporter.source(self._request.runtime, cut, Path(temporary) / str(number))
                 self._journal.add_latency(key, self._compare(dense, slim))
 
     def fields(self, lost: Mapping[str, int] | None) -> dict[str, Any]:
         """Return the fields of a row: the ratio slim / dense with its 95 % interval, and whether it is noisy."""
         empty = dict.fromkeys(("latency_ratio", "latency_low", "latency_high", "latency_noisy"))
         return empty if lost is None else self._journal.latency.get(self.key(lost), empty)
-
-    def _source(self, model: PreTrainedModel, folder: Path) -> PreTrainedModel | Path:
-        """Return what the runtime loads: the model, or the folder that it is exported to."""
-        runtime = RUNTIMES[self._request.runtime]
-        if runtime.reads_models:
-            return model
-        export(self._shared.base, model, self._shared.options.export, folder, format=runtime.format)
-        return folder
 
     def _compare(self, dense: PreTrainedModel | Path, slim: PreTrainedModel | Path) -> dict[str, Any]:
         batches: dict[Any, Mapping[str, Tensor]] = {self._shape: self._batch}

@@ -24,7 +24,7 @@ from ..data.targets import samples_of, size_of
 from ..errors import RecipeError, RequestError
 from ..evaluate.predict import Predictions, predict
 from ..kinds import ATTENTION, KINDS, MLP
-from ..measure.environment import environment
+from ..measure.machine import machine_facts
 from ..pipeline.quality import Refit, predict_pruned
 from ..progress import SILENT, Progress
 from ..recipe import PruningRecipe
@@ -264,7 +264,7 @@ class _Runner:
             "evaluation_of": resolved.evaluation_of,
             "evaluation_rows": recipe.evaluation.rows,
             "shape": list(next(iter(base.measured))),
-            "environment": environment(),
+            "environment": machine_facts(),
         }
 
     def _evaluate(self, cell: Cell) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.cuts import plan_of
 from support.models import bert, causal_lm, save_project, save_text_model, text_batch, write_rows
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hies_export import find_attention, load, prune_units
 from hies_export.calibrate import moments
@@ -20,6 +20,7 @@ from hies_export.cost.cut import cut_bundles
 from hies_export.cost.flops import flops_table
 from hies_export.cost.latency import WIDEST_INTERVAL, TimedCut, TimedOn, latency_table
 from hies_export.errors import RecipeError
+from hies_export.exports import Exporter, ExportOptions
 from hies_export.measure.counts import count_flops
 from hies_export.measure.ratios import is_noisy
 from hies_export.measure.timing import Timing
@@ -88,14 +89,10 @@ def test_a_drop_is_what_got_worse() -> None:
     assert quality_loss("perplexity", 6.5, 7.0) == 0.5
 
 
-def no_export(model: PreTrainedModel, folder: Path) -> None:
-    raise AssertionError("torch needs no export")
-
-
 def test_a_timed_table_is_kept_unless_it_is_noisy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)
-    where = TimedOn("torch", batch, Timing(repeats=6), no_export)
+    where = TimedOn("torch", batch, Timing(repeats=6), Exporter(ExportOptions(), batch))
     table = latency_table(model, sites, where, cache=tmp_path)
     assert [round(6 * point["kept"]) for point in table.measured] == [4, 3, 2, 1]
     noisy = any(
@@ -119,9 +116,9 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
     model = bert()
     sites = find_attention(model, text_batch(2, 12, padding=False, labels=False))
 
-    def table(tokens: int, exported_as: str = "") -> CostTable:
+    def table(tokens: int, dtype: str = "float32") -> CostTable:
         batch = text_batch(2, tokens, padding=False, labels=False)
-        where = TimedOn("torch", batch, Timing(repeats=2), no_export, exported_as)
+        where = TimedOn("torch", batch, Timing(repeats=2), Exporter(ExportOptions(dtype=dtype), batch))
         return latency_table(model, sites, where, cache=tmp_path)
 
     first = table(12)
@@ -129,13 +126,13 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
     assert len(list(tmp_path.glob("*.json"))) == 1
     table(13)
     assert len(list(tmp_path.glob("*.json"))) == 2
-    table(13, "gguf q8_0 cpu")
+    table(13, "float16")
     assert len(list(tmp_path.glob("*.json"))) == 3
     file = next(tmp_path.glob("*.json"))
     file.write_text("not json")
     table(12)
     table(13)
-    table(13, "gguf q8_0 cpu")
+    table(13, "float16")
     assert "not json" not in file.read_text()
 
 

@@ -18,6 +18,7 @@ from hies_export.cost.cut import cut_bundles
 from hies_export.cost.flops import flops_table
 from hies_export.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.cost.parameters import parameters_table
+from hies_export.exports import Exporter, ExportOptions
 from hies_export.measure.counts import Both, FlopCount, count_flops
 from hies_export.measure.timing import Timing
 from hies_export.model.copies import share_weights
@@ -122,7 +123,9 @@ def timed_table(
     monkeypatch.setattr("hies_export.cost.latency._read", lambda file, key: cuts)
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", step)
     model, modules, batch = case
-    return latency_table(model, modules, TimedOn("torch", batch, Timing(repeats=1), lambda m, f: None), unit=unit)
+    return latency_table(
+        model, modules, TimedOn("torch", batch, Timing(repeats=1), Exporter(ExportOptions(), batch)), unit=unit
+    )
 
 
 def cut(kind: str, kept: float, ratio: float) -> TimedCut:
@@ -176,7 +179,7 @@ def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("hies_export.cost.latency.cut_bundles", spy)
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", 24)
     model, modules, batch = bert_case()
-    where = TimedOn("torch", batch, Timing(repeats=1), lambda m, f: None)
+    where = TimedOn("torch", batch, Timing(repeats=1), Exporter(ExportOptions(), batch))
     table = latency_table(model, modules, where, cache=tmp_path)
     assert widths == [({4}, {64}), ({3}, {64}), ({2}, {64}), ({1}, {64}), ({6}, {48}), ({6}, {24})]
     assert latency_table(model, modules, where, cache=tmp_path) == table

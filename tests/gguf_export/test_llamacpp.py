@@ -33,7 +33,7 @@ from hies_export.gguf import parity
 from hies_export.gguf.export import export_gguf
 from hies_export.gguf.vocabulary import _SPLITS
 from hies_export.kinds import MLP
-from hies_export.measure.environment import environment
+from hies_export.measure.machine import machine_facts
 from hies_export.prunable.find import find_modules
 from hies_export.runtimes import llamacpp
 from hies_export.runtimes.llamacpp import LlamaCppRuntime, is_installed
@@ -238,7 +238,7 @@ def test_a_process_that_ends_is_an_error_and_a_closed_one_leaves_none(tmp_path: 
         runtime.generate([1], 1)
     runtime.close()
     assert runtime._process.poll() is not None
-    assert environment()["node_llama_cpp"] == llamacpp.installed_version()
+    assert machine_facts()["node_llama_cpp"] == llamacpp.installed_version()
 
 
 @here

@@ -22,8 +22,8 @@ from hies_export.measure import counts, timing
 from hies_export.measure import environment as environment_module
 from hies_export.measure.compare import time_on
 from hies_export.measure.counts import FlopCount, LayerFlops, count_flops, count_parameters, flops_per_layer
-from hies_export.measure.environment import environment, gpu_facts
 from hies_export.measure.latency import compare_latency
+from hies_export.measure.machine import gpu_facts, machine_facts
 from hies_export.measure.ratios import is_noisy, paired_ratio, realised_share
 from hies_export.measure.rows import LatencyRow
 from hies_export.measure.timing import Timing
@@ -438,7 +438,7 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch):
         "clocks.sm": "1095",
         "clocks.max.sm": "1410",
     } | {"power.limit": "400.00"}
-    facts = environment()
+    facts = machine_facts()
     assert (facts["gpu_driver"], facts["gpu_max_sm_mhz"], facts["gpu_max_memory_mhz"]) == ("550.54", "1410", None)
     program.write_text("#!/bin/sh\nexit 9\n")
     assert gpu_facts() == {}
@@ -451,7 +451,7 @@ def test_realised_share():
 
 
 def test_environment_tells_versions_and_nobodys_name():
-    facts = environment()
+    facts = machine_facts()
     assert facts["torch"] == torch.__version__
     assert facts["python"] == platform.python_version()
     assert facts["cores"] >= 1

@@ -13,7 +13,7 @@ from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.moments import collect_moments
 from hies_export.evaluate.predict import predict
 from hies_export.measure.counts import count_flops
-from hies_export.measure.environment import environment
+from hies_export.measure.machine import machine_facts
 from hies_export.model import threads
 from hies_export.prunable.find import find_modules
 from hies_export.score.compensated import score_compensated
@@ -62,16 +62,16 @@ def test_small_work_runs_on_one_thread_and_the_number_comes_back(loop: str, monk
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
 def test_a_number_that_the_environment_says_is_kept(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment()["threads_of_small_work"] == 1
+    assert machine_facts()["threads_of_small_work"] == 1
     monkeypatch.setenv(variable, "2")
     assert seen_in(bert(), "predict") == {2}
-    assert environment()["threads_of_small_work"] == 2
+    assert machine_facts()["threads_of_small_work"] == 2
 
 
 def test_a_number_that_was_set_is_kept() -> None:
     torch.set_num_threads(3)
     assert seen_in(bert(), "predict") == {3}
-    assert environment()["threads_of_small_work"] == 3
+    assert machine_facts()["threads_of_small_work"] == 3
 
 
 def test_the_number_comes_back_after_an_error() -> None:

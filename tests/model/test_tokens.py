@@ -8,8 +8,8 @@ import transformers
 from support.models import bert, causal_lm, llama, llava
 
 from hies_export.errors import RecipeError, RequestError
+from hies_export.measure.shapes import model_shapes
 from hies_export.model.tokens import first_samples, longest_sequence, sample_batch, sequence_length, synthetic_batch
-from hies_export.pipeline.bench import model_shapes
 from hies_export.prunable.find import find_modules
 
 SMALL = {

@@ -13,11 +13,11 @@ from support.models import bert, causal_lm, save_project, text_batch
 from support.runs import hies
 
 from hies_export.errors import DataError, ExportError, MissingRuntimeError, RecipeError, RequestError
-from hies_export.measure.environment import environment
+from hies_export.measure.machine import machine_facts
 from hies_export.model.tokens import positions_of
 from hies_export.onnx.export import export_onnx
-from hies_export.pipeline.bench import bench, check_dtypes
-from hies_export.runtimes.registry import load_runtime
+from hies_export.pipeline.bench import bench
+from hies_export.runtimes.registry import check_dtypes, load_runtime
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_run_and_a_comparison_on_it(openvino, tmp_path):
     report = json.loads((project / "out" / "report.json").read_text())
     found = [(row["runtime"], row["provider"], row["dtype"]) for row in report["latency"]]
     assert found == [("openvino", "CPU", "float32"), ("openvino", "CPU", "bfloat16")]
-    assert report["environment"]["openvino"] == environment()["openvino"] is not None
+    assert report["environment"]["openvino"] == machine_facts()["openvino"] is not None
     models, shape = (project / "model", project / "out" / "slim"), [[1, 8]]
     rows = bench(*models, runtimes=["openvino", "torch"], shapes=shape, dtypes=["bfloat16"], repeats=2)
     assert [(row.runtime, row.dtype) for row in rows] == [("openvino", "bfloat16"), ("torch", "bfloat16")]

@@ -17,7 +17,7 @@ from ..model.threads import threads_of_small_work
 from ..runtimes.llamacpp import installed_version as node_llama_cpp_version
 
 
-def environment() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Return the processor, GPU and library versions of this machine, without host name, user or paths."""
     gpu = gpu_facts()
     packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "openvino", "optimum")

@@ -1,0 +1,108 @@
+"""Export a model to the format that is asked for, or that a runtime reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
+from .onnx.export import DTYPES as ONNX_DTYPES
+from .onnx.export import OnnxExport, export_onnx
+from .runtimes.base import RUNTIMES, Format, Provider
+from .runtimes.ort import require_onnxruntime
+
+Exported = OnnxExport | GgufExport
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What a model is exported to; the fields are those of a recipe's `export` section."""
+
+    format: Format = "onnx"
+    provider: Provider = "cpu"
+    dtype: str = "float32"
+
+    @classmethod
+    def best_for(cls, runtime: str, dtype: str) -> ExportOptions:
+        """Return the options of the export that a runtime computes fastest in a dtype."""
+        known = RUNTIMES[runtime]
+        return cls(known.format, known.fused_for, known.exported_in(dtype))
+
+    def read_by(self, runtime: str, dtype: str | None = None) -> ExportOptions:
+        """Return the options of the export that a runtime reads, to compute in `dtype`, by default in the own one.
+
+        It is stored in float32 where the runtime's format does not know the dtype.
+        """
+        format = RUNTIMES[runtime].format
+        stored = self.dtype if dtype is None else RUNTIMES[runtime].exported_in(dtype)
+        known = format != "onnx" or stored in ONNX_DTYPES
+        return ExportOptions(format, self.provider, stored if known else "float32")
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """Exports models by the same options.
+
+    Attributes:
+        options: What they are exported to.
+        sample: The batch that ONNX graphs are traced and compared on.
+        processor: The tokenizer or image processor that is saved beside a graph, or in a GGUF file.
+    """
+
+    options: ExportOptions
+    sample: Mapping[str, Tensor]
+    processor: Any = None
+
+    def export(self, model: PreTrainedModel, folder: Path, options: ExportOptions | None = None) -> Exported:
+        """Export a model into a new folder, by other options if they are given."""
+        options = options or self.options
+        if options.format == "gguf":
+            return export_gguf(model, folder, tokenizer=self.processor, dtype=options.dtype)
+        return export_onnx(
+            model,
+            folder,
+            batch=self.sample,
+            processor=self.processor,
+            provider=options.provider,
+            dtype=options.dtype,
+        )
+
+    def source(self, runtime: str, model: PreTrainedModel, folder: Path) -> PreTrainedModel | Path:
+        """Return what a runtime loads: the model, or the new folder that it is exported to."""
+        if RUNTIMES[runtime].reads_models:
+            return model
+        return self.export(model, folder, self.options.read_by(runtime)).folder
+
+
+def export_formats(options: ExportOptions, runtimes: Iterable[str]) -> set[Format]:
+    """Return the formats that a run exports to, for itself or for a runtime."""
+    return {options.format, *(RUNTIMES[name].format for name in runtimes if not RUNTIMES[name].reads_models)}
+
+
+def require_exporters(formats: Iterable[Format]) -> None:
+    """Refuse, before anything is loaded, formats whose packages are not installed.
+
+    Raises:
+        MissingRuntimeError: One of them is missing.
+    """
+    if "onnx" in formats:
+        require_onnxruntime()
+    if "gguf" in formats:
+        require_gguf()
+
+
+def check_exports(formats: Iterable[Format], model: PreTrainedModel, processor: Any, *, uneven: bool) -> None:
+    """Refuse, before anything is computed, a dense model or tokenizer that no GGUF file can hold, where one is wanted.
+
+    `uneven` says whether layers may keep different numbers of units.
+
+    Raises:
+        RequestError: It cannot be written; the message names the layer and the reason.
+    """
+    if "gguf" in formats:
+        check_exportable(model, processor, uneven=uneven)
