@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from hies_export.errors import NonFiniteError, RecipeError
-from hies_export.measure import counts, timing
-from hies_export.measure import environment as environment_module
+from hies_export.measure import counts, machine, timing
 from hies_export.measure.compare import time_on
 from hies_export.measure.counts import FlopCount, LayerFlops, count_flops, count_parameters, flops_per_layer
 from hies_export.measure.latency import compare_latency
@@ -464,7 +463,7 @@ def test_environment_tells_versions_and_nobodys_name():
 
 
 def test_environment_without_a_package_says_none(monkeypatch):
-    assert environment_module._version("no-such-package-at-all") is None
+    assert machine._version("no-such-package-at-all") is None
 
 
 def test_a_control_that_misses_one_makes_the_comparison_noisy(clock):
