@@ -46,26 +46,21 @@ def save_cut(
     return folder
 
 
-@pytest.fixture
-def slim_bert(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def slim_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uneven BERT classifier with its tokenizer, as a folder."""
-    dense = save_text_model(tmp_path / "dense")
-    shutil.rmtree(tmp_path / "slim", ignore_errors=True)
-    model = hies_export.load(dense)
-    return save_cut(
-        model,
-        {"input_ids": IDS["input_ids"] % 15},
-        tmp_path / "slim",
-        uniform=False,
-        processor=AutoTokenizer.from_pretrained(dense),
-    )
+    folder = tmp_path_factory.mktemp("bert")
+    dense = save_text_model(folder / "dense")
+    batch, tokenizer = {"input_ids": IDS["input_ids"] % 15}, AutoTokenizer.from_pretrained(dense)
+    return save_cut(hies_export.load(dense), batch, folder / "slim", uniform=False, processor=tokenizer)
 
 
-@pytest.fixture
-def slim_decoder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def slim_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uneven LLaMA of three key/value groups of two, as a folder."""
     dense = causal_lm(hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
-    return save_cut(dense, IDS, tmp_path / "slim", uniform=False, processor=generative_tokenizer())
+    folder = tmp_path_factory.mktemp("decoder") / "slim"
+    return save_cut(dense, IDS, folder, uniform=False, processor=generative_tokenizer())
 
 
 def test_a_text_pipeline(slim_bert: Path) -> None:
@@ -220,16 +215,16 @@ def test_what_was_pruned_is_pruned_again(kind: str, tmp_path: Path) -> None:
         batch = IDS | {"labels": IDS["input_ids"]}
     groups = []
     for step in ("once", "twice"):
-        sites = hies_export.find_attention(model, batch)
-        groups.append(sum(site.groups for site in sites))
-        statistics = hies_export.collect_statistics(model, [batch], sites)
+        modules = hies_export.find_attention(model, batch)
+        groups.append(sum(module.groups for module in modules))
+        statistics = hies_export.collect_statistics(model, [batch], modules)
         scores = hies_export.score_units(statistics, criterion="hies", alpha=0.5)
-        plan = plan_of(scores, sites, heads=0.3)
-        slim = hies_export.prune_units(model, plan, sites)
-        assert hies_export.compare_cut(model, slim, plan, sites, batch) < 1e-4
+        plan = plan_of(scores, modules, heads=0.3)
+        slim = hies_export.prune_units(model, plan, modules)
+        assert hies_export.compare_cut(model, slim, plan, modules, batch) < 1e-4
         hies_export.save_slim(slim, tmp_path / step, plan=plan, batch=batch)
         model = hies_export.load(tmp_path / step)
-    groups.append(sum(site.groups for site in hies_export.find_attention(model, batch)))
+    groups.append(sum(module.groups for module in hies_export.find_attention(model, batch)))
     assert groups == [groups[0], groups[0] - round(0.3 * groups[0]), groups[1] - round(0.3 * groups[1])]
     assert type(model).__mro__[2] is {"bert": type(bert()), "llama": type(causal_lm())}[kind]
     assert shake(model)(**batch).loss.requires_grad

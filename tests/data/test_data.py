@@ -61,81 +61,57 @@ def test_check_accepts_what_fits():
     check(rows, BertConfig(num_labels=2))
     check(rows, BertConfig(num_labels=1))
     check(rows, BertConfig(num_labels=1), Columns(text=("text",)))
-
-
-@pytest.mark.parametrize(
-    ("columns", "match"),
-    [
-        (Columns(text=("sentence",)), r"the column 'sentence', but it has text, label, pixels"),
-        (Columns(text=("text",), label="gold"), "the column 'gold', but it has text"),
-        (Columns(text=("label",)), "'label' must hold text, but it holds int64"),
-        (Columns(), r"needs one or two data\.text columns, got 0"),
-        (Columns(text=("text",) * 3), r"needs one or two data\.text columns, got 3"),
-    ],
-)
-def test_check_of_text_columns(columns, match):
-    rows = rows_of({"text": ["a"], "label": [0], "pixels": [b"x"]})
-    with pytest.raises(DataError, match=match):
-        check(rows, BertConfig(num_labels=2), columns)
-
-
-@pytest.mark.parametrize(
-    ("columns", "match"),
-    [
-        (Columns(image="text"), "'text' must hold images, but it holds string"),
-        (Columns(image="numbers"), "'numbers' must hold images"),
-        (Columns(image="picture"), "the column 'picture', but it has"),
-        (Columns(text=("text",)), r"needs a data\.image column, got 0"),
-    ],
-)
-def test_check_of_image_columns(columns, match):
-    rows = rows_of({"text": ["a"], "numbers": [[1, 2]]})
-    with pytest.raises(DataError, match=match):
-        check(rows, ViTConfig(), columns, task="image-classification")
-
-
-def test_check_of_rows_without_content():
-    with pytest.raises(DataError, match=r"a 'text', but row 1 \(from 0\) has none"):
-        check(rows_of({"text": ["a", None], "label": [0, 1]}), BertConfig(num_labels=2))
-    images = rows_of({"image": [b"x", None]})
-    with pytest.raises(DataError, match=r"a 'image', but row 1 \(from 0\) has none"):
-        check(images, ViTConfig(), Columns(image="image"), task="image-classification")
-
-
-@pytest.mark.parametrize(
-    ("labels", "num_labels", "match"),
-    [
-        ([0, 2], 2, r"in \[0, 2\).*row 1 \(from 0\) has 2 in 'label'"),
-        ([0, -2], 2, r"in \[0, 2\).* has -2"),
-        ([1, -1], 2, r"got -1 for 'label' in row 1 .* hidden label, as in GLUE's test splits"),
-        ([-1.0, -1.0], 1, r"got -1 in every row .* hidden label"),
-        ([0.0, 1.0], 2, "class numbers or class names, but 'label' holds float64 such as 0.0"),
-        ([0, None], 2, r"must have a label, but row 1 \(from 0\) has none"),
-        ([0.5, float("nan")], 1, r"must have a label, but row 1 \(from 0\) has none"),
-        (["a", "b"], 1, "regression must be numbers, but 'label' holds string such as 'a'"),
-        ([True, False], 1, "regression must be numbers, but 'label' holds bool"),
-        (["yes", "no"], 2, r"in 'label' must be among the model's \(LABEL_0, LABEL_1\), got 'yes', 'no'"),
-    ],
-)
-def test_check_of_labels(labels, num_labels, match):
-    rows = rows_of({"text": ["a"] * len(labels), "label": labels})
-    with pytest.raises(DataError, match=match):
-        check(rows, BertConfig(num_labels=num_labels))
-
-
-def test_check_of_problem_types():
-    rows = rows_of({"text": ["a"], "label": [1]})
-    with pytest.raises(DataError, match="multi_label_classification is not supported"):
-        check(rows, BertConfig(num_labels=3, problem_type="multi_label_classification"))
-    with pytest.raises(DataError, match="regression must have one label, but the model has 3"):
-        check(rows, BertConfig(num_labels=3, problem_type="regression"))
-    classes = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["n", "y"])})
-    with pytest.raises(DataError, match="regression must be numbers"):
-        check(rows_of({"text": ["a"], "label": [1]}, classes), BertConfig(num_labels=1))
-
-
-def test_a_score_of_minus_one_among_others_is_a_score():
+    # -1 hides a label where all scores are -1.
     check(rows_of({"text": ["a", "b"], "label": [-1.0, 2.5]}), BertConfig(num_labels=1))
+
+
+ONE = {"text": ["a"], "label": [0], "numbers": [[1, 2]]}
+IMAGE = {"columns": Columns(image="image"), "config": ViTConfig(), "task": "image-classification"}
+CLASSES = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["n", "y"])})
+
+
+def of_labels(*labels):
+    return {"text": ["a"] * len(labels), "label": list(labels)}
+
+
+def classes(number, **options):
+    return {"config": BertConfig(num_labels=number, **options)}
+
+
+@pytest.mark.parametrize(
+    ("columns", "read", "match"),
+    [
+        (ONE, {"columns": Columns(text=("sentence",))}, r"the column 'sentence', but it has text, label, numbers"),
+        (ONE, {"columns": Columns(text=("text",), label="gold")}, "the column 'gold', but it has text"),
+        (ONE, {"columns": Columns(text=("label",))}, "'label' must hold text, but it holds int64"),
+        (ONE, {"columns": Columns()}, r"needs one or two data\.text columns, got 0"),
+        (ONE, {"columns": Columns(text=("text",) * 3)}, r"needs one or two data\.text columns, got 3"),
+        (ONE, IMAGE | {"columns": Columns(image="text")}, "'text' must hold images, but it holds string"),
+        (ONE, IMAGE | {"columns": Columns(image="numbers")}, "'numbers' must hold images"),
+        (ONE, IMAGE, "the column 'image', but it has"),
+        (ONE, IMAGE | {"columns": TEXT}, r"needs a data\.image column, got 0"),
+        ({"text": ["a", None], "label": [0, 1]}, {}, r"a 'text', but row 1 \(from 0\) has none"),
+        ({"image": [b"x", None]}, IMAGE, r"a 'image', but row 1 \(from 0\) has none"),
+        (of_labels(0, 2), {}, r"in \[0, 2\).*row 1 \(from 0\) has 2 in 'label'"),
+        (of_labels(0, -2), {}, r"in \[0, 2\).* has -2"),
+        (of_labels(1, -1), {}, r"got -1 for 'label' in row 1 .* hidden label, as in GLUE's test splits"),
+        (of_labels(-1.0, -1.0), classes(1), r"got -1 in every row .* hidden label"),
+        (of_labels(0.0, 1.0), {}, "class numbers or class names, but 'label' holds float64 such as 0.0"),
+        (of_labels(0, None), {}, r"must have a label, but row 1 \(from 0\) has none"),
+        (of_labels(0.5, float("nan")), classes(1), r"must have a label, but row 1 \(from 0\) has none"),
+        (of_labels("a", "b"), classes(1), "regression must be numbers, but 'label' holds string such as 'a'"),
+        (of_labels(True, False), classes(1), "regression must be numbers, but 'label' holds bool"),
+        (of_labels("yes", "no"), {}, r"in 'label' must be among the model's \(LABEL_0, LABEL_1\), got 'yes', 'no'"),
+        (ONE, classes(3, problem_type="multi_label_classification"), "multi_label_classification is not supported"),
+        (ONE, classes(3, problem_type="regression"), "regression must have one label, but the model has 3"),
+        (rows_of(of_labels(1), CLASSES), classes(1), "regression must be numbers"),
+        (ONE, {"task": "poetry"}, "one of text-classification, .*, image-text-to-text, got 'poetry'"),
+    ],
+)
+def test_check_refuses_what_the_model_cannot_be_fed_with(columns, read, match):
+    rows = columns if isinstance(columns, datasets.Dataset) else rows_of(columns)
+    with pytest.raises(RequestError if "task" in read and read["task"] == "poetry" else DataError, match=match):
+        check(rows, **(classes(2) | read))
 
 
 # ---- text batches ----------------------------------------------------------------------------------------
@@ -187,15 +163,11 @@ def test_pairs_and_regression_labels():
     assert batch["labels"].tolist() == [1.0, 2.5]
 
 
-def test_without_a_label_column_there_are_no_labels():
-    (batch,) = text_batches(rows_of({"text": ["a"]}), BertConfig(), Columns(text=("text",)))
-    assert set(batch) == {"input_ids", "token_type_ids", "attention_mask"}
-
-
-@pytest.mark.parametrize("config", [DistilBertConfig(), RobertaConfig(type_vocab_size=1)])
-def test_segment_ids_are_left_out_where_the_model_has_no_segments(config):
+@pytest.mark.parametrize("config", [BertConfig(), DistilBertConfig(), RobertaConfig(type_vocab_size=1)])
+def test_labels_and_segment_ids_are_left_out_where_there_are_none(config):
     (batch,) = text_batches(rows_of({"text": ["a"]}), config, Columns(text=("text",)))
-    assert set(batch) == {"input_ids", "attention_mask"}
+    segments = {"token_type_ids"} if type(config) is BertConfig else set()
+    assert set(batch) == {"input_ids", "attention_mask"} | segments
 
 
 @pytest.mark.parametrize(
@@ -220,15 +192,21 @@ def test_length_limit(config, model_max_length, max_length, length):
     assert batch["input_ids"].shape == (1, length)
 
 
-@pytest.mark.parametrize("max_length", [0, 7])
-def test_a_length_the_model_cannot_take(max_length):
-    with pytest.raises(DataError, match=rf"max_length must be in \[1, 6\].*got {max_length}"):
-        text_batches(
-            rows_of({"text": ["a"]}),
-            BertConfig(max_position_embeddings=6),
-            Columns(text=("text",)),
-            max_length=max_length,
-        )
+@pytest.mark.parametrize(
+    ("text", "config", "options", "match"),
+    [
+        ("a", BertConfig(max_position_embeddings=6), {"max_length": 0}, r"max_length must be in \[1, 6\].*got 0"),
+        ("a", BertConfig(max_position_embeddings=6), {"max_length": 7}, r"max_length must be in \[1, 6\].*got 7"),
+        ("a", LlamaConfig(), {"pad_token": None, "eos_token": None}, "neither a padding nor an end-of-text token"),
+        ("h", BertConfig(vocab_size=8), {}, "gives the token 11 and the model knows 8 tokens"),
+        ("a", BertConfig(), {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+    ],
+)
+def test_what_no_batch_can_be_made_of_is_refused(text, config, options, match):
+    tokens = {key: options[key] for key in options if key.endswith("_token")}
+    others = {key: options[key] for key in options if key not in tokens}
+    with pytest.raises(DataError, match=match):
+        text_batches(rows_of({"text": [text]}), config, Columns(text=("text",)), word_tokenizer(**tokens), **others)
 
 
 def test_a_tokenizer_without_padding_gets_the_end_token(caplog):
@@ -254,26 +232,6 @@ def test_a_tokenizer_without_padding_gets_the_token_of_the_config():
     assert tokenizer.pad_token == "[UNK]"
 
 
-def test_a_tokenizer_without_any_padding():
-    with pytest.raises(DataError, match="neither a padding nor an end-of-text token"):
-        text_batches(
-            rows_of({"text": ["a"]}),
-            LlamaConfig(),
-            Columns(text=("text",)),
-            tokenizer=word_tokenizer(pad_token=None, eos_token=None),
-        )
-
-
-def test_a_tokenizer_of_another_model():
-    with pytest.raises(DataError, match=r"gives the token 11 and the model knows 8 tokens"):
-        text_batches(rows_of({"text": ["h"]}), BertConfig(vocab_size=8), Columns(text=("text",)))
-
-
-def test_batches_need_a_size():
-    with pytest.raises(DataError, match="batch_size must be at least 1, got 0"):
-        text_batches(rows_of({"text": ["a"], "label": [0]}), BertConfig(), batch_size=0)
-
-
 def labels_of(labels, config, names=None):
     feature = datasets.ClassLabel(names=names) if names else None
     features = datasets.Features({"text": datasets.Value("string"), "label": feature}) if names else None
@@ -287,13 +245,8 @@ def test_class_names_are_mapped_by_name():
     assert labels_of([0, 1, 1], config, names=["Negative", "Positive"]) == [1, 0, 0]
     assert labels_of([0, 1, 1], config) == [0, 1, 1]
     assert labels_of([True, False], config) == [1, 0]
-
-
-def test_exact_names_win_over_names_that_differ_in_case():
+    # The exact name wins over one that differs in case, and the data may have some of the classes only.
     assert labels_of(["US", "us"], named_config(us=0, US=1)) == [1, 0]
-
-
-def test_some_of_the_models_classes_are_mapped_by_name():
     assert labels_of([0, 1], named_config(bird=0, cat=1, dog=2), names=["cat", "dog"]) == [1, 2]
 
 
@@ -412,17 +365,18 @@ def test_load_image_processor_uses_pillow_even_where_torchvision_is(monkeypatch)
     assert calls == [(("org/model",), {"backend": "pil", "revision": "v1", "trust_remote_code": False})]
 
 
-@pytest.mark.parametrize("config", [BertConfig(), LlamaConfig()])
-def test_a_checkpoint_without_tokenizer(tmp_path, config):
+@pytest.mark.parametrize(
+    ("config", "task", "what"),
+    [
+        (BertConfig(), "text-classification", "a tokenizer"),
+        (LlamaConfig(), "text-classification", "a tokenizer"),
+        (ViTConfig(), "image-classification", "an image processor"),
+    ],
+)
+def test_a_checkpoint_without_processor(tmp_path, config, task, what):
     config.save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"needs a tokenizer, but .*save_pretrained"):
-        load_processor(tmp_path, task="text-classification")
-
-
-def test_a_checkpoint_without_image_processor(tmp_path):
-    ViTConfig().save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"needs an image processor, but .*save_pretrained"):
-        load_processor(tmp_path, task="image-classification")
+    with pytest.raises(DataError, match=rf"needs {what}, but .*save_pretrained"):
+        load_processor(tmp_path, task=task)
 
 
 def test_code_of_a_checkpoint_is_neither_executed_nor_asked_about(tmp_path, monkeypatch):
@@ -443,11 +397,9 @@ def test_every_task_has_a_reader_and_an_auto_class():
     assert all(hasattr(transformers, task.auto_class) for task in TASKS.values())
 
 
-def test_tasks():
+def test_processors_are_of_known_tasks():
     with pytest.raises(RequestError, match="one of text-classification, .*, image-text-to-text, got 'poetry'"):
         load_processor("anywhere", task="poetry")
-    with pytest.raises(RequestError, match="one of text-classification, .*, image-text-to-text, got 'poetry'"):
-        check(rows_of({"text": ["a"]}), BertConfig(), task="poetry")
 
 
 # ---- fingerprints ----------------------------------------------------------------------------------------

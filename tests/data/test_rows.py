@@ -123,15 +123,11 @@ def test_nothing_is_printed(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_parts_by_pattern_are_read_in_name_order(tmp_path):
+def test_parts_are_read_in_name_order_with_the_column_types_of_the_first(tmp_path):
     write_jsonl(tmp_path / "train-1.jsonl", [{"n": 2}, {"n": 3}])
     write_jsonl(tmp_path / "train-0.jsonl", [{"n": 0}, {"n": 1}])
     assert load(tmp_path / "train-*.jsonl")["n"][:] == [0, 1, 2, 3]
-
-
-def test_all_parts_have_the_column_types_of_the_first(tmp_path):
     write_jsonl(tmp_path / "train-1.jsonl", [{"n": 2}, {"n": 3.5}])
-    write_jsonl(tmp_path / "train-0.jsonl", [{"n": 0}, {"n": 1}])
     with pytest.raises(DataError, match=r"train-\*\.jsonl must be a readable jsonl file .*3\.5.* truncated"):
         load(tmp_path / "train-*.jsonl")
 
@@ -143,25 +139,17 @@ def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path):
     assert len(load(write_image_folder(folder / "images [3]"))) == 20
 
 
-def test_samples_are_the_first_rows(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"n": n} for n in range(20)])
-    assert load(path, samples=5)["n"][:] == [0, 1, 2, 3, 4]
-    assert len(load(path, samples=50)) == 20
-
-
-def test_a_seed_shuffles_reproducibly(tmp_path):
+def test_samples_are_the_first_rows_or_the_first_of_a_seeded_order(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"n": n} for n in range(50)])
+    assert load(path, samples=5)["n"][:] == [0, 1, 2, 3, 4]
     few, all_rows = load(path, samples=8, shuffle_seed=3)["n"][:], load(path, shuffle_seed=3)["n"][:]
     assert all_rows[:8] == few
     assert sorted(all_rows) == list(range(50)) != all_rows
     assert few != load(path, samples=8, shuffle_seed=4)["n"][:]
-
-
-def test_rows_that_a_seed_takes_can_stay_in_order(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"n": n} for n in range(50)])
     for samples in (8, 50, 60, None):
         drawn, ordered = (load(path, samples=samples, shuffle_seed=3, in_order=order) for order in (False, True))
         assert ordered["n"][:] == sorted(drawn["n"][:])
+        assert len(drawn) == min(samples or 50, 50)
         assert taken_from(drawn) == taken_from(ordered) == 50
     assert taken_from(load(path, samples=8)) == 50
     rows = mapped_rows(files={"train": path}, split="train[10:30]")
@@ -179,24 +167,16 @@ def write_image_folder(folder, *, classes=("cat", "dog"), each=10):
 
 
 def test_image_folder(tmp_path):
-    rows = load(write_image_folder(tmp_path / "images"))
+    folder = write_image_folder(tmp_path / "images")
+    rows = load(folder)
     assert rows.features["label"].names == ["cat", "dog"]
     assert rows["label"][:] == [0] * 10 + [1] * 10
-    assert [image.getpixel((0, 0)) for image in rows["image"]] == [
-        (label * 100, index, 0) for label in (0, 1) for index in range(10)
-    ]
-
-
-def test_an_image_folder_of_one_class_is_labelled(tmp_path):
-    rows = load(write_image_folder(tmp_path / "images", classes=("test",)))
-    assert rows.features["label"].names == ["test"]
-
-
-def test_samples_of_an_image_folder_are_of_all_classes(tmp_path):
-    folder = write_image_folder(tmp_path / "images")
+    pixels = [image.getpixel((0, 0)) for image in rows["image"]]
+    assert pixels == [(label * 100, index, 0) for label in (0, 1) for index in range(10)]
     first = load(folder, samples=8)["label"][:]
-    assert set(first) == {0, 1}
+    assert set(first) == {0, 1}  # the files are in the order of their classes
     assert first == load(folder, samples=8, shuffle_seed=0)["label"][:]
+    assert load(write_image_folder(tmp_path / "one", classes=("test",))).features["label"].names == ["test"]
 
 
 def test_hub_names(monkeypatch):
@@ -232,24 +212,19 @@ def test_a_failure_of_the_hub_is_told(monkeypatch):
         load_rows(name="org/name", split="train")
 
 
-def test_exactly_one_source():
-    with pytest.raises(DataError, match="exactly one of name and files, got neither"):
-        load_rows(split="train")
-    with pytest.raises(DataError, match="exactly one of name and files, got both"):
-        load_rows(name="imdb", files={}, split="train")
-
-
-def test_file_errors(tmp_path):
+def test_what_names_no_file_is_refused(tmp_path):
     good = write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
-    with pytest.raises(DataError, match="split must be one of train, dev, got 'test'"):
-        load_rows(files={"train": good, "dev": good}, split="test")
-    with pytest.raises(DataError, match=r"there is no .*missing\.jsonl"):
-        load(tmp_path / "missing.jsonl")
-    good.rename(tmp_path / "a.xlsx")
-    with pytest.raises(DataError, match=r"one of jsonl, json, csv, tsv, parquet, txt, .* got .*a\.xlsx"):
-        load(tmp_path / "a.xlsx")
-    with pytest.raises(DataError, match="samples must be at least 1, got 0"):
-        load(tmp_path / "a.xlsx", samples=0)
+    other = write_jsonl(tmp_path / "a.xlsx", [{"n": 1}])
+    for options, match in (
+        ({}, "exactly one of name and files, got neither"),
+        ({"name": "imdb", "files": {}}, "exactly one of name and files, got both"),
+        ({"files": {"train": good, "dev": good}, "split": "test"}, "split must be one of train, dev, got 'test'"),
+        ({"files": {"train": tmp_path / "missing.jsonl"}}, r"there is no .*missing\.jsonl"),
+        ({"files": {"train": other}}, r"one of jsonl, json, csv, tsv, parquet, txt, .* got .*a\.xlsx"),
+        ({"files": {"train": good}, "samples": 0}, "samples must be at least 1, got 0"),
+    ):
+        with pytest.raises(DataError, match=match):
+            load_rows(**({"split": "train"} | options))
 
 
 @pytest.mark.parametrize(
@@ -281,16 +256,13 @@ def test_empty_files(tmp_path, name):
         load(tmp_path / name)
 
 
-def test_a_parquet_file_without_rows(tmp_path):
+def test_a_parquet_file_without_rows_and_a_folder_without_images(tmp_path):
     rows_of({"text": ["a"]}).select([]).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"must .* at least one row"):
         load(tmp_path / "a.parquet")
-
-
-def test_an_image_folder_without_images(tmp_path):
-    (tmp_path / "cat").mkdir()
+    (tmp_path / "folder" / "cat").mkdir(parents=True)
     with pytest.raises(DataError, match="one sub-folder of images per class"):
-        load(tmp_path)
+        load(tmp_path / "folder")
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared, the project's real data")

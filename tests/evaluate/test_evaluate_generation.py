@@ -123,19 +123,15 @@ def test_stability_counts_tokens_of_a_text_and_whole_answers(answers: bool, shar
         stability(dense, tokens_of([1, 2, 3], [4], [6], answers=answers))
 
 
-def test_standard_error_of_an_exact_match_is_the_binomial_one() -> None:
-    right = (torch.rand(400) < 0.7).long()
+def test_standard_errors_are_the_binomial_one_and_that_of_the_delta_method() -> None:
+    right, wanted = (torch.rand(400) < 0.7).long(), torch.ones(800, dtype=torch.int64)
     found = tokens_of(*[[1, int(r)] for r in right], answers=True)
-    wanted = torch.ones(800, dtype=torch.int64)
     p = right.float().mean().item()
     error = standard_error(found, wanted, name="exact_match", resamples=300)
     assert error == pytest.approx((p * (1 - p) / 400) ** 0.5, rel=0.15)
-
-
-def test_standard_error_of_a_perplexity() -> None:
-    nll = torch.rand(400) + 1
-    found = TokenPredictions(torch.zeros(400).long(), nll, torch.arange(400), 400, False)
-    error = standard_error(found, torch.zeros(400).long(), name="perplexity", resamples=300)
+    nll, zeros = torch.rand(400) + 1, torch.zeros(400).long()
+    found = TokenPredictions(zeros, nll, torch.arange(400), 400, False)
+    error = standard_error(found, zeros, name="perplexity", resamples=300)
     # By the delta method: exp(mean) times the error of the mean.
     assert error == pytest.approx((nll.mean().exp() * nll.std() / 20).item(), rel=0.15)
 

@@ -67,13 +67,9 @@ def test_predict_restores_the_mode_of_every_module():
     assert len(set(before)) == 2
     predict(model, batches())
     assert [module.training for module in model.modules()] == before
-
-
-def test_predict_restores_the_mode_after_a_failure():
-    model = tiny_bert().train()
     with pytest.raises(IndexError, match="index out of range"):
         predict(model, [{"input_ids": torch.full((1, 2), 99)}])
-    assert model.training
+    assert [module.training for module in model.modules()] == before
 
 
 def test_predict_gives_the_model_no_labels_and_leaves_the_batches_alone(monkeypatch):
@@ -126,67 +122,40 @@ def test_predict_names_the_batch_with_a_nan():
         predict(model, given)
 
 
-def test_predict_needs_a_batch():
-    with pytest.raises(DataError, match="at least one batch, got none"):
-        predict(tiny_bert(), [])
-
-
 def test_references_are_the_labels_in_order():
     given = batches()
     assert references(given).tolist() == given[0]["labels"].tolist() + given[1]["labels"].tolist()
-
-
-@pytest.mark.parametrize("given", [[], batches(labels=False)], ids=["no batches", "no labels"])
-def test_references_need_labels(given):
-    with pytest.raises(DataError, match="metrics need labels"):
-        references(given)
+    for without in ([], batches(labels=False)):
+        with pytest.raises(DataError, match="metrics need labels"):
+            references(without)
+    with pytest.raises(DataError, match="at least one batch, got none"):
+        predict(tiny_bert(), [])
 
 
 def test_metrics_of_a_classifier():
     logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0], [0.0, 0.1, 0.2], [0.3, 0.2, 0.1]])
     labels = torch.tensor([1, 0, 1, 2])  # predicted 1, 0, 2, 0
-    results = compute_metrics(logits, labels, names=["accuracy", "f1"], regression=False)
+    results = compute_metrics(logits, labels, names=["accuracy", "f1"])
     # F1 by hand: class 0: 2/3, class 1: 2/3, class 2: 0.
     assert results == {"accuracy": 0.5, "f1": pytest.approx((2 / 3 + 2 / 3) / 3)}
+    # The logits say the number of classes: of three, macro over those that occur; of two, class 1 only.
+    zeros = torch.tensor([0, 0])
+    assert compute_metrics(logits[:2], zeros, names=["f1"]) == {"f1": pytest.approx((2 / 3 + 0) / 2)}
+    assert compute_metrics(logits[:2, :2], zeros, names=["f1"]) == {"f1": 0.0}
 
 
-def test_f1_knows_the_number_of_classes_from_the_logits():
-    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0], [0.0, 1.0, 0.2]])
-    labels = torch.tensor([1, 0, 0])  # predicted 1, 0, 1: class 1 alone has F1 2/3, class 0 too
-    three = compute_metrics(logits[:2], labels[:2] * 0, names=["f1"], regression=False)
-    two = compute_metrics(logits[:2, :2], labels[:2] * 0, names=["f1"], regression=False)
-    assert three == {"f1": pytest.approx((2 / 3 + 0) / 2)}  # macro over the classes that occur
-    assert two == {"f1": 0.0}  # class 1 only
+def test_metrics_of_one_sample_are_defined_and_in_the_order_of_their_names():
+    numbers = {"names": ["spearman", "pearson"], "regression": True}
+    found = compute_metrics(torch.tensor([[0.5]]), torch.tensor([2.0]), **numbers)
+    assert list(found.items()) == [("spearman", 0.0), ("pearson", 0.0)]
+    assert compute_metrics(torch.tensor([[0.5, 1.0]]), torch.tensor([1]), names=["accuracy"]) == {"accuracy": 1.0}
 
 
-def test_metrics_of_a_regression():
-    generator = np.random.default_rng(0)
-    labels = generator.uniform(0, 5, 40).astype(np.float32)
-    logits = labels + generator.normal(0, 1, 40).astype(np.float32)
-    results = compute_metrics(
-        torch.tensor(logits)[:, None], torch.tensor(labels), names=["spearman", "pearson"], regression=True
-    )
-    assert list(results) == ["spearman", "pearson"]
-    assert results["pearson"] == pytest.approx(np.corrcoef(logits, labels)[0, 1], abs=1e-6)
-    by_rank = np.corrcoef(logits.argsort().argsort(), labels.argsort().argsort())[0, 1]
-    assert results["spearman"] == pytest.approx(by_rank, abs=1e-9)
-
-
-def test_accuracy_and_correlation_of_one_sample():
-    one = compute_metrics(torch.tensor([[0.5]]), torch.tensor([2.0]), names=["pearson"], regression=True)
-    assert one == {"pearson": 0.0}
-    one = compute_metrics(torch.tensor([[0.5, 1.0]]), torch.tensor([1]), names=["accuracy"], regression=False)
-    assert one == {"accuracy": 1.0}
-
-
-def test_metrics_refuse_a_metric_of_the_other_kind():
+def test_metrics_refuse_what_does_not_fit():
     with pytest.raises(RecipeError, match="got 'pearson', which is for numbers"):
-        compute_metrics(torch.zeros(2, 2), torch.tensor([0, 1]), names=["pearson"], regression=False)
-
-
-def test_metrics_refuse_another_number_of_references():
+        compute_metrics(torch.zeros(2, 2), torch.tensor([0, 1]), names=["pearson"])
     with pytest.raises(DataError, match="got 3 logits and 2 references"):
-        compute_metrics(torch.zeros(3, 2), torch.tensor([0, 1]), names=["accuracy"], regression=False)
+        compute_metrics(torch.zeros(3, 2), torch.tensor([0, 1]), names=["accuracy"])
 
 
 # Per metric the same number by other means, of a draw of samples: labels and classes or numbers, or of ten answers of
@@ -237,24 +206,14 @@ def test_values_and_standard_errors_are_those_of_other_means(name):
     assert found > 0
 
 
-def test_stability_of_classes_ignores_the_size_of_the_logits():
+def test_stability_is_the_share_of_equal_classes_or_of_numbers_within_the_tolerance():
     dense = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.2, 0.1]])
     other = torch.tensor([[0.0, 9.0], [1.0, 0.9], [1.0, 0.0], [7.0, 0.1]])
-    assert stability(dense, other, regression=False) == 0.75
-
-
-@pytest.mark.parametrize(("tolerance", "share"), [(0.25, 0.75), (0.1, 0.25), (1.0, 1.0)])
-def test_stability_of_numbers_is_within_the_tolerance(tolerance, share):
-    dense = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    other = torch.tensor([[1.25], [1.75], [3.0], [4.5]])
-    assert stability(dense, other, regression=True, tolerance=tolerance) == share
-
-
-def test_stability_of_one_number():
-    assert stability(torch.tensor([[1.0]]), torch.tensor([[1.2]]), regression=True) == 1.0
-
-
-@pytest.mark.parametrize("other", [torch.zeros(2, 2), torch.zeros(0, 2)])
-def test_stability_needs_the_same_samples(other):
-    with pytest.raises(DataError, match="same samples, got shapes"):
-        stability(torch.zeros(other.shape[0] and 3, 2), other, regression=False)
+    assert stability(dense, other) == 0.75
+    dense, other = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[1.25], [1.75], [3.0], [4.5]])
+    for tolerance, share in ((0.25, 0.75), (0.1, 0.25), (1.0, 1.0)):
+        assert stability(dense, other, regression=True, tolerance=tolerance) == share
+    assert stability(dense[:1], other[:1], regression=True) == 1.0
+    for one, two in ((torch.zeros(3, 2), torch.zeros(2, 2)), (torch.zeros(0, 2), torch.zeros(0, 2))):
+        with pytest.raises(DataError, match="same samples, got shapes"):
+            stability(one, two)

@@ -115,14 +115,11 @@ def test_a_metric_that_cannot_be_used_is_refused_before_any_work(
     assert name not in METRICS
 
 
-def test_a_script_that_does_not_load_is_refused_with_its_own_words(tmp_path: Path) -> None:
+def test_a_script_that_does_not_load_or_fails_on_the_predictions_is_quoted(tmp_path: Path) -> None:
     name = script(tmp_path, "broken", "{}")
     (tmp_path / "broken" / "broken.py").write_text("import evaluate\nraise ValueError('no such thing')\n")
     with pytest.raises(RecipeError, match="broken' must be one that evaluate can load, but it says: no such thing"):
         check_metrics([name])
-
-
-def test_a_metric_that_fails_on_the_predictions_says_so(tmp_path: Path) -> None:
     name = script(tmp_path, "binary", '{"binary": float([0.0, 1.0][predictions.max()])}')
     check_metrics([name])
     with pytest.raises(DataError, match="binary' must give one number .* but: list index out of range"):

@@ -55,18 +55,12 @@ def test_f1_of_more_than_two_classes_is_the_macro_mean():
     predictions, references = [0, 1, 2, 2, 1, 0], [0, 2, 2, 2, 1, 1]
     per_class = sklearn.metrics.f1_score(references, predictions, average=None)
     assert compute("f1", predictions, references) == pytest.approx(per_class.mean())
-
-
-def test_f1_of_a_three_class_model_is_macro_even_where_the_third_class_does_not_occur():
-    binary = compute("f1", PREDICTIONS, REFERENCES, num_labels=2)
-    macro = compute("f1", PREDICTIONS, REFERENCES, num_labels=3)
+    assert compute("f1", [0, 0, 0], [0, 0, 0]) == 0.0
+    # Of a model with three classes also where the third does not occur.
+    binary, macro = (compute("f1", PREDICTIONS, REFERENCES, num_labels=number) for number in (2, 3))
     assert binary == sklearn.metrics.f1_score(REFERENCES, PREDICTIONS)
     assert macro == sklearn.metrics.f1_score(REFERENCES, PREDICTIONS, average="macro")
     assert binary != macro
-
-
-def test_f1_without_any_positive_is_zero():
-    assert compute("f1", [0, 0, 0], [0, 0, 0]) == 0.0
 
 
 def test_correlations_equal_their_formulas_with_ties():
@@ -105,13 +99,10 @@ def test_check_metrics_reports_all_problems_at_once():
     assert "did you mean 'accuracy'?" in second
 
 
-def test_check_metrics_refuses_accuracy_of_a_regression():
+def test_default_metrics_fit_and_accuracy_of_a_regression_does_not():
+    for regression in (True, False):
+        names = default_metrics(regression=regression)
+        assert names
+        check_metrics(names, regression=regression)
     with pytest.raises(RecipeError, match="of a regression must be among pearson, spearman, got 'accuracy'"):
         check_metrics(["accuracy"], regression=True)
-
-
-@pytest.mark.parametrize("regression", [True, False])
-def test_default_metrics_fit(regression):
-    names = default_metrics(regression=regression)
-    assert names
-    check_metrics(names, regression=regression)

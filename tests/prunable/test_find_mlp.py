@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -65,23 +65,23 @@ BART = {
 }
 
 
-class Layout:
+class Layout(NamedTuple):
     """A model with what its modelling code says of its first block, written down by hand."""
 
-    def __init__(
-        self,
-        make: Callable[[], PreTrainedModel],
-        batch: Callable[[], Batch],
-        blocks: int,
-        name: str,
-        consumer: str,
-        producers: tuple[str, ...],
-        rows: Callable[[int], set[int]] = one_to_one,
-    ):
-        self.make, self.batch, self.blocks, self.rows = make, batch, blocks, rows
-        self.name, self.consumer, self.producers = name, consumer, producers
+    make: Callable[[], PreTrainedModel]
+    batch: Callable[[], Batch]
+    blocks: int
+    name: str
+    consumer: str
+    producers: tuple[str, ...]
+    rows: Callable[[int], set[int]] = one_to_one
 
 
+OPT = architecture("OPT", "ForCausalLM", ffn_dim=64, word_embed_proj_dim=48)
+DISTILBERT = architecture("DistilBert", dim=48, n_heads=6, n_layers=3, hidden_dim=64)
+ALBERT = architecture("Albert", embedding_size=16)
+ALBERT_LAYER = "albert.encoder.albert_layer_groups.0.albert_layers.0"
+NEMOTRON = decoder("Nemotron", head_dim=8, hidden_act="relu2")
 LAYOUTS = {
     "bert": Layout(bert, text, 3, "bert.encoder.layer.0", ".output.dense", (".intermediate.dense",)),
     "vit": Layout(vit, images, 3, "vit.layers.0.mlp", ".fc2", (".fc1",)),
@@ -90,33 +90,10 @@ LAYOUTS = {
         decoder("Phi3"), text, 3, "model.layers.0.mlp", ".down_proj", (".gate_up_proj",), side_by_side
     ),
     "gpt2, transposed": Layout(gpt2, text, 3, "transformer.h.0.mlp", ".c_proj", (".c_fc",)),
-    "opt, relu": Layout(
-        architecture("OPT", "ForCausalLM", ffn_dim=64, word_embed_proj_dim=48),
-        text,
-        3,
-        "model.decoder.layers.0",
-        ".fc2",
-        (".fc1",),
-    ),
-    "distilbert": Layout(
-        architecture("DistilBert", dim=48, n_heads=6, n_layers=3, hidden_dim=64),
-        text,
-        3,
-        "distilbert.transformer.layer.0.ffn",
-        ".lin2",
-        (".lin1",),
-    ),
-    "albert, one layer called three times": Layout(
-        architecture("Albert", embedding_size=16),
-        text,
-        1,
-        "albert.encoder.albert_layer_groups.0.albert_layers.0",
-        ".ffn_output",
-        (".ffn",),
-    ),
-    "nemotron, squared relu": Layout(
-        decoder("Nemotron", head_dim=8, hidden_act="relu2"), text, 3, "model.layers.0.mlp", ".down_proj", (".up_proj",)
-    ),
+    "opt, relu": Layout(OPT, text, 3, "model.decoder.layers.0", ".fc2", (".fc1",)),
+    "distilbert": Layout(DISTILBERT, text, 3, "distilbert.transformer.layer.0.ffn", ".lin2", (".lin1",)),
+    "albert, one layer called three times": Layout(ALBERT, text, 1, ALBERT_LAYER, ".ffn_output", (".ffn",)),
+    "nemotron, squared relu": Layout(NEMOTRON, text, 3, "model.layers.0.mlp", ".down_proj", (".up_proj",)),
     "llava, both towers": Layout(llava, llava_batch, 5, "model.vision_tower.encoder.layers.0.mlp", ".fc2", (".fc1",)),
 }
 
