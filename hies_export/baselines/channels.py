@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,14 @@ from ..calibrate.weights import channel_rows, has_channels
 from ..errors import UnsupportedModelError
 from ..model.linear import features_of, weight_of
 from ..select.constraints import Constraints, check_budget
-from ..units import PrunableModule
+from ..select.select import select_units
+from ..units import PrunableModule, Units
+from ..values import Scores
+from .names import CHANNELS
 
 
 def check_channels(modules: Sequence[PrunableModule]) -> None:
-    """Refuse attention whose heads have no channels that q, k, v and o share.
-
-    Raises:
-        UnsupportedModelError: Heads are not equally wide.
-    """
+    """Refuse attention whose heads have no channels that q, k, v and o share."""
     if not has_channels(modules):
         widths = sorted({(module.key_width, module.unit_width) for module in modules})
         raise UnsupportedModelError(
@@ -39,45 +39,25 @@ def check_channels(modules: Sequence[PrunableModule]) -> None:
 def select_channels(
     scores: Mapping[str, Tensor], modules: Sequence[PrunableModule], *, heads: float, constraints: Constraints
 ) -> dict[str, Tensor]:
-    """Select the channels that stay when as many weights go as a budget of whole key/value heads removes.
+    """Return which channels stay, (groups * unit_width,) bool by module, when as many weights go as whole groups would.
 
-    Args:
-        scores: Module -> score of every channel, (groups * unit_width,); the smallest go first.
-        modules: The attention modules that may lose channels.
-        heads: Share of heads, in (0, 1); channels with as many weights are removed.
-        constraints: Constraints of the budget; `unit` and `multiple_of` do not apply.
-
-    Returns:
-        Module -> whether each channel stays, (groups * unit_width,) bool.
-
-    Raises:
-        UnsupportedModelError: Heads have no channels that q, k, v and o share.
-        PlanError: The constraints allow fewer removals than the budget asks for.
+    `heads` is the share of key/value heads, and the smallest scores, (groups * unit_width,), go first. Of the
+    constraints, `unit` and `multiple_of` do not apply.
     """
     check_channels(modules)
     constraints = replace(constraints, unit="group", multiple_of=1)
     size = check_budget(modules, heads=heads, constraints=constraints)
     width = modules[0].unit_width
-    ranked = []  # the channels of each module, worst first; of equals the later one first
-    for module in modules:
-        values = scores[module.name].tolist()
-        ranked.append(sorted(((value, -channel) for channel, value in enumerate(values))))
+    channels = [Units(name=module.name, units=module.groups * width) for module in modules]
+    budget: dict[str, Any] = {"counts": [count * width for count in size]} if isinstance(size, list) else {}
     if isinstance(size, int):
-        kept_groups = max(-(-constraints.min_heads // module.group_size) for module in modules)
-        protected = {layer % len(modules) for layer in constraints.keep_layers}
-        most = [
-            0 if i in protected else max(0, (module.groups - kept_groups) * width) for i, module in enumerate(modules)
-        ]
-        candidates = sorted(
-            (value, -i, place) for i, found in enumerate(ranked) for place, (value, _) in enumerate(found[: most[i]])
-        )
-        gone = {(-i, place) for _, i, place in candidates[: size * width]}
-    else:
-        gone = {(i, place) for i, count in enumerate(size) for place in range(count * width)}
-    stay = {}
-    for i, module in enumerate(modules):
-        stay[module.name] = torch.ones(module.groups * width, dtype=torch.bool)
-        stay[module.name][[-ranked[i][place][1] for at, place in gone if at == i]] = False
+        groups = max(-(-constraints.min_heads // module.group_size) for module in modules)
+        constraints = replace(constraints, min_heads=groups * width)
+        budget["heads"] = size * width / sum(module.units for module in channels)
+    kept = select_units(Scores(CHANNELS, {}, scores), channels, **budget, constraints=constraints)
+    stay = {module.name: torch.zeros(module.units, dtype=torch.bool) for module in channels}
+    for name, found in kept.items():
+        stay[name][list(found.units)] = True
     return stay
 
 
@@ -89,11 +69,6 @@ def masked_channels(
 
     The columns of o then read zeros, so a removed channel has no effect. The head width that scales attention scores,
     and norms over the features of a head, are still those of the dense model.
-
-    Args:
-        model: The dense model; restored after the block.
-        modules: The attention modules.
-        stay: From `select_channels`.
     """
     handles = []
     try:

@@ -26,12 +26,7 @@ from .names import FLAP
 
 
 def fluctuations(model: PreTrainedModel, moments: Iterable[tuple[PrunableModule, LayerMoments]]) -> dict[str, Tensor]:
-    """Return the fluctuation metric of every unit: module -> (units,) float64 on CPU, standardised by module.
-
-    Args:
-        model: The dense model.
-        moments: Pairs of a module and the moments of its consumer, as a `MomentStream` yields them.
-    """
+    """Return the fluctuation of every unit, (units,) float64 on CPU by module, standardised within the module."""
     found = {}
     for module, layer in moments:
         variance = layer.spread(centred=True).moments.diagonal().clamp(min=0)
@@ -48,11 +43,6 @@ def score_flap(metrics: Mapping[str, Tensor], modules: Sequence[Units], *, unit:
     """Return scores with one chain of removals: the bundles of all modules, those with the least fluctuation first.
 
     The effect of a removal is its place in the chain, because the metric has no unit once it is standardised.
-
-    Args:
-        metrics: From `fluctuations`.
-        modules: The modules that may lose units.
-        unit: "group" or "query", see `hies_export.select.bundles`.
     """
     order = worst_first(metrics, modules, unit)
     chain = tuple(Removal(name, units, float(rank)) for rank, (name, units) in enumerate(order, start=1))

@@ -42,24 +42,10 @@ def mask_gradients(
     *,
     progress: Progress = SILENT,
 ) -> dict[str, Tensor]:
-    """Return the gradient of every sample's own loss to a mask of one on the output of every unit.
+    """Return the gradient of every sample's own loss to a mask on every unit, (samples, units) float64 by module.
 
     The Fisher information of a module's masks is the mean over samples of the products of two of its columns, and the
-    statistic "fisher" of `collect_statistics` its diagonal.
-
-    Args:
-        model: The dense model; its weights, mode and gradients are restored.
-        batches: Keyword arguments of the model. Without `labels`, the model's predictions replace them.
-        modules: The modules whose units to mask.
-        progress: Shows the loop over the batches.
-
-    Returns:
-        Module -> (samples, units) float64 on CPU.
-
-    Raises:
-        DataError: There is no batch.
-        UnsupportedModelError: The number of rows that a module sees is not the number of samples.
-        NonFiniteError: A loss or a gradient is NaN or infinite.
+    statistic "fisher" of `collect_statistics` its diagonal. Without `labels`, the model's predictions replace them.
     """
     if not batches:
         raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
@@ -89,13 +75,7 @@ def _of_batch(
 
 
 def rearranged(selection: Selection, modules: Sequence[Units], gradients: Mapping[str, Tensor]) -> Selection:
-    """Exchange units within every module, so that the Fisher information of what is removed falls; counts stay.
-
-    Args:
-        selection: The units that stay by the diagonal of the Fisher information.
-        modules: The modules to rearrange; the others stay as they are.
-        gradients: From `mask_gradients`.
-    """
+    """Exchange units within every module, so that the Fisher information of what is removed falls; counts stay."""
     found = dict(selection)
     for module in modules:
         kept = selection[module.name]
@@ -109,12 +89,9 @@ def rearranged(selection: Selection, modules: Sequence[Units], gradients: Mappin
 def exchanged(gradients: Tensor, removed: Sequence[int]) -> list[int]:
     """Return as many units to remove, so that |sum of their gradients|^2 over the samples is smaller or the same.
 
-    This sum is (1 - m)^T I (1 - m) times the number of samples. Every unit that stays is removed in turn, in the order
-    of its own Fisher information, and of all removed units the one comes back without which the sum is least.
-
-    Args:
-        gradients: (samples, units).
-        removed: The units to remove, before the exchange.
+    This sum is (1 - m)^T I (1 - m) times the number of samples; `gradients` are (samples, units). Every unit that stays
+    is removed in turn, in the order of its own Fisher information, and of all removed units the one comes back without
+    which the sum is least.
     """
     if not removed:
         return []

@@ -31,11 +31,9 @@ from ..units import PrunableModule
 
 @dataclass(frozen=True)
 class Bases:
-    """Principal components of the inputs and outputs of attention modules; uncentred, float64 on CPU.
+    """Principal components of what attention modules read (q, k and v) and write (o); uncentred, float64 on CPU.
 
-    Attributes:
-        read: Module -> components of the input of q, k and v, (width, width): one per column, largest variance first.
-        written: Module -> the same for the output of o.
+    Each is (width, width) by module: one component per column, largest variance first.
     """
 
     read: Mapping[str, Tensor]
@@ -49,18 +47,7 @@ def collect_bases(
     *,
     progress: Progress = SILENT,
 ) -> Bases:
-    """Return the principal components, from one forward pass per batch; padding is excluded.
-
-    Args:
-        model: The dense model.
-        batches: Inputs of the model; labels are not used.
-        modules: The attention modules, from `find_attention`.
-        progress: Shows the loop over the batches.
-
-    Raises:
-        DataError: There is no batch.
-        UnsupportedModelError: The projections of a module do not all read the same input.
-    """
+    """Return the principal components of attention modules, from one forward pass per batch; padding is excluded."""
     if not batches:
         raise DataError("principal components need at least one sample, got none; raise calibration.samples")
     layers = {name: name for module in modules for name in (*module.producers, module.consumer)}
@@ -87,14 +74,7 @@ def collect_bases(
 
 @contextmanager
 def sliced(model: PreTrainedModel, modules: Sequence[PrunableModule], bases: Bases, *, share: float) -> Iterator[None]:
-    """Project the inputs and outputs of attention onto their first principal components, inside the block.
-
-    Args:
-        model: The dense model.
-        modules: The attention modules.
-        bases: From `collect_bases`.
-        share: Share of the components to remove, and so of the weights; rounded for each basis.
-    """
+    """Project what attention reads and writes onto its principal components without a share of them, in the block."""
     handles = []
     try:
         for module in modules:
@@ -123,19 +103,11 @@ def fine_tuned(
     epochs: int = 3,
     rate: float = 5e-5,
 ) -> Iterator[None]:
-    """Fine-tune the weights of attention for the time of the block; they are restored after it.
+    """Fine-tune the weights of attention, already `sliced`, for the time of the block; they are restored after it.
 
-    AdamW trains the q, k, v and o layers alone, without dropout. The loss of a classifier is the cross-entropy to the
-    dense model's probabilities, that of a regressor the squared error to the dense model's output, and that of a
-    language model its own loss on the text.
-
-    Args:
-        model: The model, already inside `sliced`.
-        modules: The attention modules.
-        batches: Inputs of the model; every epoch shuffles their order.
-        targets: From `predict` of the dense model on the same batches; not used for a language model.
-        epochs: Number of passes over the batches.
-        rate: Learning rate at the start; it falls to zero linearly.
+    AdamW trains the q, k, v and o layers alone, without dropout, at a learning rate that falls to zero linearly. The
+    loss of a classifier is the cross-entropy to the dense model's probabilities, that of a regressor the squared error
+    to the dense model's output (`targets`, on the same batches), and that of a language model its own loss on the text.
     """
     names = dict.fromkeys(name for module in modules for name in (*module.producers, module.consumer))
     trained = [parameter for name in names for parameter in model.get_submodule(name).parameters()]

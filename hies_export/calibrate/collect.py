@@ -98,11 +98,7 @@ def collect_statistics(
 
 
 def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], needs: Collection[str]) -> bool:
-    """Return whether the batches have labels.
-
-    Raises:
-        DataError: There is no batch, or a statistic needs labels that are missing.
-    """
+    """Return whether the batches have labels; refuse those that a statistic needs labels for and lacks."""
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
     labelled = "labels" in batches[0]
@@ -118,28 +114,19 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
 
 
 class _OfBatch(NamedTuple):
-    """What a batch adds to the sums.
+    """What a batch adds to the sums; `factor` turns gradients of weights into those of the sum over its samples."""
 
-    Attributes:
-        gates: Module -> gradients to the gates, (batch, units).
-        entropies: Module -> entropies, (batch, units), and the number of samples that have any.
-        inputs: As `InputSums.of` yields it.
-        weights: Layer -> gradient of its weight, (out_features, in_features).
-        factor: What turns these into gradients of the sum over the samples.
-    """
-
-    gates: Mapping[str, Tensor]
+    gates: Mapping[str, Tensor]  # module -> (batch, units)
     entropies: Mapping[str, tuple[Tensor, int]]
     inputs: Sequence[tuple[str, inputs.Added]]
-    weights: Mapping[str, Tensor | None]
+    weights: Mapping[str, Tensor | None]  # layer -> (out_features, in_features)
     factor: float
 
 
 class _Pass:
     """One forward and one backward pass per batch, with everything attached that collects statistics.
 
-    Attributes:
-        at_once: Number of samples of a batch to run together; lowered if they did not fit into memory.
+    `at_once` is the number of samples of a batch to run together; it falls where they do not fit into memory.
     """
 
     def __init__(
@@ -185,11 +172,7 @@ class _Pass:
         return self._gates.apply(name, x, samples=self._samples, rows=self._entropies.rows.get(name))
 
     def add(self, batch: dict[str, Tensor], index: int) -> None:
-        """Add a batch to the sums, in as many parts as its memory needs; the index is for messages.
-
-        Raises:
-            StepError: Not even one sample fits into memory.
-        """
+        """Add a batch, with its number for messages, in as many parts as its memory needs."""
         device = next(self._model.parameters()).device
         done = 0
         while done < size_of(batch):
@@ -275,11 +258,7 @@ def _part(batch: dict[str, Tensor], start: int, size: int) -> dict[str, Tensor]:
 
 
 def _halved(part: Mapping[str, Tensor], index: int, error: RuntimeError) -> int:
-    """Return half the number of samples of a batch that did not fit into memory.
-
-    Raises:
-        StepError: The batch cannot be halved.
-    """
+    """Return half the number of samples of a batch that did not fit into memory, or refuse it."""
     size = size_of(part)
     if any(len(value) != size for value in part.values()):
         raise StepError(

@@ -24,7 +24,7 @@ from .stream import LIMIT_BYTES, Stream
 
 @dataclass(frozen=True)
 class LayerEffects:
-    """The inputs of one consumer at the real tokens of all samples, and the gradients to them; on CPU.
+    """What one consumer reads at the real tokens of all samples, and the gradients there; on CPU.
 
     Attributes:
         inputs: (tokens, inputs) float32.
@@ -43,28 +43,8 @@ class EffectStream(Stream[LayerEffects]):
     """Inputs of every consumer, and gradients of the prediction with respect to them, under a memory limit.
 
     See `Stream` and `predictions`. Each pass runs every batch forward and backward, with every weight frozen. A module
-    takes 8 bytes for each real token and input, e.g. 150 MB for 8,000 tokens and 6 layers of width 384.
-
-    Args:
-        model: A classifier, regressor or language model; it is restored after each pass.
-        batches: Keyword arguments of the model; padding is excluded by their `attention_mask`. Covariances of hundreds
-            of inputs need about 256 samples; with fewer, use a larger ridge.
-        modules: The modules whose consumers to watch, in the order in which the model runs them.
-        limit_bytes: Bytes that the effects of a group of modules may take.
-        owners: As in `Stream`.
-        progress: Shows the loops over the batches.
-
-    Attributes:
-        samples: Number of samples.
-
-    Raises:
-        DataError: There is no batch, or a language model's sample has no label token.
-        NonFiniteError: A prediction or a gradient is NaN or infinite; the message names the batch.
-
-    Examples:
-        >>> stream = EffectStream(model, batches, modules, limit_bytes=1 << 30)
-        >>> for module, effects in stream:
-        ...     chain = removal_chain(effects, module, stream.samples)
+    takes 8 bytes for each real token and input, e.g. 150 MB for 8,000 tokens and 6 layers of width 384. The modules are
+    in the order in which the model runs them.
     """
 
     def __init__(
@@ -111,7 +91,7 @@ class EffectStream(Stream[LayerEffects]):
 def _sizes(
     model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
 ) -> list[int]:
-    """Return the bytes that each module's effects take; how many tokens an image has is seen from one forward pass."""
+    """Return the bytes that each module's effects take; one forward pass shows how many tokens an image has."""
     first = first_samples(batches[0])
     with reading(model, modules) as read:
         seen = read(first, 0)

@@ -15,11 +15,9 @@ from ..units import PrunableModule
 class Entropies:
     """The attention function of calibration; its outputs equal those of the model's own.
 
-    Attributes:
-        enabled: Whether entropies are computed at all.
-        recording: Whether the computed entropies are kept. Gradient checkpointing repeats the forward pass, which must
-            compute the entropies again to match the first one, but must not count them twice.
-        rows: Module -> number of rows (samples) in its last call.
+    `enabled` says whether entropies are computed at all, `recording` whether they are kept: gradient checkpointing
+    repeats the forward pass, which must compute them again to match the first one, but must not count them twice.
+    `rows` has the number of rows (samples) in the last call of each module.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[PrunableModule]):
@@ -43,8 +41,7 @@ class Entropies:
     def take(self) -> dict[str, tuple[Tensor, int]]:
         """Return the entropies of the recorded batch, and discard them.
 
-        Returns:
-            Module -> entropies in [0, 1], (batch, heads) float64 on CPU, and the number of samples that have a row.
+        By module: entropies in [0, 1], (batch, heads) float64 on CPU, and the number of samples that have a row.
         """
         found = {}
         for name, calls in self._calls.items():

@@ -15,25 +15,17 @@ from ..units import PrunableModule
 
 
 class Gates:
-    """Gates of one batch, created when a consumer is first called.
-
-    Attributes:
-        tensors: Module -> its gates, (batch, units, 1, 1).
-    """
+    """Gates of one batch, created when a consumer is first called: module -> (batch, units, 1, 1)."""
 
     def __init__(self, modules: Sequence[PrunableModule]):
         self._modules = {module.name: module for module in modules}
         self.tensors: dict[str, Tensor] = {}
 
     def apply(self, name: str, x: Tensor, *, samples: int, rows: int | None = None) -> Tensor:
-        """Return the input of a consumer times the gates of its module.
+        """Return the input of a consumer, (..., units * unit_width), times the gates of its module.
 
-        Args:
-            name: Name of the module.
-            x: (..., units * unit_width), samples along the first axis.
-            samples: Number of samples of the batch.
-            rows: Number of samples in x, where it is known. By default the length of x, or `samples` if x is flat:
-                some models flatten (samples, tokens) in front of their feed-forward blocks.
+        `rows` is the number of samples in x where it is known. By default it is the length of x, or `samples` if x is
+        flat: some models flatten (samples, tokens) in front of their feed-forward blocks.
         """
         if rows is None:
             rows = samples if x.dim() == 2 else len(x)
@@ -48,19 +40,12 @@ class Gates:
         return (units * gate).to(x.dtype).transpose(1, 2).reshape(x.shape)
 
     def per_sample(self, gradients: Mapping[str, Tensor | None], losses: Tensor, index: int) -> dict[str, Tensor]:
-        """Return the gradients of each sample's own loss with respect to its gates.
+        """Return module -> gradients of each sample's own loss to its gates, (batch, units) float64 on CPU.
 
         Args:
             gradients: Module -> gradient of the sum over all losses of the batch; None if nothing reads the module.
             losses: (batch,) number of these losses that belong to each sample.
             index: Number of the batch, for messages.
-
-        Returns:
-            Module -> (batch, units) float64 on CPU.
-
-        Raises:
-            UnsupportedModelError: The number of rows that a module sees is not the number of samples.
-            NonFiniteError: A gradient is NaN or infinite.
         """
         found = {}
         for name, gate in self.tensors.items():
@@ -82,10 +67,7 @@ class Gates:
 
 
 def with_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with labels: those it has, else what the model predicts.
-
-    Predictions are classes (batch,), or tokens (batch, tokens) shifted by one position.
-    """
+    """Return the batch with labels: those it has, else the classes, or the shifted tokens, that the model predicts."""
     if "labels" in batch:
         return dict(batch)
     with torch.no_grad():
@@ -102,15 +84,7 @@ def with_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str
 def summed_loss(model: PreTrainedModel, batch: Mapping[str, Tensor], index: int) -> tuple[Tensor, Tensor]:
     """Return the sum of all losses of a batch, and how many of them belong to each sample, (batch,).
 
-    The model averages one loss per label token, or one per sample.
-
-    Args:
-        model: The model.
-        batch: Its inputs with labels.
-        index: Number of the batch, for messages.
-
-    Raises:
-        NonFiniteError: The loss is NaN or infinite.
+    The model averages one loss per label token, or one per sample. `index` is the batch's number, for messages.
     """
     labels = batch["labels"]
     losses = predicted_positions(labels).sum(-1) if labels.dim() == 2 else torch.ones(len(labels))

@@ -54,10 +54,8 @@ class InputSums:
     def of(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, Added]]:
         """Yield a module and what to `add` for it, for each call of each consumer.
 
-        Args:
-            batch: Inputs of the model, on its device.
-            inputs: Module -> input of its consumer at each call, (batch, tokens, units * unit_width) or
-                (batch * tokens, units * unit_width).
+        `inputs` has, by module, the input of its consumer at each call, (batch, tokens, units * unit_width) or
+        (batch * tokens, units * unit_width).
         """
         for module in self._modules:
             for called_with in inputs[module.name]:

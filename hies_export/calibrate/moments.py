@@ -6,9 +6,11 @@ collect_moments   the moments of all modules at once
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,16 +55,14 @@ class MomentStream(Stream[LayerMoments]):
         batches: Inputs of the model; padding is excluded by the `attention_mask`. Labels are read only from batches of
             a language model, if `weighted`.
         selection: Cover the inputs of the kept units only.
+        slim: Take the inputs from this model, cut by `selection`, and only the outputs from the dense one.
         limit_bytes: Bytes that the moments of a group of modules may take.
         weighted: Also add up tokens weighted by the gradient of the prediction; it takes a backward pass as well.
+        owners: As in `Stream`; those that have none are added up in all processes.
         progress: Shows the loops over the batches.
 
     Raises:
         DataError: Fewer than five samples.
-
-    Examples:
-        >>> for module, moments in MomentStream(model, modules, batches, weighted=True):
-        ...     half = moments.mixed(0.5)
     """
 
     def __init__(
@@ -72,26 +72,39 @@ class MomentStream(Stream[LayerMoments]):
         batches: Sequence[dict[str, Tensor]],
         *,
         selection: Selection | None = None,
+        slim: PreTrainedModel | None = None,
         limit_bytes: float = LIMIT_BYTES,
         weighted: bool = False,
+        owners: Mapping[str, int] | None = None,
         progress: Progress = SILENT,
     ):
         check_samples(batches)
         self.selection, self.weighted = selection, weighted
-        self._dense, self._batches, self._progress = dense, batches, progress
+        self._dense, self._slim, self._batches, self._progress = dense, slim, batches, progress
         sizes = [bytes_of(dense, module, selection=selection, weighted=weighted) for module in modules]
-        super().__init__(modules, sizes, limit_bytes, what="the moments")
+        super().__init__(modules, sizes, limit_bytes, what="the moments", owners=owners)
 
     def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerMoments]:
-        return _collect(
-            self._dense,
-            group,
-            self._batches,
-            owners=self.owners,
-            selection=self.selection,
-            weighted=self.weighted,
-            progress=self._progress,
-        )
+        selection, slim = self.selection, self._slim
+        by_name = {module.name: module for module in group}
+        sums = {m.name: _new_sums(self._dense, m, selection, weighted=self.weighted) for m in group}
+        first = [0, *accumulate(map(size_of, self._batches))]
+        with ExitStack() as stack:
+            stack.enter_context(threads_for(self._dense, self._batches))
+            read = stack.enter_context(reading(self._dense, group, gradients=self.weighted))
+            read_slim = None if slim is None else stack.enter_context(reading(slim, group))
+            for index, batch in self._progress.track(processes.share(self._batches), "moments"):
+                held = torch.arange(first[index], first[index + 1]) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+                readings = read(batch, index)
+                slim_readings = readings if read_slim is None else read_slim(batch, index)
+                for one, other in zip(readings, slim_readings, strict=True):
+                    x = other.inputs
+                    if selection is not None and slim is None:
+                        x = x.index_select(-1, by_name[one.name].columns(selection[one.name].units).to(x.device))
+                    _add(sums[one.name], one, x, held.to(x.device))
+        for name, found in sums.items():
+            found.finish(self.owners.get(name))
+        return {name: found for name, found in sums.items() if self.owners.get(name) in (None, processes.rank())}
 
 
 def bytes_of(
@@ -113,65 +126,15 @@ def collect_moments(
     slim: PreTrainedModel | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, SplitMoments]:
-    """Collect the moments of every consumer's inputs and dense outputs, in one pass over the batches.
+    """Return the moments of every consumer's inputs and dense outputs by module, from one pass over the batches.
 
-    Without a selection, the moments cover all inputs. Those of any selection are sub-blocks of them, so one pass serves
-    any number of plans. Memory is then 16 bytes for each pair of inputs, and of an input and an output, of each
-    consumer, e.g. 28 MB for the heads of 6 layers of width 384, and 17 GB for those of 32 layers of width 4096.
-    `MomentStream` takes as many passes as a limit makes necessary.
-
-    Args:
-        dense: The dense model.
-        modules: The modules whose consumers to watch.
-        batches: Inputs of the model; labels are not used, and padding is excluded by the `attention_mask`.
-        selection: Cover the inputs of the kept units only.
-        slim: Take the inputs from this model, cut by `selection`, and only the outputs from the dense one.
-        progress: Shows the loop over the batches.
-
-    Returns:
-        Module -> moments of its consumer.
-
-    Raises:
-        DataError: Fewer than five samples.
+    Without a selection, the moments cover all inputs; those of any selection are sub-blocks of them, so one pass serves
+    any number of plans. `slim` is cut by the selection: the inputs are then its own, and only the outputs the dense
+    model's.
     """
-    check_samples(batches)
-    found = _collect(dense, modules, batches, selection=selection, slim=slim, progress=progress)
-    return {name: moments.mixed() for name, moments in found.items()}
-
-
-def _collect(
-    dense: PreTrainedModel,
-    modules: Sequence[PrunableModule],
-    batches: Sequence[dict[str, Tensor]],
-    *,
-    owners: Mapping[str, int] | None = None,
-    selection: Selection | None = None,
-    slim: PreTrainedModel | None = None,
-    weighted: bool = False,
-    progress: Progress = SILENT,
-) -> dict[str, LayerMoments]:
-    """Return the sums of every consumer that this process owns, or without owners of all, from one pass."""
-    by_name = {module.name: module for module in modules}
-    # The products of all inputs of a wide consumer with its targets follow from those of the inputs.
-    whole = selection is None and slim is None
-    sums = {m.name: _new_sums(dense, m, None if whole else selection, weighted=weighted) for m in modules}
-    first = [0, *accumulate(map(size_of, batches))]
-    with ExitStack() as stack:
-        stack.enter_context(threads_for(dense, batches))
-        read = stack.enter_context(reading(dense, modules, gradients=weighted))
-        read_slim = None if slim is None else stack.enter_context(reading(slim, modules))
-        for index, batch in progress.track(processes.share(batches), "moments"):
-            held = torch.arange(first[index], first[index + 1]) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-            readings = read(batch, index)
-            slim_readings = readings if read_slim is None else read_slim(batch, index)
-            for one, other in zip(readings, slim_readings, strict=True):
-                x = other.inputs
-                if selection is not None and slim is None:
-                    x = x.index_select(-1, by_name[one.name].columns(selection[one.name].units).to(x.device))
-                _add(sums[one.name], one, x, held.to(x.device))
-    for name, found in sums.items():
-        found.finish(None if owners is None else owners[name])
-    return {name: found for name, found in sums.items() if owners is None or owners[name] == processes.rank()}
+    how: dict[str, Any] = {"selection": selection, "slim": slim, "progress": progress}
+    stream = MomentStream(dense, modules, batches, **how, limit_bytes=math.inf, owners={})
+    return {module.name: found.mixed() for module, found in stream}
 
 
 def _new_sums(
@@ -183,7 +146,8 @@ def _new_sums(
     device = weight_of(layer).device
 
     def new() -> Sums:
-        # For square consumers, such as attention's, the products with the outputs are cheap to add up.
+        # The products of all inputs of a wide consumer with its targets follow from those of the inputs. For square
+        # consumers, such as attention's, they are cheap to add up.
         if selection is None and inputs > outputs:
             return LayerSums(layer, device)
         kept = inputs if selection is None else len(selection[module.name].units) * module.unit_width
@@ -195,11 +159,7 @@ def _new_sums(
 def _add(sums: LayerMoments, read: Reading, x: Tensor, held: Tensor) -> None:
     """Add what a consumer read in one batch to the sums for fitting, and of held-out samples to those for judging.
 
-    Args:
-        sums: The sums of the consumer.
-        read: The reading of the dense model.
-        x: (batch, tokens, inputs), the inputs to add up.
-        held: (batch,) bool, the held-out samples.
+    `x` has the inputs to add up, (batch, tokens, inputs), and `held` says which samples are held out, (batch,).
     """
     # Sums over targets that follow from those over inputs need no y.
     y = read.outputs if isinstance(sums.uniform[0], TargetSums) else read.outputs[..., :0]
@@ -214,11 +174,7 @@ def _add(sums: LayerMoments, read: Reading, x: Tensor, held: Tensor) -> None:
 
 
 def check_samples(batches: Sequence[Mapping[str, Tensor]]) -> None:
-    """Refuse batches with too few samples to hold one out.
-
-    Raises:
-        DataError: Fewer than five samples.
-    """
+    """Refuse batches with too few samples to hold one out."""
     samples = sum(map(size_of, batches))
     if samples < HELD_OUT_EVERY:
         raise DataError(

@@ -20,13 +20,7 @@ def predictions(model: PreTrainedModel, batch: Mapping[str, Tensor], logits: Ten
     labels, that of the text itself. (The log-probability of the model's own choice is less useful: the model is nearly
     certain of it, so its gradient is small. Perplexity was 12.2 instead of 9.4 in dev/LOG.md.)
 
-    Args:
-        model: The model that computed the logits.
-        batch: Its inputs, and `labels` if there are any; only those of a language model are read.
-        logits: (batch, classes), or (batch, tokens, vocabulary) of a language model.
-
-    Raises:
-        DataError: A language model's batch has neither `labels` nor `input_ids`.
+    `logits` are (batch, classes), or (batch, tokens, vocabulary) of a language model.
     """
     if logits.dim() == 3:
         return _log_probabilities(logits, text_labels(model, batch).to(logits.device))
@@ -40,9 +34,6 @@ def text_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the labels of a language model's batch, (batch, tokens): by default its own tokens.
 
     Those are all real tokens that follow a real one, but none that stands for a part of an image.
-
-    Raises:
-        DataError: The batch has neither `labels` nor `input_ids`.
     """
     if "labels" in batch:
         return batch["labels"]
@@ -59,12 +50,7 @@ def text_labels(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each sample's labels, summed over their positions, (batch,).
-
-    Args:
-        logits: (batch, tokens, vocabulary)
-        labels: (batch, tokens), -100 where a position has no label.
-    """
+    """Return the log-probability of each sample's labels, (batch, tokens), -100 where there is none: (batch,)."""
     judged = predicted_positions(labels)
     wanted = labels[:, 1:][judged][:, None]
     found = logits[:, :-1][judged].float().log_softmax(-1).gather(-1, wanted)[:, 0]  # (judged tokens,)

@@ -28,8 +28,7 @@ class Reading:
         name: Dotted name of the module.
         inputs: (batch, tokens, inputs)
         outputs: (batch, tokens, outputs)
-        gradients: (batch, tokens, inputs), of each sample's prediction with respect to the inputs; None if not asked
-            for.
+        gradients: (batch, tokens, inputs), of each sample's prediction; None if not asked for.
         real: (batch, tokens) bool, the tokens that are not padding.
     """
 
@@ -45,16 +44,10 @@ Read: TypeAlias = Callable[[Mapping[str, Tensor], int], list[Reading]]
 
 @contextmanager
 def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradients: bool = False) -> Iterator[Read]:
-    """Yield a function that runs a batch and returns what the consumers read; the model is restored afterwards.
+    """Yield a function of a batch and its number, for messages, that returns one `Reading` for each call of a consumer.
 
-    Args:
-        model: The model; its weights are frozen inside the block if gradients are asked for.
-        modules: The modules whose consumers to watch.
-        gradients: Whether to run backward from each sample's prediction; see `predictions`.
-
-    Yields:
-        A function of a batch and its number (for messages), which returns one `Reading` for each call of a consumer,
-        in the order of the modules. It raises NonFiniteError if a prediction or a gradient is NaN or infinite.
+    The readings are in the order of the modules. With `gradients`, each sample's prediction runs backward, with the
+    weights frozen inside the block. The model is restored afterwards.
     """
     consumers = {module.name: module.consumer for module in modules}
     with ExitStack() as stack:
@@ -91,11 +84,7 @@ def by_sample(x: Tensor, samples: int) -> Tensor:
 
 
 def _gradients(predicted: Tensor, seen: Watched, calls: Sequence[tuple[str, int]], index: int) -> list[Tensor]:
-    """Return the gradients of the predictions, (batch,), with respect to the inputs of every call.
-
-    Raises:
-        NonFiniteError: A prediction or a gradient is NaN or infinite.
-    """
+    """Return the gradients of the predictions, (batch,), with respect to the inputs of every call."""
     inputs = [seen.inputs[name][call] for name, call in calls]
     # Samples are independent, so the gradient of the sum holds each sample's own. An unused layer, such as the last one
     # of LLaVA's image tower, has no gradient; if all are unused, neither has the prediction.

@@ -48,23 +48,18 @@ class Moments:
         return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     def fit(self, weight: Tensor, *, ridge: float, centred: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the ridge regression of y on x, which shrinks towards `weight` instead of zero.
+        """Return what `fits` yields for one ridge."""
+        return next(self.fits(weight, ridges=[ridge], centred=centred))
 
-        Args:
-            weight: (outputs, inputs)
-            ridge: Relative to the mean of the diagonal of the moments of x.
-            centred: Whether to fit a bias as well, from centred moments.
+    def fits(self, weight: Tensor, *, ridges: Sequence[float], centred: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield, for each ridge, the regression of y on x that shrinks towards `weight`, (outputs, inputs), not zero.
 
-        Returns:
-            The weight (outputs, inputs), and the bias (outputs,), or None if not `centred`.
+        Ridges are relative to the mean of the diagonal of the moments of x. If `centred`, a bias (outputs,) is fitted
+        as well, from centred moments; else it is None.
 
         Raises:
             torch.linalg.LinAlgError: The moments of x are singular.
         """
-        return next(self.fits(weight, ridges=[ridge], centred=centred))
-
-    def fits(self, weight: Tensor, *, ridges: Sequence[float], centred: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield what `fit` returns, for each of several ridges."""
         mean_x, xx, yx = self.x / self.tokens, self.xx / self.tokens, self.yx / self.tokens
         if centred:
             xx = xx - torch.outer(mean_x, mean_x)
@@ -94,11 +89,9 @@ class Moments:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and second moments of the inputs of a consumer, float64.
+    """Mean (inputs,) and second moments (inputs, inputs) of the inputs of a consumer, float64.
 
-    Attributes:
-        mean: (inputs,)
-        moments: (inputs, inputs) mean of x x^T over tokens; if centred, that of the distances to the mean.
+    The moments are the mean of x x^T over tokens; if centred, that of the distances to the mean.
     """
 
     mean: Tensor
@@ -115,12 +108,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SplitMoments:
-    """Moments of one consumer, split by sample.
-
-    Attributes:
-        fitting: Moments of the samples that a fit uses.
-        held_out: Moments of every fifth sample, on which the fit is judged.
-    """
+    """Moments of one consumer: of the samples that a fit uses, and of every fifth, on which it is judged."""
 
     fitting: Moments
     held_out: Moments

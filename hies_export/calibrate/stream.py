@@ -23,22 +23,10 @@ class Stream(ABC, Generic[T]):
 
     Consecutive modules form groups that fit the limit together; a group has at least one module. Each group takes a
     pass over the data. If there is one group only, it is kept, so all iterations together take one pass. Otherwise
-    every iteration collects group by group again.
+    every iteration collects group by group again; `passes` counts them.
 
     Several processes share each pass (see `processes`): in the end the owner of a module has what all of them
-    collected for it. Each process iterates over the modules it owns.
-
-    Args:
-        modules: The modules, in the order in which the model runs them.
-        sizes: Bytes that each of them takes.
-        limit_bytes: Bytes that the modules of a group may take together.
-        what: What is collected, for messages.
-        owners: Module -> the process that owns it; by default shared out by their sizes.
-
-    Attributes:
-        owners: As given.
-        groups: The modules of each pass.
-        passes: Passes over the data made so far.
+    collected for it, and each process iterates over the modules it owns. Owners are shared out by size.
     """
 
     def __init__(
@@ -50,7 +38,8 @@ class Stream(ABC, Generic[T]):
         what: str,
         owners: Mapping[str, int] | None = None,
     ):
-        self.owners = owners or processes.owners({m.name: size for m, size in zip(modules, sizes, strict=True)})
+        by_size = {module.name: size for module, size in zip(modules, sizes, strict=True)}
+        self.owners = processes.owners(by_size) if owners is None else owners
         self.groups = grouped(modules, sizes, limit_bytes)
         self.passes = 0
         self._kept: dict[str, T] | None = None
@@ -70,11 +59,7 @@ class Stream(ABC, Generic[T]):
         return self.of(None)
 
     def of(self, names: Collection[str] | None) -> Iterator[tuple[PrunableModule, T]]:
-        """Yield the pairs of some modules; a group without any of them takes no pass.
-
-        Args:
-            names: Names of the modules; None for all.
-        """
+        """Yield the pairs of some modules, None for all; a group without any of them takes no pass."""
         return ((module, found) for module, found in self.each(names) if found is not None)
 
     def each(self, names: Collection[str] | None) -> Iterator[tuple[PrunableModule, T | None]]:

@@ -20,11 +20,7 @@ BLOCK = 256
 
 
 class Sums:
-    """Sums over the weighted tokens of one part of the samples, added up in place.
-
-    Attributes:
-        tokens, x, xx, counted: As in `Moments`.
-    """
+    """Sums over the weighted tokens of one part of the samples, added up in place; named as in `Moments`."""
 
     def __init__(self, inputs: int, device: torch.device):
         self.tokens, self.counted = 0.0, 0
@@ -62,11 +58,7 @@ class Sums:
 
 
 class TargetSums(Sums):
-    """Sums with the targets y.
-
-    Attributes:
-        y, yx, yy: As in `Moments`.
-    """
+    """Sums with the targets y; named as in `Moments`."""
 
     def __init__(self, inputs: int, outputs: int, device: torch.device):
         super().__init__(inputs, device)
@@ -84,12 +76,7 @@ class TargetSums(Sums):
 
 
 class LayerSums(Sums):
-    """Sums whose targets are the outputs W x + b of a layer, so that those over targets follow from xx.
-
-    Args:
-        layer: The layer.
-        device: Where the sums are.
-    """
+    """Sums whose targets are the outputs W x + b of a layer, so that those over targets follow from xx."""
 
     def __init__(self, layer: nn.Module, device: torch.device):
         super().__init__(features_of(layer)[1], device)
@@ -116,12 +103,10 @@ class LayerSums(Sums):
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """Sums of one consumer, from which `mixed` takes moments.
+    """Sums of one consumer over fitting and over held-out samples, from which `mixed` takes moments.
 
-    Attributes:
-        uniform: Sums in which all tokens weigh one, of fitting and of held-out samples.
-        weighted: Sums in which a token weighs the squared norm of the gradient of the sample's prediction with respect
-            to the consumer's input there; None if they were not collected.
+    In `uniform` sums all tokens weigh one. In `weighted` ones, if they were collected, a token weighs the squared norm
+    of the gradient of the sample's prediction with respect to the consumer's input there.
     """
 
     uniform: tuple[Sums, Sums]
@@ -149,13 +134,7 @@ class LayerMoments:
 
         Here q is the squared norm of the gradient. If nothing reads the consumer, so that q is zero, all weigh one.
         Orders of removal need the inputs alone: `spread` leaves out the sums over targets, which take longer.
-
-        Args:
-            mix: In (0, 1]; 1 for uniform weights.
-            columns: (columns,) int64, the inputs to return the moments of; None for all.
-
-        Raises:
-            RequestError: The mix is out of range, or needs weighted sums that were not collected.
+        With `columns`, (columns,) int64, the moments are of these inputs only.
         """
         check_mix(mix, weighted=self.weighted is not None)
         if self.weighted is None or mix == 1:
@@ -169,11 +148,7 @@ class LayerMoments:
 
 
 def check_mix(mix: float, *, weighted: bool) -> None:
-    """Refuse a mix of token weights that moments cannot give.
-
-    Raises:
-        RequestError: The mix is not in (0, 1], or below 1 without weighted sums.
-    """
+    """Refuse a mix of token weights outside (0, 1], or below 1 without weighted sums."""
     if not 0 < mix <= 1:
         raise RequestError(f"token weights must be in (0, 1], got {mix}")
     if mix < 1 and not weighted:

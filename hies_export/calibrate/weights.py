@@ -27,15 +27,10 @@ def weight_l2(model: PreTrainedModel, module: PrunableModule) -> Tensor:
 
 
 def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:
-    """Return the sum of a number per weight over every unit; a group's weights count for each of its units.
+    """Return the sum of a number per weight over every unit, (units,) float64; a group's count for each of its units.
 
-    Args:
-        module: The module.
-        elements: Returns the numbers of a producer or the consumer by its name, (out_features, in_features) float64 on
-            CPU. It is called for one layer at a time.
-
-    Returns:
-        (units,) float64.
+    `elements` gives the numbers of a layer by its name, (out_features, in_features) float64 on CPU, one layer at a
+    time.
     """
     of_units = elements(module.consumer).sum(0).view(module.units, -1).sum(1)
     of_groups = torch.zeros(module.groups, dtype=torch.float64)
@@ -57,16 +52,9 @@ def has_channels(modules: Sequence[PrunableModule]) -> bool:
 
 
 def sum_by_channel(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:
-    """Return the sum of a number per weight over every channel.
+    """Return the sum of a number per weight over every channel, (groups * unit_width,), as `sum_by_unit` does.
 
     A channel is one feature of a key/value head, with the same feature of each of its query heads.
-
-    Args:
-        module: The attention module.
-        elements: As in `sum_by_unit`.
-
-    Returns:
-        (groups * unit_width,) float64.
     """
     shape = (module.groups, module.group_size, module.unit_width)
     total = elements(module.consumer).sum(0).view(shape).sum(1)
@@ -99,13 +87,6 @@ class WeightGradients:
 
     taylor           its sum over the weights of a unit
     channel_taylor   its sum over the weights of a channel, if heads have channels (see `has_channels`)
-
-    Args:
-        model: The model.
-        modules: The modules.
-
-    Attributes:
-        parameters: The weights of all modules, by the names of their layers.
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):

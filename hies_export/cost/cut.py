@@ -15,14 +15,7 @@ from ..units import Kept, PrunableModule, Units
 def cut_bundles(
     model: PreTrainedModel, modules: Sequence[PrunableModule], removed: Mapping[str, int], *, unit: str
 ) -> PreTrainedModel:
-    """Return a copy of the model, which shares its weights, with the first bundles of every module kept.
-
-    Args:
-        model: The dense model; it is not changed.
-        modules: The modules that may lose units, of one kind or both.
-        removed: Number of bundles to remove by module name; modules without an entry lose none.
-        unit: As in `Constraints`.
-    """
+    """Return a copy of the model, which shares its weights, without some bundles of modules, whichever they are."""
     kept = {
         module.name: keep_first(module, bundle_count(module, unit) - removed.get(module.name, 0), unit)
         for module in modules
@@ -31,14 +24,7 @@ def cut_bundles(
 
 
 def keep_first(module: Units, bundles: int, unit: str) -> Kept:
-    """Return the units to keep so that the first bundles of a module stay.
-
-    Args:
-        module: The module.
-        bundles: Number of bundles to keep: key/value groups, or with unit "query", query heads of every group; neurons
-            of a feed-forward block.
-        unit: As in `Constraints`.
-    """
+    """Return the units to keep so that the first bundles of a module stay."""
     whole_groups = unit == "group" or module.group_size == 1
     groups = range(bundles if whole_groups else module.groups)
     per_group = range(module.group_size if whole_groups else bundles)

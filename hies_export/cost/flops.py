@@ -64,15 +64,10 @@ def _saved_per_bundle(
 
 
 def _attributed(modules: Sequence[PrunableModule], dense: Mapping[str, int], cut: Mapping[str, int]) -> dict[str, int]:
-    """Return which part of the FLOPs that a cut of all modules saves is due to each of them.
+    """Return which part of the FLOPs that a cut of all modules of a kind saves is due to each of them.
 
     A linear layer belongs to the module whose producer or consumer it is, anything else to the innermost module around
     it. What belongs to none is left out.
-
-    Args:
-        modules: Modules of one kind.
-        dense: From `flops_by_module`, before the cut.
-        cut: The same after the cut.
     """
     linear = {name: module.name for module in modules for name in (*module.producers, module.consumer)}
     names = {module.name for module in modules}

@@ -66,12 +66,8 @@ class TimedOn:
 class TimedCut:
     """A uniform cut of the modules of one kind, timed against the dense model.
 
-    Attributes:
-        kept: Share of the bundles that are kept.
-        ratio: Time of the cut model / time of the dense model.
-        ratio_low, ratio_high: 95 % interval of the ratio.
-        control_low, control_high: 95 % interval of the control, the dense model against itself.
-        kind: Kind of the units that were cut, "attention" or "mlp".
+    `kept` is the share of the bundles that stay. `ratio` is the time of the cut model / that of the dense model, with
+    its 95 % interval; `control_low` and `control_high` are that of the dense model against itself.
     """
 
     kept: float
@@ -160,15 +156,7 @@ def _divided(
     step: int,
     unit: str,
 ) -> dict[str, tuple[float, ...]]:
-    """Divide the time saved by uniform cuts among the modules of one kind, in proportion to the FLOPs of their units.
-
-    Args:
-        cuts: The timed cuts of this kind, the smallest first.
-        modules: All modules of this kind.
-        flops: From `flops_table`.
-        step: As in `Runtime.width_step`.
-        unit: As in `Constraints`.
-    """
+    """Divide the time saved by uniform cuts of one kind, smallest first, among its modules, by their units' FLOPs."""
     weights = {m.name: flops[m.name][-1] * len(flops[m.name]) / max(1, len(flops[m.name]) - 1) for m in modules}
     total = sum(weights.values()) or 1.0  # 0 if every module has a single bundle
     kept = [cut.kept for cut in reversed(cuts)] + [1.0]  # ascending

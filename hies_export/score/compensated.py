@@ -58,10 +58,7 @@ class RemovalOptions:
         ridge: lambda relative to the mean of the diagonal of C over all inputs of the module. (`compensate` takes the
             mean over the kept inputs.) A fixed lambda lets every e(K) follow from one inverse by downdating.
         per_sample: Whether a sample has a single prediction, so that the effects of its tokens also add up.
-        device: Where to compute, e.g. "cuda". The effects stay on the CPU and are copied there module by module.
-
-    Raises:
-        RecipeError: The ridge is not positive.
+        device: Where to compute; the effects are copied there from the CPU, module by module.
     """
 
     ridge: float = 0.1
@@ -130,16 +127,7 @@ def score_compensated(
 
 
 def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], options: RemovalOptions) -> Scores:
-    """Return the scores that removal chains stand for.
-
-    Args:
-        modules: The modules.
-        chains: From `removal_chain`, in the same order.
-        options: What the chains were made with.
-
-    Returns:
-        The chains, and as score of a unit its rank among the units of its kind, in [0, 1): (units,) float64 per module.
-    """
+    """Return the scores of chains, one per module: the rank of a unit among the units of its kind, in [0, 1)."""
     parameters = {"ridge": options.ridge, "per_sample": options.per_sample}
     return Scores(COMPENSATED, parameters, _ranks(modules, chains), chains=tuple(chains))
 
@@ -154,14 +142,8 @@ def removal_chain(
 ) -> Chain:
     """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
 
-    Heads go one group at a time, and neurons 1 % of a layer at a time.
-
-    Args:
-        layer: Inputs and gradients of the module's consumer.
-        module: The module.
-        samples: Number of samples that the effects were collected on.
-        spread: mu and C from more tokens than the effects have, see `score_compensated`.
-        options: See `RemovalOptions`.
+    Heads go one group at a time, and neurons 1 % of a layer at a time. `spread` has mu and C from more tokens than the
+    effects of the samples have.
     """
     state = _Greedy(layer, module, samples, spread, options)
     step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))

@@ -10,12 +10,7 @@ from ..values import Chain, Removal
 
 
 class Edge(NamedTuple):
-    """An edge of the lower convex hull of a chain's (saving, effect) points.
-
-    Attributes:
-        slope: Rise of the effect per unit saved.
-        start, end: Positions in the chain; the edge takes the removals from `start` up to, not including, `end`.
-    """
+    """An edge of the lower convex hull of a chain's (saving, effect) points; its removals are those in [start, end)."""
 
     slope: float
     start: int
@@ -23,14 +18,10 @@ class Edge(NamedTuple):
 
 
 def hull(saved: Sequence[float], effects: Sequence[float]) -> list[Edge]:
-    """Return the lower convex hull of a chain's points, from (0, 0) on; slopes ascend.
+    """Return the lower convex hull of a chain's points, from (0, 0) on; slopes, of effect per unit saved, ascend.
 
-    A point that saves no more than an earlier one is never the end of an edge. Where an estimated effect falls, it
-    counts as level.
-
-    Args:
-        saved: What the first 1, 2, ... removals of a chain save together.
-        effects: Effect of the same removals.
+    `saved` and `effects` are those of the first 1, 2, ... removals together. A point that saves no more than an earlier
+    one is never the end of an edge. Where an estimated effect falls, it counts as level.
     """
     points = [(0.0, 0.0, 0)]
     highest = 0.0

@@ -37,12 +37,9 @@ class CostTable:
         return 1.0 - sum(self.saved[name][count] for name, count in counts.items())
 
     def after(self, counts: Mapping[str, int]) -> CostTable:
-        """Return the table of a model that has lost bundles already, still in shares of the dense model's cost.
+        """Return the table of a model whose modules have lost some bundles, still in shares of the dense model's cost.
 
         Its `ratio` leaves out what they saved.
-
-        Args:
-            counts: Number of bundles that each module has lost.
         """
         saved = {
             name: tuple(share - row[counts.get(name, 0)] for share in row[counts.get(name, 0) :])
@@ -59,17 +56,10 @@ def check_reachable(
     constraints: Constraints = NONE,
     best: float | None = None,
 ) -> None:
-    """Refuse a budget of cost that no selection meets.
-
-    Args:
-        modules: The modules that may lose units.
-        table: The cost that they save.
-        ratio: Greatest allowed cost, as a share of the dense model's.
-        constraints: Constraints of the selection.
-        best: The lowest cost within reach; by default what the constraints allow.
+    """Refuse a budget of cost that no selection meets; `best` is the lowest cost, by default by the constraints.
 
     Raises:
-        PlanError: No selection meets the budget; the message says the lowest cost within reach.
+        PlanError: The message says the lowest cost within reach.
     """
     best = lowest_ratio(modules, table, constraints) if best is None else best
     if best > ratio:
@@ -95,10 +85,9 @@ def lowest_ratio(modules: Sequence[Units], table: CostTable, constraints: Constr
 
 
 def shares_to_try(modules: Sequence[Units], constraints: Constraints) -> list[float]:
-    """Return the shares of heads that remove 1, 2, 3, ... bundles, up to all but one.
+    """Return the shares of heads that remove 1, 2, 3, ... bundles, up to all but one; at most `MOST_SHARES` of them.
 
-    The bundles are those of all modules under `global`, and those of the largest module under `uniform`. Of more than
-    `MOST_SHARES` bundles, as many shares are tried.
+    The bundles are those of all modules under `global`, and those of the largest module under `uniform`.
     """
     bundles = [bundle_count(module, constraints.unit) for module in modules]
     most = min(sum(bundles) if constraints.allocation == "global" else max(bundles), MOST_SHARES)

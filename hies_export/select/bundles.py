@@ -55,13 +55,7 @@ def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float
 
 
 def worst_first(scores: Mapping[str, Tensor], modules: Sequence[Units], unit: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Return module and units of every bundle of all modules, worst first; of equals the later module's come first.
-
-    Args:
-        scores: Module -> one score per unit, (units,).
-        modules: The modules to rank together.
-        unit: "group" or "query".
-    """
+    """Return module and units of every bundle of all modules, worst first; of equals the later module's come first."""
     order = sorted(
         (score, -number, place, units)
         for number, module in enumerate(modules)

@@ -20,7 +20,8 @@ class Constraints:
 
     Attributes:
         allocation: "global" (the worst units of all modules go) or "uniform" (every module loses the same share).
-        unit: "group" or "query"; see `bundles`.
+        unit: What goes as a whole, in the recipe's word, not a unit (head or neuron) itself: "group", a key/value head
+            with its query heads, so that the cache shrinks; or "query", as many query heads of every group.
         min_heads: Least number of query heads that every attention module keeps. A feed-forward block keeps at least
             one neuron.
         keep_layers: Positions of modules that lose nothing, among those of the same kind that may lose units. Negative
@@ -60,17 +61,9 @@ NONE = Constraints()
 
 
 def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constraints = NONE) -> int | list[int]:
-    """Return how many bundles a budget of heads removes, after checking that the constraints allow it.
+    """Return how many bundles a share of heads is, after checking that the constraints allow it, before any scoring.
 
-    Nothing needs to be scored yet.
-
-    Args:
-        modules: The modules that may lose units.
-        heads: Share of heads to remove, in (0, 1).
-        constraints: Constraints of the selection.
-
-    Returns:
-        Number of bundles: of all modules together under `global`, of each module under `uniform`.
+    They are those of all modules together under `global`, and one number for each module under `uniform`.
 
     Raises:
         RecipeError: An option is out of range.
@@ -117,16 +110,7 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
 
 
 def check_constraints(modules: Sequence[Units], constraints: Constraints, *, problems: Sequence[str] = ()) -> None:
-    """Refuse constraints that are out of range.
-
-    Args:
-        modules: The modules that may lose units.
-        constraints: Constraints of the selection.
-        problems: Problems found before, to report with the others.
-
-    Raises:
-        RecipeError: An option is out of range; the message has all problems.
-    """
+    """Refuse constraints that are out of range, together with problems found before."""
     problems = list(problems)
     if constraints.allocation not in ALLOCATIONS:
         problems.append(f"allocation must be global or uniform, got {constraints.allocation!r}")

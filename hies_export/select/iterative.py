@@ -21,7 +21,7 @@ class HeadTarget:
     Attributes:
         wanted: Number of bundles: of all modules together under `global`, of each module under `uniform`.
         dense: Number of bundles of each module before the first round.
-        unit: "group" or "query", see `bundles`.
+        unit: As in `Constraints`.
     """
 
     wanted: int | Sequence[int]
@@ -29,11 +29,7 @@ class HeadTarget:
     unit: str
 
     def size(self, modules: Sequence[Units]) -> tuple[float | None, list[int] | None]:
-        """Return the arguments `heads` and `counts` of `select_units`, one of which is None.
-
-        Args:
-            modules: The modules that may lose units, as the previous rounds left them.
-        """
+        """Return `heads` and `counts` of `select_units`, one of them None, for the modules that the last round left."""
         left = [bundle_count(module, self.unit) for module in modules]
         if isinstance(self.wanted, int):
             return (self.wanted - sum(self.dense) + sum(left)) / sum(left), None
@@ -43,13 +39,7 @@ class HeadTarget:
 def head_targets(
     modules: Sequence[Units], *, heads: float, count: int, constraints: Constraints
 ) -> Iterator[HeadTarget]:
-    """Yield the targets of rounds that spend a budget of heads, without rounds that would remove nothing.
-
-    Args:
-        modules: The modules that may lose units, before the first round.
-        heads: Share of heads that all rounds together remove.
-        count: Number of rounds; the first n of them remove n/count of that share.
-        constraints: Constraints of the selection.
+    """Yield the targets of `count` rounds that spend a share of heads evenly, without rounds that remove nothing.
 
     Raises:
         PlanError: The constraints do not allow the whole budget.
@@ -78,12 +68,6 @@ def compose(first: Selection, second: Selection) -> Selection:
 
 
 def filled_in(earlier: Mapping[str, Tensor], later: Mapping[str, Tensor], selection: Selection) -> dict[str, Tensor]:
-    """Return values for all units, (units,) per module: the later ones for kept units, else the earlier ones.
-
-    Args:
-        earlier: Module -> values of all units.
-        later: Module -> values of the units that `selection` keeps, in order.
-        selection: The units that stay.
-    """
+    """Return values for all units, (units,) by module: the later ones for units that stay, else the earlier."""
     kept = {name: torch.tensor(selection[name].units) for name in earlier}
     return {name: values.index_copy(0, kept[name], later[name]) for name, values in earlier.items()}

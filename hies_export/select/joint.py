@@ -49,13 +49,6 @@ def removed_jointly(
 ) -> dict[str, set[int]]:
     """Return the units that go, so that the effects of all chains add up to the least within a budget of cost.
 
-    Args:
-        scores: With chains, or with effects of all units.
-        modules: The modules that may lose units.
-        table: The cost that they save.
-        ratio: Greatest allowed cost, as a share of the dense model's.
-        constraints: Constraints of the selection; the allocation is global.
-
     Raises:
         PlanError: No selection meets the budget; the message says the lowest cost within reach.
     """
@@ -80,16 +73,10 @@ def removed_jointly(
 
 
 def chains_of(scores: Scores, modules: Sequence[Units], *, unit: str = "group") -> tuple[Chain, ...]:
-    """Return the chains of removals that scores stand for.
+    """Return the scores' own chains of removals, or make chains from scores and effects.
 
-    Scores with chains of their own return these. Otherwise, modules of a kind that the scores rank form one chain, in
-    the order of the scores of their bundles. Every other module is a chain, in the order of its scores. A removal's
-    effect is the sum of its units' effects.
-
-    Args:
-        scores: The scores.
-        modules: The modules that may lose units.
-        unit: As in `Constraints`.
+    Modules of a kind that the scores rank form one chain, in the order of the scores of their bundles. Every other
+    module is a chain, in the order of its scores. A removal's effect is the sum of its units' effects.
     """
     if scores.chains:
         return scores.chains
@@ -153,13 +140,8 @@ def _blocks(
 ) -> Iterator[_Block]:
     """Yield the removals of a chain in blocks that leave every module a number of units that the constraints allow.
 
-    A unit waits until its module has lost enough others with it. Units beyond what a module may lose stay.
-
-    Args:
-        chain: The removals.
-        modules: Name -> module.
-        options: Name -> the numbers of bundles that the module may lose, ascending from 0.
-        unit: As in `Constraints`.
+    A unit waits until its module has lost enough others with it. Units beyond what a module may lose stay. `options`
+    has the numbers of bundles that each module may lose, ascending from 0.
     """
     lost = dict.fromkeys(modules, 0)
     waiting: dict[str, list[tuple[tuple[int, ...], float]]] = {name: [] for name in modules}

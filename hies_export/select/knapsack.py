@@ -11,17 +11,15 @@ import numpy as np
 def least_loss(
     costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], limit: int
 ) -> tuple[np.ndarray, Callable[[int], list[int]]]:
-    """Solve a multiple-choice knapsack exactly, by dynamic programming.
+    """Solve a multiple-choice knapsack exactly.
 
     Args:
-        costs: Cost of every option of every module, whole numbers from 0.
-        losses: Loss of every option of every module.
+        costs, losses: Cost (whole, from 0) and loss of every option of every module.
         limit: Greatest total cost to consider.
 
     Returns:
-        The least total loss for every exact total cost, (limit + 1,), infinite for a cost that no choice has. Then a
-        function that returns the choice for a total cost: the number of one option per module. Of equals it takes the
-        earlier option.
+        The least total loss for every exact total cost, (limit + 1,), infinite where no choice costs that. And a
+        function from a total cost to its choice, the number of one option per module; of equals, the earlier option.
     """
     best = np.full(limit + 1, np.inf)
     best[0] = 0.0
@@ -51,13 +49,10 @@ def least_loss(
 def least_loss_saving(
     saved: Sequence[Sequence[float]], losses: Sequence[Sequence[float]], wanted: float, *, grid: int
 ) -> list[int]:
-    """Return the number of one option per module, so that they save what is wanted together at the least loss.
+    """Return one option per module, by number, so that they save what is wanted together at the least loss.
 
-    Args:
-        saved: What every option of every module saves, as a share of the dense cost; the first saves nothing.
-        losses: What every option loses.
-        wanted: The share to save.
-        grid: Costs count in steps of 1 / grid, rounded so that enough is saved.
+    Savings are shares of the dense cost, of every option of every module; the first saves nothing. They count in steps
+    of 1 / grid, rounded so that enough is saved.
     """
     # Timings need not fall with every unit, so costs are relative to the most that a module can save.
     most = [max(row) for row in saved]
