@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from hies_export.errors import PlanError, RecipeError
@@ -12,8 +14,7 @@ from hies_export.select.constraints import (
     most_removable,
     removable_counts,
 )
-from hies_export.select.iterative import compose
-from hies_export.units import Kept, Units
+from hies_export.units import Units
 
 MODULES = (
     Units(name="a0", units=12),
@@ -40,33 +41,28 @@ MODULES = (
 def test_a_multiple_that_does_not_divide_is_refused(constraints: Constraints, problems: list[str]) -> None:
     with pytest.raises(RecipeError, match="multiple_of must divide") as error:
         check_constraints(MODULES, constraints)
+    with pytest.raises(RecipeError, match="must divide the number of heads, which is 12 in a0, got 5"):
+        check_constraints(MODULES[:1], Constraints(multiple_of=5))
     assert len(error.value.problems) == len(problems)
     for found, expected in zip(error.value.problems, problems, strict=True):
         assert found.startswith("multiple_of must divide the number of ")
         assert found.endswith(expected)
 
 
-def test_heads_without_groups_are_called_heads() -> None:
-    with pytest.raises(RecipeError, match="must divide the number of heads, which is 12 in a0, got 5"):
-        check_constraints(MODULES[:1], Constraints(multiple_of=5))
-
-
 @pytest.mark.parametrize(
-    "constraints",
+    ("modules", "constraints"),
     [
-        Constraints(),
-        Constraints(multiple_of=4, neurons_multiple_of=16),
-        Constraints(unit="query", multiple_of=6, neurons_multiple_of=8),
-        Constraints(multiple_of=2, keep_layers=(0, -1)),
+        (MODULES, Constraints()),
+        (MODULES, Constraints(multiple_of=4, neurons_multiple_of=16)),
+        (MODULES, Constraints(unit="query", multiple_of=6, neurons_multiple_of=8)),
+        (MODULES, Constraints(multiple_of=2, keep_layers=(0, -1))),
+        # The multiple of one kind is nothing to the other.
+        (MODULES[:2], Constraints(neurons_multiple_of=5)),
+        (MODULES[2:], Constraints(multiple_of=5, min_heads=40)),
     ],
 )
-def test_a_multiple_of_each_kind_may_differ(constraints: Constraints) -> None:
-    check_constraints(MODULES, constraints)
-
-
-def test_the_multiple_of_one_kind_is_nothing_to_the_other() -> None:
-    check_constraints(MODULES[:2], Constraints(neurons_multiple_of=5))
-    check_constraints(MODULES[2:], Constraints(multiple_of=5, min_heads=40))
+def test_a_multiple_of_each_kind_may_differ(modules: Sequence[Units], constraints: Constraints) -> None:
+    check_constraints(modules, constraints)
 
 
 def test_a_multiple_below_one_is_refused_for_both() -> None:
@@ -96,15 +92,6 @@ def test_a_layer_beyond_the_larger_kind_is_refused() -> None:
         check_constraints(modules, Constraints(keep_layers=(3,)))
 
 
-def test_two_selections_in_a_row_keep_the_kinds() -> None:
-    first = {"a1": Kept((0, 1, 2, 6, 7, 8), 12, 4), "m0": Kept((1, 3, 5, 7), 8, kind="mlp")}
-    second = {"a1": Kept((3, 4, 5), 6, 2), "m0": Kept((0, 2), 4, kind="mlp")}
-    assert compose(first, second) == {
-        "a1": Kept((6, 7, 8), 12, 4, "attention"),
-        "m0": Kept((1, 5), 8, 8, "mlp"),
-    }
-
-
 HEADS = (Units(name="a0", units=12), Units(name="a1", units=12, groups=4))
 
 
@@ -126,12 +113,6 @@ HEADS = (Units(name="a0", units=12), Units(name="a1", units=12, groups=4))
 )
 def test_a_budget_of_heads_in_bundles(share: float, constraints: Constraints, expected: int | list[int]) -> None:
     assert check_budget(HEADS, heads=share, constraints=constraints) == expected
-
-
-def test_pairs_of_heads_are_called_groups() -> None:
-    pairs = (Units(name="a", units=8, groups=4),)
-    with pytest.raises(PlanError, match="asks to remove 4 of 4 key/value groups, but .* unit: query cuts"):
-        check_budget(pairs, heads=0.9, constraints=Constraints())
 
 
 @pytest.mark.parametrize(
@@ -174,9 +155,11 @@ def test_a_budget_that_cannot_be_met_says_how_much_can(share: float, constraints
         check_budget(HEADS, heads=share, constraints=constraints)
 
 
-def test_heads_without_groups_are_not_told_of_query_heads() -> None:
+def test_heads_are_called_groups_only_where_there_are_any() -> None:
     with pytest.raises(PlanError, match=r"remove 12 of 12 heads, but min_heads 1 leave only 11 .* the constraints$"):
         check_budget(HEADS[:1], heads=0.99)
+    with pytest.raises(PlanError, match="asks to remove 4 of 4 key/value groups, but .* unit: query cuts"):
+        check_budget((Units(name="a", units=8, groups=4),), heads=0.9)
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.1])

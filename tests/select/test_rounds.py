@@ -55,9 +55,13 @@ def test_the_size_of_a_round_is_counted_on_the_model_that_is_left() -> None:
 
 
 def test_units_are_numbered_as_in_the_first_model() -> None:
-    first = {"a": Kept((1, 3, 4, 6, 7), 8), "b": Kept((0, 1, 2, 3), 4)}
-    second = {"a": Kept((0, 2, 4), 5), "b": Kept((1, 3), 4)}
-    assert compose(first, second) == {"a": Kept((1, 4, 7), 8), "b": Kept((1, 3), 4)}
+    first = {"a": Kept((0, 1, 2, 6, 7, 8), 12, 4), "b": Kept((0, 1, 2, 3), 4), "m": Kept((1, 3, 5, 7), 8, kind="mlp")}
+    second = {"a": Kept((3, 4, 5), 6, 2), "b": Kept((1, 3), 4), "m": Kept((0, 2), 4, kind="mlp")}
+    assert compose(first, second) == {
+        "a": Kept((6, 7, 8), 12, 4, "attention"),
+        "b": Kept((1, 3), 4),
+        "m": Kept((1, 5), 8, 8, "mlp"),
+    }
 
 
 def test_values_of_units_that_are_gone_stay_those_of_before() -> None:
