@@ -54,7 +54,7 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
     Args:
         model: The cut model.
         shapes: What the cut changed.
-        layers: The same in fields of the config, or None if they cannot say it; see `per_layer_config`.
+        layers: The same as values of config fields by layer; None where `per_layer_config` finds no such fields.
     """
     prefix = model.base_model_prefix + "."
     under_base = (lambda name: name.removeprefix(prefix)) if model.base_model is not model else (lambda name: name)

@@ -34,8 +34,8 @@ def per_layer_config(
         modules: Those of the selection.
 
     Returns:
-        None where the fields cannot say it: the config has no width of a head that is independent of their number, or
-        another name for the numbers, or the model has several stacks of layers.
+        None where no config fields describe the cut: the width of a head follows from their number, the numbers have
+        other names, or the model has several stacks of layers.
     """
     found: PerLayer = {}
     seen = set()

@@ -120,7 +120,7 @@ class _NeuronFields:
         return None
 
     def _governed(self, position: int, name: str, value: Any, dense: Mapping[str, torch.Size]) -> dict[str, int]:
-        """Return module -> its number of neurons by another value of a field; nothing if that changes anything else."""
+        """Return how many neurons modules have if a config field has a value; {} if that changes other shapes too."""
         stock = _stock(self._model, {position: {name: value}})
         if stock is None:
             return {}
