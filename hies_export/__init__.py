@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .calibrate.collect import collect_statistics
     from .checkpoint.loading import HIESModel, load
     from .checkpoint.save import save_slim
+    from .cost.flops import flops_table
+    from .cost.parameters import parameters_table
     from .errors import (
         CutMismatchError,
         DataError,
@@ -115,10 +117,12 @@ _HOMES = {
     "export_onnx": "onnx.export",
     "find_attention": "prunable.attention",
     "find_modules": "prunable.find",
+    "flops_table": "cost.flops",
     "generate_text": "generate.text",
     "load": "checkpoint.loading",
     "load_runtime": "runtimes.registry",
     "masked_units": "slim.mask",
+    "parameters_table": "cost.parameters",
     "prune": "pipeline.prune",
     "prune_units": "slim.cut",
     "push_to_hub": "hub.push",

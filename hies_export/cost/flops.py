@@ -32,6 +32,15 @@ def flops_table(
         modules: The modules that may lose units, of one kind or both.
         batch: Inputs of the shape at which to count.
         unit: As in `Constraints`.
+
+    Returns:
+        Module -> share of the dense model's FLOPs that it saves by losing 0, 1, 2, ... bundles.
+
+    Examples:
+        >>> table = flops_table(model, modules, batch=batches[0])
+        >>> selection = select_units(scores, modules, table=table, ratio=0.9)
+        >>> table.ratio({name: len(kept.removed) for name, kept in selection.items()}) <= 0.9
+        True
     """
     try:
         dense, one = _saved_per_bundle(share_weights(model, device="meta"), modules, batch, unit)

@@ -26,6 +26,14 @@ def parameters_table(model: PreTrainedModel, modules: Sequence[PrunableModule], 
         model: The dense model; its tied parameters count once.
         modules: The modules that may lose units.
         unit: As in `Constraints`.
+
+    Returns:
+        Module -> share of the dense model's parameters that it saves by losing 0, 1, 2, ... bundles.
+
+    Examples:
+        >>> table = parameters_table(model, modules)
+        >>> [len(saved) for saved in table.saved.values()]
+        [6, 6, 6]
     """
     dense = count_parameters(model)
     saved = {}
