@@ -8,6 +8,7 @@ contents.py   what a path holds
 classes.py    the config and the model class of a checkpoint
 schema.py     what the JSON files of a checkpoint must hold
 stored.py     the files of a checkpoint's weights, and their dtype
+tensors.py    the tensors of safetensors files, read block by block
 weights.py    `from_pretrained`, its objections as ours
 refits.py     `refit.safetensors`: the refitted layers beside a plan
 version4.py   checkpoints whose heads were pruned by transformers 4

@@ -11,15 +11,15 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import PlanError, root_cause
+from ..errors import PlanError
 from ..values import PruningPlan
+from .tensors import StoredTensor, as_bytes, read_blocks, read_header, read_tensor
 
 REFIT = "refit.safetensors"
 
@@ -49,12 +49,12 @@ class RefittedLayers:
     """The refitted parameters of a compensated model.
 
     Attributes:
-        file: Where they were read from.
-        tensors: Name of a parameter -> tensor, in the shape and dtype of the slim checkpoint.
+        file: The file they are in.
+        tensors: Name of a parameter -> where it is there, in the shape and dtype of the slim checkpoint.
     """
 
     file: Path
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, StoredTensor]
 
 
 def write_refit(tensors: Mapping[str, Tensor], file: Path) -> None:
@@ -63,21 +63,12 @@ def write_refit(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the digest of refitted parameters in memory; see `refit_digest`."""
-    parts = ((name, t.dtype, t.shape, [memoryview(_bytes(t))]) for name, t in sorted(tensors.items()))
-    return refit_digest(parts)
+    """Return the digest of refitted parameters in memory."""
+    return _digest((name, t.dtype, t.shape, [as_bytes(t.detach().cpu())]) for name, t in sorted(tensors.items()))
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-
-
-def refit_digest(parts: Iterable[tuple[str, torch.dtype, Sequence[int], Iterable[memoryview]]]) -> str:
-    """Return the SHA-256 of tensors: of their names, dtypes, shapes and bytes.
-
-    Args:
-        parts: Name, dtype, shape and consecutive bytes of each tensor, in the order of the names.
-    """
+def _digest(parts: Iterable[tuple[str, torch.dtype, Sequence[int], Iterable[memoryview]]]) -> str:
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, which come in the order of their names."""
     total = hashlib.sha256()
     for name, dtype, shape, blocks in parts:
         total.update(f"{name}\0{dtype}\0{tuple(shape)}\0".encode())
@@ -87,43 +78,17 @@ def refit_digest(parts: Iterable[tuple[str, torch.dtype, Sequence[int], Iterable
 
 
 def refit_beside(plan: PruningPlan, file: Path) -> Path | None:
-    """Return the refitted layers that lie beside a plan; None if there are none, or the plan names none.
-
-    Args:
-        plan: The plan.
-        file: Where it was read from.
-    """
+    """Return the refitted layers beside the file of a plan; None if there are none, or the plan names none."""
     beside = file.parent / REFIT
     return beside if plan.refit is not None and beside.is_file() else None
 
 
 def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
-    """Return the refitted parameters of a plan.
-
-    Args:
-        plan: The plan of a compensated model.
-        file: What `write_refit` wrote.
+    """Return where the refitted parameters of a plan are; their bytes are read once, for the digest.
 
     Raises:
-        PlanError: There is no such file, it is damaged, or it is not of this plan.
-    """
-    check_given(plan, file)
-    try:
-        tensors = load_file(file)
-    except Exception as error:  # the system, safetensors and torch: each raises its own kind
-        raise PlanError(
-            f"refitted layers must be a {REFIT} that a compensated run wrote, but {file} is none "
-            f"({root_cause(error)}); {_ADVICE}"
-        ) from error
-    check_digest(plan, digest_tensors(tensors), file)
-    return RefittedLayers(file, tensors)
-
-
-def check_given(plan: PruningPlan, file: Path) -> None:
-    """Refuse refitted layers for a plan that names none, and a file that is not there.
-
-    Raises:
-        PlanError: The plan names none, or there is no such file.
+        RequestError: The file is damaged.
+        PlanError: There is no such file, it is not of this plan, or the plan names none.
     """
     if plan.refit is None:
         raise PlanError(
@@ -132,72 +97,51 @@ def check_given(plan: PruningPlan, file: Path) -> None:
         )
     if not file.is_file():
         raise PlanError(f"refitted layers must be a file, but there is no {file}; {_ADVICE}")
-
-
-def check_digest(plan: PruningPlan, found: str, file: Path) -> None:
-    """Refuse refitted layers of another plan.
-
-    Raises:
-        PlanError: Their digest is not the one in the plan.
-    """
+    tensors = read_header(file)
+    found = _digest(
+        (name, t.dtype, t.shape, read_blocks(t, {}, t.dtype, bytearray())) for name, t in sorted(tensors.items())
+    )
     if found != plan.refit:
         raise PlanError(
-            f"refitted layers must be those of the plan, whose digest is {str(plan.refit)[:12]}, but that of {file} is "
+            f"refitted layers must be those of the plan, whose digest is {plan.refit[:12]}, but that of {file} is "
             f"{found[:12]}; {_ADVICE}"
         )
+    return RefittedLayers(file, tensors)
 
 
-def check_refit(found: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]], file: Path) -> None:
-    """Refuse refitted parameters that do not fit the slim model.
-
-    Args:
-        found: Name of a refitted parameter -> its shape.
-        shapes: Name of a parameter of the slim model -> its shape.
-        file: Where the refitted ones are, for the message.
-
-    Raises:
-        PlanError: A parameter is not in the model, or has another shape.
-    """
-    for name, shape in found.items():
-        wanted = shapes.get(name)
-        if wanted is None or list(shape) != list(wanted):
-            has = "no such parameter" if wanted is None else f"{list(wanted)} there"
+def check_refit(refitted: RefittedLayers, model: PreTrainedModel) -> None:
+    """Refuse refitted parameters that the slim model does not have, or has in another shape, by a `PlanError`."""
+    state = model.state_dict()
+    for name, tensor in refitted.tensors.items():
+        if name not in state or list(tensor.shape) != list(state[name].shape):
+            has = f"{list(state[name].shape)} there" if name in state else "no such parameter"
             raise PlanError(
-                f"refitted layers must fit the model that the plan leaves, but {name} is {list(shape)} in {file}, and "
-                f"the model has {has}; {_ADVICE}"
+                f"refitted layers must fit the model that the plan leaves, but {name} is {list(tensor.shape)} in "
+                f"{refitted.file}, and the model has {has}; {_ADVICE}"
             )
 
 
-def warn_uncompensated(plan: PruningPlan, folder: Path | None = None) -> None:
-    """Warn that a model is cut by the plan of a compensated one, without its compensation.
+def load_refit(model: PreTrainedModel, refitted: RefittedLayers) -> None:
+    """Put refitted parameters into a slim model, in place, after `check_refit`."""
+    check_refit(refitted, model)
+    buffer = bytearray()
+    with torch.no_grad():
+        for name, tensor in refitted.tensors.items():
+            model.get_parameter_or_buffer(name).copy_(read_tensor(tensor, tensor.dtype, buffer))
 
-    Args:
-        plan: The plan.
-        folder: The slim checkpoint, whose card shall say it too.
-    """
+
+def warn_uncompensated(plan: PruningPlan, folder: Path | None = None) -> None:
+    """Warn that a model is cut by the plan of a compensated one without its compensation, also in a folder's card."""
+    method = plan.compensation.get("method")
     remedy = "" if plan.refit is None else f"give the {REFIT} of the run that made the plan as refit=, or "
     logger.warning(
         "the plan is of a model that is refitted after the cut (compensation: %s), and the layers are NOT refitted "
         "here: quality is that of cutting alone; %srefit anew with compensate",
-        plan.compensation.get("method"),
+        method,
         remedy,
     )
     if folder is not None:
-        (folder / "README.md").write_text(_CARD.format(method=plan.compensation.get("method")), encoding="utf-8")
-
-
-def load_refit(model: PreTrainedModel, refitted: RefittedLayers) -> None:
-    """Put refitted parameters into a slim model, in place.
-
-    Raises:
-        PlanError: They do not fit it.
-    """
-    parameters = dict(model.named_parameters())
-    found = {name: tensor.shape for name, tensor in refitted.tensors.items()}
-    check_refit(found, {name: parameter.shape for name, parameter in parameters.items()}, refitted.file)
-    with torch.no_grad():
-        for name, tensor in refitted.tensors.items():
-            parameters[name].copy_(tensor)
+        (folder / "README.md").write_text(_CARD.format(method=method), encoding="utf-8")
 
 
 _ADVICE = f"give the {REFIT} that was written with the plan, or cut without it (refit=None)"

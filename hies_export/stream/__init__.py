@@ -3,7 +3,7 @@
 In go a `PruningPlan` and a dense checkpoint of safetensors, out comes the slim checkpoint. Its files are those that
 loading the model, `prune_units` and `save_pretrained` would write, byte for byte.
 
-shards.py     safetensors files: headers, blocks of rows and columns, writing
+shards.py     writing safetensors files block by block
 renaming.py   which stored tensors become which parameters, and which tensors those become on saving
 companions.py the files beside the weights that come along
 skeleton.py   the files of a checkpoint, and its model on the meta device

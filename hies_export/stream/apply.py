@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
-from ..checkpoint.refits import check_digest, check_given, check_refit, refit_digest, warn_uncompensated
+from ..checkpoint.refits import check_refit, read_refit, warn_uncompensated
 from ..checkpoint.settings import complete_settings
+from ..checkpoint.tensors import StoredTensor, read_blocks
 from ..errors import ReloadMismatchError, RequestError
 from ..kinds import ATTENTION
 from ..model.linear import weight_axis
@@ -32,7 +33,6 @@ from ..units import PrunableModule
 from ..values import PruningPlan
 from .companions import copy_companions
 from .rewrite import Rewrite
-from .shards import StoredTensor, read_blocks, read_header
 from .skeleton import build_skeleton, fetch, read_tensors
 
 # The default of `save_pretrained`: the same tensors go into the same files.
@@ -107,7 +107,7 @@ def apply_plan(
         True
     """
     start = time.perf_counter()
-    layers = {} if refit is None else _read_refit(plan, Path(refit))
+    layers = None if refit is None else read_refit(plan, Path(refit))
     given = {"model": model} if refit is None else {"model": model, "refitted layers": refit}
     refuse_existing(folder, overwrite=overwrite, inputs=given)
     source = fetch(model)
@@ -124,11 +124,10 @@ def apply_plan(
     check_weights({name: made for name, made in plan.model.items() if name in stored}, found)
     cuts = _cuts(dense, plan, modules)
     slim = prune_units(dense, plan, modules, inplace=True)
-    if refit is not None:
-        shapes = {name: tensor.shape for name, tensor in slim.state_dict().items()}
-        check_refit({name: layer.shape for name, layer in layers.items()}, shapes, Path(refit))
-    asked, plan = plan, plan if refit is not None else replace(plan, compensation={})
-    rewrite = Rewrite(slim, tensors, origins, cuts, refitted=layers)
+    if layers is not None:
+        check_refit(layers, slim)
+    asked, plan = plan, plan if layers is not None else replace(plan, compensation={})
+    rewrite = Rewrite(slim, tensors, origins, cuts, refitted={} if layers is None else layers.tensors)
     with new_folder(folder, overwrite=overwrite) as temporary:
         slim.save_pretrained(temporary, state_dict={})  # configs, and the slim class where it is needed
         copy_companions(source, temporary)
@@ -136,7 +135,7 @@ def apply_plan(
         (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
         rewrite.write(temporary, max_shard_size, progress)
         _check_written(temporary, rewrite.written)
-        if asked.compensation and refit is None:
+        if asked.compensation and layers is None:
             warn_uncompensated(asked, temporary)
     return Applied(
         folder=Path(folder),
@@ -145,23 +144,6 @@ def apply_plan(
         seconds=time.perf_counter() - start,
         note=family_note(*families(dense.config, slim.config)),
     )
-
-
-def _read_refit(plan: PruningPlan, file: Path) -> dict[str, StoredTensor]:
-    """Return where the refitted layers of a plan are; their bytes are read once, for the digest.
-
-    Raises:
-        RequestError: It is damaged.
-        PlanError: There is no such file, or it is not of this plan.
-    """
-    check_given(plan, file)
-    layers = read_header(file)
-    parts = (
-        (name, layer.dtype, layer.shape, read_blocks(layer, {}, layer.dtype, bytearray()))
-        for name, layer in sorted(layers.items())
-    )
-    check_digest(plan, refit_digest(parts), file)
-    return layers
 
 
 def _find_modules(

@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from ..checkpoint.tensors import StoredTensor, as_bytes, read_blocks, read_tensor
 from ..errors import RequestError, UnsupportedModelError
 from ..model import internals
 from ..progress import Progress
 from ..slim.config import is_slim
 from .renaming import Step, saving_steps
-from .shards import ShardWriter, StoredTensor, as_bytes, read_blocks, read_tensor
+from .shards import ShardWriter
 
 Cuts = Mapping[str, Mapping[int, Tensor]]
 """Name of a parameter -> axis -> indices that stay."""
@@ -48,12 +49,12 @@ class Rewrite:
         origins: Mapping[str, Step],
         cuts: Cuts,
         *,
-        refitted: Mapping[str, StoredTensor] | None = None,
+        refitted: Mapping[str, StoredTensor],
     ):
         self._total_parameters = slim.num_parameters()
         # A refitted parameter comes from one tensor, which is under a name that no checkpoint has.
-        own = {name: f"refitted:{name}" for name in refitted or {}}
-        self._tensors = {**tensors, **{own[name]: tensor for name, tensor in (refitted or {}).items()}}
+        own = {name: f"refitted:{name}" for name in refitted}
+        self._tensors = {**tensors, **{own[name]: tensor for name, tensor in refitted.items()}}
         self._origins = {**origins, **{name: Step((source,), (name,)) for name, source in own.items()}}
         self._cuts = {name: kept for name, kept in cuts.items() if name not in own}
         self._parameters = internals.without_tied(internals.saved_state(slim), slim)

@@ -16,13 +16,13 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS
 from ..checkpoint.classes import class_config, find_model_class, read_config
 from ..checkpoint.schema import empty_model, read_weight_map
 from ..checkpoint.stored import checkpoint_dtype
+from ..checkpoint.tensors import StoredTensor, read_blocks, read_header
 from ..checkpoint.weights import check_files
 from ..errors import RequestError, quoted
 from ..model import internals
 from ..model.online import hub_or_cache
 from .companions import COMPANIONS
 from .renaming import Step, loading_steps
-from .shards import StoredTensor, read_blocks, read_header
 
 # What is fetched beside the weights.
 SIDE_FILES = (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *COMPANIONS)

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.settings import complete_settings
+from hies_export.checkpoint.tensors import read_blocks, read_header, read_tensor
 from hies_export.cli.main import main
 from hies_export.errors import OutputExistsError, PlanError, RequestError, StepError
 from hies_export.kinds import KINDS, MLP
@@ -38,8 +39,8 @@ from hies_export.slim.check import first_output
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
 from hies_export.slim.fingerprint import fingerprint
-from hies_export.stream import shards
 from hies_export.stream.apply import MAX_SHARD_SIZE, apply_plan
+from hies_export.stream.shards import ShardWriter
 from hies_export.units import Kept
 from hies_export.values import PruningPlan
 
@@ -76,7 +77,7 @@ def test_the_files_are_those_of_the_model_in_memory(name: str, uniform: bool, tm
 def test_many_blocks_of_a_tensor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     MODELS[name]().save_pretrained(tmp_path / "dense")
     plan = in_memory(tmp_path / "dense", tmp_path / "memory")
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr("hies_export.checkpoint.tensors.BLOCK_BYTES", 1000)
     apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
     assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
 
@@ -492,13 +493,13 @@ def test_the_layout_is_that_of_safetensors(tmp_path: Path) -> None:
         "bf": torch.ones(3, dtype=torch.bfloat16),
     }
     save_file(dict(state), tmp_path / "theirs", metadata={"format": "pt"})
-    stored = shards.read_header(tmp_path / "theirs")
+    stored = read_header(tmp_path / "theirs")
     buffer = bytearray()
-    with shards.ShardWriter(tmp_path / "ours", {n: t.to("meta") for n, t in state.items()}) as writer:
+    with ShardWriter(tmp_path / "ours", {n: t.to("meta") for n, t in state.items()}) as writer:
         for name in state:
-            writer.write(name, shards.read_blocks(stored[name], {}, state[name].dtype, buffer))
+            writer.write(name, read_blocks(stored[name], {}, state[name].dtype, buffer))
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    assert all(torch.equal(shards.read_tensor(stored[n], t.dtype, buffer), t) for n, t in state.items())
+    assert all(torch.equal(read_tensor(stored[n], t.dtype, buffer), t) for n, t in state.items())
     shutil.rmtree(tmp_path)
 
 

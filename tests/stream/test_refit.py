@@ -23,7 +23,7 @@ from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.refits import REFIT, digest_tensors, load_refit, read_refit, write_refit
 from hies_export.checkpoint.save import save_slim
 from hies_export.checkpoint.settings import complete_settings
-from hies_export.errors import PlanError
+from hies_export.errors import PlanError, RequestError
 from hies_export.kinds import KINDS
 from hies_export.prunable.find import find_modules
 from hies_export.slim.cut import prune_units
@@ -148,9 +148,9 @@ def test_a_plan_that_was_not_compensated_leaves_a_file_beside_it_alone(
 def test_what_is_read_is_never_replaced(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, dense, out = project / "run" / "plan.json", project / "dense", project / "out"
     of_plan = PruningPlan.from_file(plan)
-    layers = read_refit(of_plan, project / "run" / REFIT)
+    layers = load_file(project / "run" / REFIT)
     # As `prune` writes it, with the refitted layers inside.
-    save_slim(load(project / "slim"), out, plan=of_plan, batch=text_batch(), refitted=layers.tensors)
+    save_slim(load(project / "slim"), out, plan=of_plan, batch=text_batch(), refitted=layers)
     assert hies("apply", plan, dense, "-o", out, "--overwrite", "--refit", out / REFIT) == 2
     assert "must not delete what is read" in " ".join(capsys.readouterr().err.split())
     assert (out / REFIT).read_bytes() == (project / "run" / REFIT).read_bytes()
@@ -183,7 +183,8 @@ def test_other_refitted_layers_are_refused(damage: str, project: Path, capsys: p
     assert hies("apply", plan, project / "dense", "-o", project / "out", "--refit", file) == 2
     assert "refit.safetensors" in " ".join(capsys.readouterr().err.split())
     assert not (project / "out").exists()
-    with pytest.raises(PlanError, match="refitted layers must be"):
+    said = {"cut short": "cut short or damaged", "no tensors": "must be a safetensors file"}
+    with pytest.raises(RequestError, match=said.get(damage, "refitted layers must be")):
         read_refit(PruningPlan.from_file(plan), file)
 
 

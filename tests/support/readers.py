@@ -40,7 +40,7 @@ from hies_export.runtimes.llamacpp import read_version
 from hies_export.runtimes.ort import CACHE_SIZES, cache_sizes
 from hies_export.slim.check import check_selection
 from hies_export.slim.cut import prune_units
-from hies_export.stream.apply import _read_refit, apply_plan
+from hies_export.stream.apply import apply_plan
 from hies_export.stream.skeleton import build_skeleton, read_tensors
 from hies_export.studies.explore import lost_share, predict, read_exploration
 from hies_export.sweep.curves import draw_figures
@@ -153,8 +153,7 @@ def _plans(folder: Path) -> list[Read]:
     of_plan = replace(plan, compensation={"method": "bias", "refit": digest_tensors(layers)})
     write_refit(layers, folder / REFIT)
     return [
-        Read("refitted layers, prune", "safetensors", folder / REFIT, lambda: read_refit(of_plan, folder / REFIT), 6),
-        Read("refitted layers, apply", "safetensors", folder / REFIT, lambda: _read_refit(of_plan, folder / REFIT), 6),
+        Read("refitted layers", "safetensors", folder / REFIT, lambda: read_refit(of_plan, folder / REFIT), 12),
         Read("plan, shown and cut", "json", files["plan.json"], lambda: cut(files["plan.json"]), 30),
         Read("plan, apply", "json", files["streamed.json"], stream, 2),
     ]
