@@ -25,16 +25,16 @@ def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_model_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
-    """Return the class that a checkpoint names in its config, or its slim version where the checkpoint is slim.
+    """Return the class of a folder or Hub id; see `class_named` and `read_config`."""
+    return class_named(read_config(path, **hub), path)
 
-    Args:
-        path: Folder or Hub id.
-        **hub: Where and how to look on the Hub, as in `from_pretrained`.
+
+def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedModel]:
+    """Return the class that a config.json names, or its slim version where the checkpoint is slim.
 
     Raises:
-        RequestError: There is no config at `path`, or its class is not one of transformers'.
+        RequestError: It names none of transformers'.
     """
-    config = read_config(path, **hub)
     names = config.get("architectures") or []
     stock = getattr(transformers, names[0], None) if len(names) == 1 else None
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
@@ -86,11 +86,7 @@ def load_config(path: str | Path, **hub: Any) -> Any:
 
 
 def class_config(path: str | Path, model_class: type[PreTrainedModel], **hub: Any) -> Any:
-    """Return the config of a checkpoint for its class, from `find_model_class`.
-
-    Raises:
-        RequestError: The config has a value that the class does not take.
-    """
+    """Return the config of a checkpoint for its class; a value that the class does not take is a `RequestError`."""
     offline = hub.get("local_files_only", False)
     with (
         refusing(f"{path} has none for {model_class.__name__}"),

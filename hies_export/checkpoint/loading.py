@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..model.internals import never_asking
-from .classes import find_model_class, hub_options, read_config
+from .classes import class_named, hub_options, read_config
 from .version4 import load_version4
 from .weights import load_weights
 
@@ -36,10 +36,10 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
         >>> type(load(folder / "slim")).__name__, count_parameters(load(folder / "slim")) == count_parameters(slim)
         ('BertForSequenceClassification', True)
     """
-    hub = hub_options(kwargs)
-    if read_config(path, **hub).get("pruned_heads"):
+    config = read_config(path, **hub_options(kwargs))
+    if config.get("pruned_heads"):
         return load_version4(path, **kwargs)[0]
-    return load_weights(find_model_class(path, **hub), path, **kwargs)
+    return load_weights(class_named(config, path), path, **kwargs)
 
 
 class HIESModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,6 @@ _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "
 def weight_files(path: str | Path, **hub: Any) -> list[Path]:
     """Return the files that `from_pretrained` reads weights from; none if the checkpoint has none that it knows.
 
-    Args:
-        path: Folder or Hub id.
-        **hub: Where and how to look on the Hub, as in `from_pretrained`.
-
     Raises:
         RequestError: The index of the shards is damaged.
     """
@@ -48,20 +44,18 @@ def _file(path: str | Path, name: str, **hub: Any) -> Path | None:
     return None if found is None else Path(found)
 
 
-def stored_dtype(files: Iterable[Path], config: Any) -> torch.dtype | None:
-    """Return the dtype that a checkpoint is stored in, and its slim version is saved in; None if nothing tells.
+def describe_tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield name, dtype in the words of safetensors, and shape of every tensor in a file."""
+    with safe_open(file, "pt") as tensors:
+        for name in list(tensors.keys()):
+            part = tensors.get_slice(name)
+            yield name, part.get_dtype(), part.get_shape()
 
-    Args:
-        files: From `weight_files`.
-        config: The checkpoint's config.
-    """
-    found: dict[torch.dtype, None] = {}
-    for file in files:
-        if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as tensors:
-                names = list(tensors.keys())
-                dtypes = (tensors.get_slice(name).get_dtype() for name in names)
-                found |= {_FLOATS[dtype]: None for dtype in dtypes if dtype in _FLOATS}
+
+def stored_dtype(files: Iterable[Path], config: Any) -> torch.dtype | None:
+    """Return the dtype that a checkpoint is stored in, and its slim version is saved in; None if nothing tells."""
+    safe = [file for file in files if file.suffix == ".safetensors"]
+    found = [_FLOATS[dtype] for file in safe for _, dtype, _ in describe_tensors(file) if dtype in _FLOATS]
     return checkpoint_dtype(found, config)
 
 
@@ -69,11 +63,7 @@ def checkpoint_dtype(stored: Iterable[torch.dtype], config: Any) -> torch.dtype 
     """Return the dtype of a checkpoint: the one its config names, as in transformers, or a narrower one of its tensors.
 
     The narrower one counts where all floating tensors have it; in the config's, a slim checkpoint could be larger than
-    its source. Without a dtype in the config, the first tensor's counts.
-
-    Args:
-        stored: The dtypes of its tensors, in their order.
-        config: Its config.
+    its source. Without a dtype in the config, that of the first of the tensors, `stored`, counts.
     """
     floats = list(dict.fromkeys(dtype for dtype in stored if dtype in _FLOATS.values()))
     named = getattr(config, "dtype", None)

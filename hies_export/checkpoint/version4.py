@@ -22,19 +22,12 @@ from ..units import PrunableModule
 from ..values import PruningPlan, library_versions
 from .classes import class_config, find_model_class, hub_options
 from .schema import refusing
-from .weights import load_weights, skeleton_of_files
+from .weights import load_weights, skeleton_of_files, stored_shapes
 
 
 @internals.never_asking()
 def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
-    """Load a checkpoint that carries `pruned_heads`.
-
-    Args:
-        path: Folder or Hub id.
-        **kwargs: Passed to `from_pretrained`.
-
-    Returns:
-        The slim model, in evaluation mode, and the plan that cuts the original model to it.
+    """Load a checkpoint that carries `pruned_heads`: the slim model, and the plan that cuts the original model to it.
 
     Raises:
         RequestError: There is no such checkpoint, its config prunes nothing, or its weights do not have the shapes that
@@ -50,7 +43,8 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
         )
     del config.pruned_heads
     with refusing(f"{path} cannot be cut by it"):
-        skeleton = skeleton_of_files(stock, config, path)
+        shapes = stored_shapes(path)
+        skeleton = skeleton_of_files(stock, config, path, shapes)
         modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
         plan = _plan(path, pruned, modules)
         skeleton = prune_units(skeleton, plan, modules, inplace=True)
@@ -58,7 +52,7 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
     # These files have older names, which a slim class does not rename by itself.
     reader: Any = internals.reads_old_names(slim_class) if is_slim(skeleton) else stock
     try:
-        model = load_weights(reader, path, config=skeleton.config, **kwargs)
+        model = load_weights(reader, path, shapes=shapes, config=skeleton.config, **kwargs)
     except RequestError as error:
         raise RequestError(f"the weights must be those that pruned_heads describes, but {error}") from error
     model.__class__ = slim_class
@@ -85,4 +79,4 @@ def _plan(path: str | Path, pruned: Mapping[int, Sequence[int]], modules: Sequen
             f"pruned_heads must be about layers of the model, each query head with a key/value head of its own, but "
             f"{path} has {len(modules)} such layers and names {listed(sorted(pruned))}"
         )
-    return PruningPlan(kept=kept, criterion="pruned_heads", alpha=None, seed=0, versions=library_versions())
+    return PruningPlan(kept=kept, criterion="pruned_heads", versions=library_versions())

@@ -4,79 +4,61 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ..errors import RequestError, listed, root_cause
 from ..model.online import hub_or_cache
-from .classes import class_config, hub_options, read_config
+from ..slim.config import stock_class
+from .classes import class_config, hub_options
 from .schema import check_side_files, check_slim_names, empty_model
+from .stored import describe_tensors
+
+Shapes = dict[str, list[int]]
+"""Name of a tensor in the files -> its shape."""
 
 # A config that describes so many times what the files hold is damaged.
 TIMES = 10
 
 
-def check_files(model_class: Any, path: str | Path, **hub: Any) -> None:
-    """Check the JSON files of a checkpoint, and the names in its `hies_export` block where it is slim.
-
-    Args:
-        model_class: From `find_model_class`.
-        path: Folder or Hub id.
-        **hub: Where and how to look on the Hub, as in `from_pretrained`.
-
-    Raises:
-        RequestError: A file is damaged, or the config names what the model does not have.
-    """
+def check_files(model_class: Any, config: Any, path: str | Path) -> None:
+    """Refuse damaged JSON files, and names in the `hies_export` block of a config that its model does not have."""
     check_side_files(path)
-    block = read_config(path, **hub).get("hies_export")
+    block = getattr(config, "hies_export", None)
     if block is not None:
-        stock = model_class.__mro__[2]  # behind the slim class and its mixin
-        check_slim_names(block, empty_model(stock, class_config(path, stock, **hub), path), path)
+        check_slim_names(block, empty_model(stock_class(model_class), config, path), path)
 
 
-def _check_sizes(model_class: Any, path: str | Path, config: Any) -> None:
+def _check_sizes(model_class: Any, config: Any, path: str | Path, shapes: Shapes) -> None:
     """Refuse tensors of other sizes than the config describes, before transformers makes room for what it describes.
 
     It is enough to look at tensors whose names are those of the model, and transposed ones fit: transformers checks all
     of them, but fills what does not fit, or is not there, with random numbers first, which a damaged config may make
     take all memory.
-
-    Raises:
-        RequestError: A tensor has another size, there are far fewer of them, or a file is damaged.
     """
-    shapes = _stored_shapes(path)
     if not shapes or getattr(config, "quantization_config", None) is not None:
         return
-    expected = skeleton_of_files(model_class, config, path, shapes=shapes).state_dict()
+    expected = skeleton_of_files(model_class, config, path, shapes).state_dict()
     known = expected.keys() & shapes.keys()
     wrong = [(n, shapes[n], expected[n].shape) for n in known if prod(shapes[n]) != expected[n].numel()]
     if wrong:
         raise _misfit(path, wrong)
 
 
-def skeleton_of_files(
-    model_class: Any, config: Any, path: str | Path, *, shapes: Mapping[str, Sequence[int]] | None = None
-) -> PreTrainedModel:
-    """Return the model of a config without weights, unless it is far larger than the files of the checkpoint.
-
-    Args:
-        model_class: Class of the model.
-        config: Config of the model.
-        path: Folder or Hub id. Without safetensors in a folder, nothing is known of the files.
-        shapes: Shapes of the tensors in the files, by name; read from the files by default.
+def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: Shapes) -> PreTrainedModel:
+    """Return the model of a config without weights, unless it is far larger than the tensors of the checkpoint.
 
     Raises:
-        RequestError: The config describes more than ten layers for every tensor in the files, or more than ten times
-            their parameters; or a file is damaged.
+        RequestError: The config describes more than ten layers for every tensor, or more than ten times as many
+            parameters; nothing is refused where `shapes` is empty.
     """
-    shapes = _stored_shapes(path) if shapes is None else shapes
     # First, as thousands of layers take long to build, even without weights.
     _check_amount("layers", getattr(config.get_text_config(), "num_hidden_layers", 0), "tensors", len(shapes), path)
     model = empty_model(model_class, config, path)
@@ -93,18 +75,12 @@ def _check_amount(what: str, described: Any, of: str, stored: int, path: str | P
         )
 
 
-def _stored_shapes(path: str | Path) -> dict[str, list[int]]:
-    """Return the shapes of the tensors in a folder's safetensors; none for a Hub id or other files.
-
-    Raises:
-        RequestError: A file is damaged.
-    """
-    shapes: dict[str, list[int]] = {}
+def stored_shapes(path: str | Path) -> Shapes:
+    """Return the shapes of the tensors in a folder's safetensors; none for a Hub id or other files."""
+    shapes: Shapes = {}
     for file in sorted(Path(path).glob("model*.safetensors")):
         try:
-            with safe_open(file, "pt") as tensors:
-                names = list(tensors.keys())
-                shapes |= {name: tensors.get_slice(name).get_shape() for name in names}
+            shapes |= {name: shape for name, _, shape in describe_tensors(file)}
         except SafetensorError as error:
             raise RequestError(
                 f"the model at {path} cannot be loaded: {root_cause(error)} ({file.name}); save or fetch it again"
@@ -120,22 +96,22 @@ def _misfit(path: str | Path, wrong: Iterable[tuple[str, Sequence[int], Sequence
     )
 
 
-def load_weights(model_class: Any, path: str | Path, **kwargs: Any) -> PreTrainedModel:
-    """Return the model of a checkpoint, in evaluation mode.
+def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = None, **kwargs: Any) -> PreTrainedModel:
+    """Return the model of a checkpoint, in evaluation mode; `kwargs` are passed to `from_pretrained`.
 
     Args:
         model_class: From `find_model_class`.
         path: Folder or Hub id.
-        **kwargs: Passed to `from_pretrained`.
+        shapes: From `stored_shapes`, where they were read before.
 
     Raises:
         RequestError: The config names what the model does not have, the weights are damaged or incomplete, or they do
             not fit the config.
     """
-    hub = hub_options(kwargs)
-    check_files(model_class, path, **hub)
+    config = kwargs.get("config") or class_config(path, model_class, **hub_options(kwargs))
+    check_files(model_class, config, path)
     if not kwargs.get("ignore_mismatched_sizes"):
-        _check_sizes(model_class, path, kwargs.get("config") or class_config(path, model_class, **hub))
+        _check_sizes(model_class, config, path, stored_shapes(path) if shapes is None else shapes)
     try:
         with (
             _load_report() as report,

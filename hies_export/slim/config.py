@@ -28,6 +28,11 @@ def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return getattr(modeling_hies, stock.__name__)
 
 
+def stock_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class of transformers that a model class is, or is the slim version of."""
+    return next(c for c in model_class.__mro__ if c.__module__.startswith("transformers."))
+
+
 def is_slim(model: PreTrainedModel) -> bool:
     """Return whether a model's config has a `hies_export` block, without which its shapes are not known."""
     return getattr(model.config, "hies_export", None) is not None
@@ -71,7 +76,7 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
     elif "per_layer_config" in block:  # otherwise an earlier cut could not be said
         for layer, fields in layers.items():
             block["per_layer_config"].setdefault(layer, {}).update(fields)
-    stock = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
+    stock = stock_class(type(model))
     model.config.hies_export = block
     model.config.auto_map = _auto_map(stock, model)
     model.__class__ = slim_class(stock)

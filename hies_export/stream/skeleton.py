@@ -98,8 +98,8 @@ def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[P
         RequestError: A parameter is not in the files, has another shape, or is quantised.
     """
     model_class = find_model_class(folder)
-    check_files(model_class, folder)
     config = class_config(folder, model_class)
+    check_files(model_class, config, folder)
     if getattr(config, "quantization_config", None) is not None:
         raise RequestError(f"the weights must be plain numbers, but {folder} is quantised; dequantise it first")
     # In the order of `from_pretrained`.

@@ -14,7 +14,7 @@ from support.cuts import random_cut
 from support.models import bert, image_batch, llama, text_batch, vit
 from transformers import BertForSequenceClassification, PreTrainedModel
 
-from hies_export.checkpoint import weights
+from hies_export.checkpoint import classes, stored
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
 from hies_export.checkpoint.stored import stored_dtype, weight_files
@@ -137,11 +137,15 @@ def test_weights_of_torch_have_files_but_no_dtype(tmp_path: Path) -> None:
     assert weight_files(tmp_path) == []
 
 
-def test_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bert().save_pretrained(tmp_path, max_shard_size="20KB")
-    opened: list[Path] = []
-    real = weights.safe_open
-    monkeypatch.setattr(weights, "safe_open", lambda file, kind: (opened.append(file), real(file, kind))[1])
+def test_config_and_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slim, *_ = random_cut(bert(), text_batch())
+    slim.save_pretrained(tmp_path, max_shard_size="20KB")
+    read: list[Path] = []
+    for module, name in ((stored, "safe_open"), (classes, "read_json")):
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda file, *more, real=real: (read.append(Path(file)), real(file, *more))[1]
+        )
     load(tmp_path)
-    assert sorted(opened) == sorted(tmp_path.glob("model*.safetensors"))
-    assert len(opened) > 2
+    assert sorted(read) == sorted([tmp_path / "config.json", *tmp_path.glob("model*.safetensors")])
+    assert len(read) > 3
