@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from .errors import quoted
 from .kinds import ATTENTION
 
 
@@ -237,6 +239,13 @@ class Kept:
     def removed_groups(self) -> tuple[int, ...]:
         """Original indices of the removed groups, ascending."""
         return tuple(sorted(set(range(self.groups)) - set(self.kept_groups)))
+
+
+def check_indices(units: Sequence[int], total: int, *, what: str = "units") -> None:
+    """Refuse, by a ValueError, kept units that are not ascending indices of `total` units, or none at all."""
+    ascending = all(one < other for one, other in pairwise(units))
+    if not units or not ascending or not 0 <= units[0] <= units[-1] < total:
+        raise ValueError(f"{what} must be ascending indices in [0, {total}), at least one, got {quoted(list(units))}")
 
 
 Selection = Mapping[str, Kept]

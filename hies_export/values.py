@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,10 +20,10 @@ from pydantic import ConfigDict, FailFast, Field, FiniteFloat, model_validator
 from torch import Tensor
 
 from . import __version__
-from .errors import PlanError, quoted
+from .errors import PlanError
 from .files import Rule, Schema, parse_json, read_json
 from .kinds import ATTENTION, MLP
-from .units import Kept, Selection
+from .units import Kept, Selection, check_indices
 
 PLAN_FORMAT = 2
 
@@ -144,7 +143,7 @@ class Provenance:
 
 
 @dataclass(frozen=True)
-class PruningPlan:
+class PruningPlan(Provenance):
     """A selection with its provenance.
 
     Applying the same plan to the same model always writes the same bytes.
@@ -158,19 +157,12 @@ class PruningPlan:
         True
     """
 
-    kept: Selection
-    criterion: str
-    alpha: float | None = None
-    seed: int = 0
-    calibration: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    model: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    compensation: Mapping[str, str] = field(default_factory=dict)
+    kept: Selection = field(kw_only=True)
 
     @classmethod
     def of(cls, kept: Selection, provenance: Provenance) -> PruningPlan:
         """Return the plan of a selection and its provenance."""
-        return cls(kept, **{part.name: getattr(provenance, part.name) for part in fields(Provenance)})
+        return cls(kept=kept, **vars(provenance))
 
     def of_kind(self, kind: str) -> Selection:
         """Return the part of the selection that is of one kind of units, "attention" or "mlp"."""
@@ -212,7 +204,8 @@ class PruningPlan:
 
         A module without a `kind` has heads, and a plan without `compensation` is of a model that was cut alone.
         """
-        written = {"format": PLAN_FORMAT, **asdict(self)}
+        fields = asdict(self)
+        written = {"format": PLAN_FORMAT, "kept": fields.pop("kept"), **fields}
         if not self.compensation:
             del written["compensation"]
         for kept in written["kept"].values():
@@ -222,20 +215,12 @@ class PruningPlan:
 
     @classmethod
     def from_json(cls, text: str) -> PruningPlan:
-        """Read a plan from JSON.
-
-        Raises:
-            PlanError: The text is not a plan.
-        """
+        """Read a plan from JSON; a text that is no plan is a `PlanError`."""
         return cls._of_json(parse_json(text, _Plan, _PLAN_RULE, where="it"))
 
     @classmethod
     def from_file(cls, path: str | Path) -> PruningPlan:
-        """Read a plan from a JSON file.
-
-        Raises:
-            PlanError: There is no such file, or it is not a plan.
-        """
+        """Read a plan from a JSON file; a file that is none, or is not there, is a `PlanError`."""
         return cls._of_json(read_json(path, _Plan, _PLAN_RULE))
 
     @classmethod
@@ -256,8 +241,6 @@ def selection_of(plan: PruningPlan | Selection) -> Selection:
 
 _Indices = Annotated[list[int], FailFast()]
 _Size = Annotated[int, Field(ge=1, le=2**20)]
-
-
 # Messages name modules.
 _Name = Annotated[str, Field(max_length=500)]
 _Fingerprint = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
@@ -273,11 +256,7 @@ class _KeptUnits(Schema):
 
     @model_validator(mode="after")
     def _fit(self) -> _KeptUnits:
-        ascending = all(one < other for one, other in pairwise(self.units))
-        if not self.units or not ascending or not 0 <= self.units[0] <= self.units[-1] < self.total:
-            raise ValueError(
-                f"units must be ascending indices in [0, {self.total}), at least one, got {quoted(self.units)}"
-            )
+        check_indices(self.units, self.total)
         if self.total % self.groups:
             raise ValueError(f"total must be a multiple of groups, got {self.total} and {self.groups}")
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +13,13 @@ from transformers import PreTrainedModel
 from ..errors import CutMismatchError, PlanError
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..model.modes import evaluating
-from ..units import PrunableModule, Selection
+from ..units import PrunableModule, Selection, check_indices
 from ..values import PruningPlan
 from .mask import masked_units
 
 TOLERANCE = 1e-4
 
 _MODULES = {ATTENTION: "attention modules", MLP: "feed-forward blocks"}
-_SHOWN = 200  # more indices than that say no more in a message
 
 
 def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> None:
@@ -52,14 +50,10 @@ def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> 
 
 def _check_units(units: Sequence[int], module: PrunableModule) -> None:
     """Refuse the kept units of one module if they are out of range or order, or uneven over its groups."""
-    unit = UNIT_NAMES[module.kind]
-    ascending = all(one < other for one, other in pairwise(units))
-    if not units or not ascending or not 0 <= units[0] <= units[-1] < module.units:
-        shown = str(list(units)) if len(units) <= _SHOWN else f"{len(units)} of them"
-        raise PlanError(
-            f"kept {unit}s must be ascending indices in [0, {module.units}), at least one, got {shown} for "
-            f"{module.name}"
-        )
+    try:
+        check_indices(units, module.units, what=f"kept {UNIT_NAMES[module.kind]}s")
+    except ValueError as error:
+        raise PlanError(f"{error} for {module.name}") from error
     if module.group_size == 1:
         return
     sizes = list(Counter(number // module.group_size for number in units).values())

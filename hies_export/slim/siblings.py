@@ -71,6 +71,30 @@ def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [config, *(c for child in children if child is not None for c in configs_in(child))]
 
 
+def changed_config(
+    config: PreTrainedConfig,
+    fields: Mapping[int, Mapping[str, Any]],
+    parts: Mapping[int, PreTrainedConfig] | None = None,
+) -> PreTrainedConfig:
+    """Return a copy of a config with other fields, and other configs as its parts, by position in `configs_in`.
+
+    It is validated, as an invalid one cannot be saved (LLaMA: hidden size not a multiple of heads).
+    """
+    whole = copy.deepcopy(config)
+    places = configs_in(whole)
+    for position, values in fields.items():
+        for name, value in values.items():
+            setattr(places[position], name, value)
+    for position, other in (parts or {}).items():
+        for place in places:
+            for key in place.sub_configs:
+                if getattr(place, key, None) is places[position]:
+                    setattr(place, key, other)
+    for place in configs_in(whole):
+        place.validate()
+    return whole
+
+
 def families(dense: PreTrainedConfig, slim: PreTrainedConfig) -> tuple[str, str]:
     """Return the model types, before and after, of the part that was written as a sibling; of the whole if none was."""
     types = [(a.model_type, b.model_type) for a, b in zip(configs_in(dense), configs_in(slim), strict=True)]
@@ -122,19 +146,9 @@ def _empty_twin(
         own, other = (type(c).__name__.removesuffix("Config") for c in (model.config, config))
         stock = getattr(transformers, type(model).__name__.replace(own, other, 1), None)
         return None if stock is None or stock is type(model) else empty_model(stock, config, model.dtype)
-    whole = copy.deepcopy(model.config)
-    parts = configs_in(whole)
-    for other_position in settings.keys() - {position}:
-        for name, value in settings[other_position].items():
-            setattr(parts[other_position], name, value)
-    for part in parts:
-        for key in part.sub_configs:
-            if getattr(part, key, None) is parts[position]:
-                setattr(part, key, config)
+    others = {place: values for place, values in settings.items() if place != position}
     try:
-        for part in configs_in(whole):
-            part.validate()
-        return empty_model(type(model), whole, model.dtype)
+        return empty_model(type(model), changed_config(model.config, others, {position: config}), model.dtype)
     except Exception:  # whatever a model's own code raises on a config it does not expect
         return None
 

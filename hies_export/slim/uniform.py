@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from ..kinds import ATTENTION, MLP
 from ..model.linear import features_of
 from ..units import PrunableModule, Selection
-from .siblings import as_sibling, configs_in, tensor_shapes
+from .siblings import as_sibling, changed_config, configs_in, tensor_shapes
 
 Settings = dict[int, dict[str, Any]]
 """Position of a config in `configs_in` -> its new fields."""
@@ -167,12 +166,8 @@ def _value(config: Any, name: str) -> Any:
 
 def _stock(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | None:
     """Return the stock model, on the meta device, of a model's config with other fields; None if there is none."""
-    candidate = copy.deepcopy(model.config)
     try:
-        for position, config in enumerate(configs_in(candidate)):
-            for name, value in settings.get(position, {}).items():
-                setattr(config, name, value)
-            config.validate()  # an invalid config cannot be saved (LLaMA: hidden size not a multiple of heads)
+        candidate = changed_config(model.config, settings)
         with torch.device("meta"):
             return type(model)(candidate)
     except Exception:  # whatever a model's own code raises on a config it does not expect

@@ -76,7 +76,7 @@ def write_config(folder: Path, pruned: dict[str, Any]) -> None:
 
 def plan_by_hand(modules: Sequence[PrunableModule], pruned: dict[int, list[int]]) -> PruningPlan:
     stay = [tuple(head for head in range(6) if head not in pruned.get(layer, ())) for layer in range(3)]
-    return PruningPlan({module.name: Kept(units, 6) for module, units in zip(modules, stay, strict=True)}, "by hand")
+    return PruningPlan("by hand", kept={m.name: Kept(units, 6) for m, units in zip(modules, stay, strict=True)})
 
 
 def masked(model: PreTrainedModel, batch: dict[str, torch.Tensor], pruned: dict[int, list[int]]) -> torch.Tensor:

@@ -131,11 +131,10 @@ def test_modules_must_be_all_there_and_in_order() -> None:
         check_selection(missing, modules)
 
 
-@pytest.mark.parametrize(("count", "shown"), [(200, r"got \[1, 0, 2, .*, 199\] for"), (201, "got 201 of them for")])
-def test_a_message_lists_no_more_than_200_indices(count: int, shown: str) -> None:
+def test_a_message_lists_only_the_first_indices() -> None:
     module = Units(name="m", units=1000, kind="mlp")
-    with pytest.raises(PlanError, match=shown):
-        check_selection({"m": Kept((1, 0, *range(2, count)), 1000, kind="mlp")}, [module])
+    with pytest.raises(PlanError, match=r"got \[1, 0, 2, 3, 4, 5, \.\.\.\] for m"):
+        check_selection({"m": Kept((1, 0, *range(2, 200)), 1000, kind="mlp")}, [module])
 
 
 def test_neurons_are_checked_as_heads_are() -> None:

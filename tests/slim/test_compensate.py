@@ -122,7 +122,7 @@ def test_nothing_removed_changes_nothing() -> None:
     sites = find_attention(dense, batch)
     everything = {s.name: Kept(tuple(range(6)), 6) for s in sites}
     slim = copy.deepcopy(dense)
-    assert compensate(dense, slim, PruningPlan(everything, "none", None, 0), sites, [batch]) == []
+    assert compensate(dense, slim, PruningPlan("none", kept=everything), sites, [batch]) == []
     assert all(torch.equal(a, b) for a, b in zip(dense.parameters(), slim.parameters(), strict=True))
 
 

@@ -100,7 +100,7 @@ def test_plans_that_do_not_fit_are_refused() -> None:
     first, *_ = plan.kept
 
     def broken(*units: int, total: int = 6) -> PruningPlan:
-        return PruningPlan(dict(plan.kept) | {first: Kept(units, total)}, "random", None, 0)
+        return PruningPlan("random", kept=dict(plan.kept) | {first: Kept(units, total)})
 
     other = find_attention(vit(), image_batch())
     with pytest.raises(PlanError, match="3 are missing from it .* and 3 are not in the model"):

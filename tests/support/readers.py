@@ -255,7 +255,7 @@ def _runs(folder: Path) -> list[Read]:
         name: Kept(tuple(range(count["kept"])), count["total"], kind="mlp")
         for name, count in report.details["neurons"].items()
     }
-    (run / "plan.json").write_text(PruningPlan(kept, "hies", 0.5).to_json())
+    (run / "plan.json").write_text(PruningPlan("hies", 0.5, kept=kept).to_json())
     numbers = {name: [0.01 + 0.1 * i for i in range(units.total)] for name, units in kept.items()}
     scores = {
         **{"criterion": "hies", "parameters": {"alpha": 0.5, "normalize": "model"}, "scores": numbers},

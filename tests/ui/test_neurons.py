@@ -24,7 +24,7 @@ HIS = {
     **dict(zip(BLOCKS, ([0.5, 0.1, 0.4, 0.9, 0.8], [0.2, 0.7, 0.3, 1.0, 0.6]), strict=True)),
 }
 PLAN = PruningPlan(
-    {
+    kept={
         HEADS[0]: Kept((0, 2, 3), 4),
         HEADS[1]: Kept((0, 1, 2, 3), 4),
         BLOCKS[0]: Kept((3, 4), 5, kind="mlp"),
