@@ -291,7 +291,7 @@ SweepFile = Annotated[list[SweepRow], Field(min_length=1)]
 
 
 class SweepAbout(Schema):
-    """`about` of details.json of a sweep: what the rows are of; sweeps of before do not say it.
+    """`about` of details.json of a sweep: the model and data of its rows; older sweeps lack it.
 
     Attributes:
         model: Path or Hub id of the dense model.
@@ -341,7 +341,9 @@ class SweepFigures(Schema):
     def _of_the_same_heads(self) -> SweepFigures:
         for name, values in self.entropy.items():
             if not values or len(values) != len(self.his.get(name, ())):
-                raise ValueError(f"entropy and his must be of the same heads, but not in {quoted(name)}")
+                raise ValueError(
+                    f"entropy and his must have a value for each head, but their numbers differ in {quoted(name)}"
+                )
         return self
 
 

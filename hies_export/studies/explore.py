@@ -179,13 +179,13 @@ class Exploration:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A predicted metric or stability.
+class Estimate:
+    """An estimated metric or stability.
 
     Attributes:
-        value: The predicted value; outside the measured range, that of the nearest measured plan.
+        value: The estimate; outside the measured range, that of the nearest measured plan.
         bound: "" inside the measured range; outside, "at least" or "at most", because `value` is only a bound.
-        error: Mean absolute error over the measured plans, each predicted from the others; None for fewer than four.
+        error: Mean absolute error over the measured plans, each estimated from the others; None for fewer than four.
     """
 
     value: float
@@ -213,12 +213,12 @@ def fit(lost: Sequence[float], values: Sequence[float], *, higher_is_better: boo
     return lambda at: float(model.predict([at])[0])
 
 
-def predict(lost: Sequence[float], values: Sequence[float], at: float, *, higher_is_better: bool = True) -> Prediction:
-    """Predict a metric or stability with `fit`, and estimate the error by leaving out one plan at a time.
+def estimate(lost: Sequence[float], values: Sequence[float], at: float, *, higher_is_better: bool = True) -> Estimate:
+    """Estimate a metric or stability with `fit`, and its error by leaving out one plan at a time.
 
     Args:
         lost, values, higher_is_better: As in `fit`.
-        at: Share of HIS removed at which to predict, in [0, 1].
+        at: Share of HIS removed at which to estimate, in [0, 1].
     """
     value = fit(lost, values, higher_is_better=higher_is_better)(at)
     bound = ""
@@ -229,7 +229,7 @@ def predict(lost: Sequence[float], values: Sequence[float], at: float, *, higher
         others = [k for k in range(len(lost)) if k != i]
         curve = fit([lost[k] for k in others], [values[k] for k in others], higher_is_better=higher_is_better)
         errors.append(abs(curve(lost[i]) - values[i]))
-    return Prediction(value, bound, float(np.mean(errors)) if errors else None)
+    return Estimate(value, bound, float(np.mean(errors)) if errors else None)
 
 
 def lost_share(his: Mapping[str, torch.Tensor], plan: PruningPlan) -> float:

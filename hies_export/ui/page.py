@@ -20,7 +20,7 @@ from ..report.maps import UnitBars, UnitMap, plan_maps
 from ..report.report import plan_counts
 from ..report.rows import Table
 from ..report.text import removed_text
-from ..studies.explore import FAMILY, Exploration, Measured, fit, lost_share, predict, read_exploration
+from ..studies.explore import FAMILY, Exploration, Measured, estimate, fit, lost_share, read_exploration
 from ..studies.trials import Result, results_of, same_units
 from ..values import PruningPlan
 from .guard import THIS_MACHINE, Guard
@@ -338,7 +338,7 @@ def _predicted(exploration: Exploration, measured: Measured, lost: float, exact:
     for name, values, known, more_is_better, form in kinds:
         if not values:
             continue
-        found = predict(measured.lost, values, lost, higher_is_better=more_is_better)
+        found = estimate(measured.lost, values, lost, higher_is_better=more_is_better)
         if known is None:
             error = "" if found.error is None else f"± {found.error:{form}}"
             rows.append([name, f"{found.bound} {found.value:{form}}".strip(), error])

@@ -29,7 +29,7 @@ from hies_export.errors import MissingRuntimeError, RequestError
 from hies_export.measure.counts import count_flops
 from hies_export.model.tokens import synthetic_batch
 from hies_export.report.maps import CUT
-from hies_export.studies.explore import Exploration, lost_share, predict, read_exploration
+from hies_export.studies.explore import Exploration, estimate, lost_share, read_exploration
 from hies_export.ui.page import draw, save, show
 from hies_export.values import Calibration, PruningPlan, Statistics
 
@@ -127,14 +127,14 @@ def test_a_sweep_measured_its_plans_by_compensation(swept: Path) -> None:
 def test_predictions_never_get_better_by_losing_importance() -> None:
     lost, quality = (0.0, 0.1, 0.2, 0.4), (0.90, 0.80, 0.84, 0.50)
     # 0.80 and 0.84 break the order and are pooled; in between it is linear.
-    assert predict(lost, quality, 0.15).value == pytest.approx(0.82)
-    assert predict(lost, quality, 0.3).value == pytest.approx((0.82 + 0.50) / 2)
-    found = [predict(lost, quality, at / 50).value for at in range(21)]
+    assert estimate(lost, quality, 0.15).value == pytest.approx(0.82)
+    assert estimate(lost, quality, 0.3).value == pytest.approx((0.82 + 0.50) / 2)
+    found = [estimate(lost, quality, at / 50).value for at in range(21)]
     assert all(b <= a for a, b in itertools.pairwise(found))
     # Left out in turn: 0 -> 0.82 pooled, 0.1 -> 0.87, 0.2 -> 0.70, 0.4 -> 0.82 pooled.
     errors = (0.08, 0.07, 0.14, 0.32)
-    assert predict(lost, quality, 0.1).error == pytest.approx(sum(errors) / 4)
-    assert predict(lost[:3], quality[:3], 0.1).error is None
+    assert estimate(lost, quality, 0.1).error == pytest.approx(sum(errors) / 4)
+    assert estimate(lost[:3], quality[:3], 0.1).error is None
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_predictions_never_get_better_by_losing_importance() -> None:
 )
 def test_beyond_what_was_measured_there_are_bounds(at: float, higher: bool, bound: str, value: float) -> None:
     values = (0.9, 0.5) if higher else (3.0, 7.0)
-    found = predict((0.1, 0.4), values, at, higher_is_better=higher)
+    found = estimate((0.1, 0.4), values, at, higher_is_better=higher)
     assert (found.bound, found.value) == (bound, value)
 
 
