@@ -85,11 +85,7 @@ def export_formats(options: ExportOptions, runtimes: Iterable[str]) -> set[Forma
 
 
 def require_exporters(formats: Iterable[Format]) -> None:
-    """Refuse, before anything is loaded, formats whose packages are not installed.
-
-    Raises:
-        MissingRuntimeError: One of them is missing.
-    """
+    """Refuse, by a MissingRuntimeError, formats whose packages are not installed."""
     if "onnx" in formats:
         require_onnxruntime()
     if "gguf" in formats:
@@ -99,10 +95,7 @@ def require_exporters(formats: Iterable[Format]) -> None:
 def check_exports(formats: Iterable[Format], model: PreTrainedModel, processor: Any, *, uneven: bool) -> None:
     """Refuse, before anything is computed, a dense model or tokenizer that no GGUF file can hold, where one is wanted.
 
-    `uneven` says whether layers may keep different numbers of units.
-
-    Raises:
-        RequestError: It cannot be written; the message names the layer and the reason.
+    `uneven` says whether layers may keep different numbers of units. Raises RequestError.
     """
     if "gguf" in formats:
         check_exportable(model, processor, uneven=uneven)

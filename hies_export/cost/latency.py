@@ -47,14 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TimedOn:
-    """The runtime, batch and number of runs to time cuts with.
-
-    Attributes:
-        runtime: A name in `hies_export.runtimes.base.RUNTIMES`.
-        batch: The batch to run.
-        timing: Number of runs of the dense model and of each cut.
-        exporter: Exports each cut, for a runtime that reads no models.
-    """
+    """The runtime, batch and number of runs to time cuts with, and what exports cuts if the runtime reads no models."""
 
     runtime: str
     batch: Mapping[str, Tensor]
@@ -64,7 +57,7 @@ class TimedOn:
 
 @dataclass(frozen=True)
 class TimedCut:
-    """A uniform cut of the modules of one kind, timed against the dense model.
+    """A uniform cut of the modules of one `kind`, timed against the dense model.
 
     `kept` is the share of the bundles that stay. `ratio` is the time of the cut model / that of the dense model, with
     its 95 % interval; `control_low` and `control_high` are that of the dense model against itself.
@@ -98,16 +91,10 @@ def latency_table(
     Heads and neurons are timed in cuts of their own, because their savings add up. A module that keeps a share of its
     bundles saves the time that the whole model saves at that share of its kind (interpolated between timed cuts), times
     the module's share of the FLOPs of all units of its kind. A feed-forward block saves nothing between two widths that
-    the runtime computes in the same time; see `Runtime.width_step`. Timed cuts are cached on disk by hardware,
-    versions, runtime, shape and model dimensions. Imprecise ones, from a busy machine, are not cached.
+    the runtime computes in the same time; see `Runtime.width_step`.
 
-    Args:
-        model: The dense model.
-        modules: The modules that may lose units.
-        where: The runtime, the batch, and the number of runs.
-        unit: As in `Constraints`.
-        progress: Shows the loop over the cuts.
-        cache: Folder of cached cuts; by default hies_export/latency in the user's cache folder.
+    Timed cuts are cached by hardware, versions, runtime, shape and model dimensions in the folder `cache`, by default
+    hies_export/latency in the user's cache folder. Imprecise ones, from a busy machine, are not.
     """
     key = _key(model, modules, where, unit)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
@@ -144,7 +131,6 @@ def _width_step(model: PreTrainedModel, runtime: str) -> int:
 
 
 def _by_kind(modules: Sequence[PrunableModule]) -> dict[str, list[PrunableModule]]:
-    """Return the modules of every kind of unit, in the order of the model."""
     return {kind: [module for module in modules if module.kind == kind] for kind in (m.kind for m in modules)}
 
 

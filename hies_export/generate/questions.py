@@ -55,13 +55,8 @@ def normalise_answer(answer: str) -> str:
 def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
     """Return how many people agree with an answer: the mean over people of min(equal answers of the others / 3, 1).
 
-    Where all people gave the same answer, only white space is stripped, as in the evaluation's own code.
-
-    Returns:
-        A number in [0, 1].
-
-    Raises:
-        DataError: No answers are given.
+    Where all people gave the same answer, only white space is stripped, as in the evaluation's own code. Raises
+    DataError without answers.
     """
     if not given:
         raise DataError("VQA accuracy needs the answers people gave, got none; leave such questions out")
@@ -72,26 +67,14 @@ def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
 
 
 def mean_vqa_accuracy(answers: Sequence[str], given: Sequence[Sequence[str]]) -> float:
-    """Return the mean of `vqa_accuracy` over questions, in [0, 1].
-
-    Args:
-        answers: To judge, one per question.
-        given: What people answered to each question.
-    """
+    """Return the mean of `vqa_accuracy` over questions, of an answer and what people answered to each."""
     values = [vqa_accuracy(answer, people) for answer, people in zip(answers, given, strict=True)]
     return sum(values) / len(values)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question about an image.
-
-    Attributes:
-        id: Of the question, or where it has none the name of its image.
-        text: The question.
-        image: File name.
-        answers: What people answered, where the file says so.
-    """
+    """A question about an image: `id` (else the image's name), text, file name, and what people answered, if known."""
 
     id: str
     text: str
@@ -129,8 +112,7 @@ _QUESTIONS = Rule(
 def read_questions(path: str | Path) -> list[Question]:
     """Read MM-Vet's file (id -> imagename, question) or VizWiz's (list of image, question, answers).
 
-    Raises:
-        DataError: It is neither; the message names the first question that is wrong.
+    Raises DataError if it is neither; the message names the first question that is wrong.
     """
     content = read_json(path, Any, _QUESTIONS)
     check(content, dict[str, _Row] if isinstance(content, dict) else list[_Row], _QUESTIONS, where=str(path))
@@ -147,11 +129,7 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def are_answers(text: str) -> bool:
-    """Return whether a text is what `answer_questions` returns, as JSON.
-
-    Raises:
-        ValueError: It is no JSON.
-    """
+    """Return whether JSON is what `answer_questions` returns."""
     values = json.loads(text)
     return isinstance(values, dict) and all(isinstance(value, str) for value in values.values())
 
@@ -166,22 +144,10 @@ def answer_questions(
     batch_size: int = 4,
     progress: Progress = SILENT,
 ) -> dict[str, str]:
-    """Answer questions greedily with a checkpoint or an exported folder.
+    """Answer questions greedily with a checkpoint or an exported folder, as `generate_text` takes.
 
-    Args:
-        folder: As `generate_text` takes.
-        questions: From `read_questions`.
-        images: Folder of the images.
-        prompt: Template with the field `{question}`.
-        max_new_tokens: Tokens of an answer at most.
-        batch_size: Questions at a time.
-        progress: Told about the batches.
-
-    Returns:
-        Id -> answer, in the order of the questions: as MM-Vet's grader reads it.
-
-    Raises:
-        DataError: The prompt has no place for the question, or an image cannot be read.
+    Returns id -> answer, in the order of the questions: as MM-Vet's grader reads it. Raises DataError if the template
+    `prompt` has other fields than `{question}`, or an image cannot be read.
     """
     if template_fields(prompt) != ("question",):
         raise DataError(f"a prompt for questions must have the one field {{question}}, got {prompt!r}")

@@ -48,8 +48,7 @@ def generate_text(
 def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str | Path] = ()) -> dict[str, Tensor]:
     """Return `input_ids` and `attention_mask`, (batch, sequence), of prompts, and `pixel_values` of images.
 
-    Raises:
-        DataError: There is no prompt, one has no tokens, or an image does not decode or has no prompt.
+    Raises DataError if there is no prompt, one has no tokens, or an image does not decode or has no prompt.
     """
     if not prompts:
         raise DataError("at least one prompt is needed, got none")
@@ -71,17 +70,9 @@ def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str 
 
 
 def load_generator(folder: str | Path) -> Callable[[dict[str, Tensor], int], Tensor]:
-    """Load a function that continues prompts greedily.
+    """Load a function of a batch and a number of tokens to add, which returns all tokens, (batch, sequence).
 
-    Args:
-        folder: As `generate_text` takes.
-
-    Returns:
-        A function of a batch from `encode_prompts` and the most tokens to add. It returns all tokens, (batch,
-        sequence), those of the prompt first.
-
-    Raises:
-        RequestError: The folder does not generate.
+    The folder is as `generate_text` takes; raises RequestError if it does not generate.
     """
     if any((Path(folder) / name).is_file() for name in (ONNX_FILE, DECODER_FILE)):
         exported = OnnxGenerator.from_folder(folder)

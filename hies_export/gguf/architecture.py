@@ -83,17 +83,11 @@ class Layout:
 
 
 def find_layout(model: PreTrainedModel, *, uneven: bool = False) -> Layout:
-    """Return how llama.cpp carries a decoder.
+    """Return how llama.cpp carries a decoder; raises UnsupportedModelError, which names the layer and the property.
 
-    Layers of different sizes need `deci`, which reads arrays of sizes and optional biases. Layers of one size go under
-    `llama`, and Qwen's under their own names where those read what the model has.
-
-    Args:
-        model: The decoder.
-        uneven: Look for one that takes layers of different sizes, which a model that will be cut is going to have.
-
-    Raises:
-        UnsupportedModelError: No architecture carries the model; the message names the layer and the property.
+    Layers of different sizes, which with `uneven` a cut is going to leave, need `deci`, which reads arrays of sizes and
+    optional biases. Layers of one size go under `llama`, and Qwen's under their own names where those read what the
+    model has.
 
     Source: https://github.com/ggml-org/llama.cpp, src/models/deci.cpp, llama.cpp, qwen2.cpp and qwen3.cpp
     """
@@ -133,11 +127,7 @@ def _text_config(model: PreTrainedModel) -> Any:
 
 
 def _layers(model: PreTrainedModel) -> list[Any]:
-    """Return the layers of a decoder with LLaMA's outer modules.
-
-    Raises:
-        UnsupportedModelError: It does not generate, or is built otherwise.
-    """
+    """Return the layers of a decoder with LLaMA's outer modules; raises UnsupportedModelError for other models."""
     base: Any = model.base_model
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise refused(model, "llama.cpp generates no text: it is no decoder with a language-modelling head")
@@ -172,7 +162,6 @@ def _problems(model: PreTrainedModel, layers: list[Any]) -> Iterator[str]:
 
 
 def _outer_problems(model: PreTrainedModel) -> Iterator[str]:
-    """Yield what is outside the layers and cannot be carried."""
     base: Any = model.base_model
     head: Any = model.get_output_embeddings()
     inside = {id(parameter) for parameter in base.layers.parameters()}
@@ -195,7 +184,6 @@ def _outer_problems(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _layer_problems(model: PreTrainedModel, layer: Any, first: Any) -> Iterator[str]:
-    """Yield what is wrong with one layer, as what follows its name."""
     attention, mlp = layer.self_attn, layer.mlp
     for name in _LINEAR:
         if type(layer.get_submodule(name)) is not nn.Linear:
@@ -226,7 +214,6 @@ def _meaning(name: str) -> str:
 
 
 def _window(model: PreTrainedModel, attention: Any) -> int | None:
-    """Return the sliding window of an attention module, from the module where it knows, else from the config."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return getattr(_text_config(model), "sliding_window", None)
@@ -253,11 +240,7 @@ def _rope(model: PreTrainedModel) -> tuple[Tensor, float]:
 def _architecture(
     model: PreTrainedModel, layers: list[Any], sizes: tuple[LayerSizes, ...], *, scaled: bool, uneven: bool
 ) -> str:
-    """Return the name of the architecture that reads what the layers have.
-
-    Raises:
-        UnsupportedModelError: None reads all of it.
-    """
+    """Return the name of the architecture that reads what the layers have."""
     own = {name for layer in layers for name, _ in layer.named_parameters()}
     biases = {name for name in own if name.endswith(".bias")}
     uneven = uneven or len(set(sizes)) > 1
@@ -273,11 +256,7 @@ def _architecture(
 
 
 def _check_norms(model: PreTrainedModel, layers: list[Any], biases: set[str], *, scaled: bool, uneven: bool) -> None:
-    """Refuse what `qwen3`, which norms queries and keys by head, does not read beside these norms.
-
-    Raises:
-        UnsupportedModelError: The model has it.
-    """
+    """Refuse what `qwen3`, which norms queries and keys by head, does not read beside these norms."""
     norm = "a norm of queries and keys (self_attn.q_norm)"
     if uneven:
         raise refused(

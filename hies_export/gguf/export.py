@@ -103,15 +103,9 @@ def export_gguf(
 
 
 def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) -> None:
-    """Refuse, before any work, a model or a tokenizer that no GGUF file can hold.
+    """Refuse, as `export_gguf` does but before any work, a model or a tokenizer that no GGUF file can hold.
 
-    Args:
-        model: The dense decoder.
-        tokenizer: Its tokenizer.
-        uneven: Whether a cut will leave its layers different sizes.
-
-    Raises:
-        RequestError: As in `export_gguf`.
+    `uneven` says whether a cut will leave its layers different sizes.
     """
     require_gguf()
     _find(model, tokenizer, uneven=uneven)
@@ -127,27 +121,18 @@ def _find(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tu
 
 
 def _rows(model: PreTrainedModel) -> int:
-    """Return the number of rows of the embedding."""
     embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuse an unknown dtype of matrices.
-
-    Raises:
-        RecipeError: It is none of `STORED_AS`.
-    """
+    """Refuse, by a RecipeError, a dtype of matrices that is none of `STORED_AS`."""
     if dtype not in STORED_AS:
         raise RecipeError([f"the dtype of a GGUF file must be one of {', '.join(STORED_AS)}, got {dtype!r}"])
 
 
 def require_gguf() -> None:
-    """Refuse to go on without the package that writes GGUF files.
-
-    Raises:
-        MissingRuntimeError: It is not installed.
-    """
+    """Refuse, by a MissingRuntimeError, to go on without the package that writes GGUF files."""
     require_package("gguf", who="a GGUF file needs", package="gguf", extra="gguf")
 
 

@@ -23,16 +23,9 @@ TOLERANCE = 1e-3
 def check_same_function(
     model: PreTrainedModel, layout: Layout, tensors: Iterable[tuple[str, Tensor]], ids: Tensor
 ) -> None:
-    """Refuse a model whose logits differ from those of the architecture that was chosen for it.
+    """Refuse, by an UnsupportedModelError, a model whose logits differ from those of the architecture chosen for it.
 
-    Args:
-        model: The decoder.
-        layout: From `find_layout`.
-        tensors: From `named_tensors`, in that order.
-        ids: Tokens, (1, sequence).
-
-    Raises:
-        UnsupportedModelError: The logits differ.
+    The layout is from `find_layout`, the tensors from `named_tensors`; the tokens are (1, sequence).
     """
     reference = convert(model, dtype=torch.float32, device="cpu").eval()
     with torch.no_grad():
@@ -50,10 +43,7 @@ def check_same_function(
 def decoder_logits(layout: Layout, tensors: Iterable[tuple[str, Tensor]], ids: Tensor) -> Tensor:
     """Return the logits of one text, (tokens, vocabulary), as llama.cpp's `llama`, `deci`, `qwen2` and `qwen3` do.
 
-    Args:
-        layout: Architecture and sizes.
-        tensors: By GGUF's names: the embedding first, then the layers in order, then the output's.
-        ids: Tokens, (tokens,).
+    The tensors are by GGUF's names, in the order of `named_tensors`; the tokens are (tokens,).
     """
     rotation = _rotation(layout, len(ids))
     x, embedding, layer = torch.empty(0), torch.empty(0), dict[str, Tensor]()

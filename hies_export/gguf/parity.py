@@ -59,16 +59,7 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
     """Compare next-token probabilities, greedy tokens and a tokenizer's tokens with torch's.
 
     Greedy tokens must be equal in float32, up to a step where torch finds both tokens about as likely. In other dtypes
-    they are only counted, for the weights are others.
-
-    Args:
-        file: The GGUF file.
-        model: The model it was made from.
-        tokenizer: The tokenizer in it.
-        dtype: What its matrices are stored in.
-
-    Raises:
-        ParityError: They differ.
+    they are only counted, for the weights are others. Raises ParityError if they differ.
     """
     reference = convert(model, dtype=torch.float32, device="cpu").eval()
     positions = longest_sequence(model.config) or PROMPT_TOKENS + NEW_TOKENS
@@ -99,14 +90,7 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
 def _same_tokens(reference: PreTrainedModel, prompt: Tensor, tokens: list[int], *, strict: bool) -> int:
     """Return how many of the tokens that llama.cpp chose torch chooses too, before the first other one.
 
-    Args:
-        reference: The model.
-        prompt: (sequence,).
-        tokens: What llama.cpp continued it with.
-        strict: Whether another choice is an error, unless torch finds both tokens about as likely.
-
-    Raises:
-        ParityError: A choice differs.
+    With `strict`, another choice is a ParityError, unless torch finds both tokens about as likely.
     """
     whole = torch.cat([prompt, torch.tensor(tokens)])
     with torch.no_grad():
@@ -127,11 +111,6 @@ def _same_tokens(reference: PreTrainedModel, prompt: Tensor, tokens: list[int], 
 
 
 def _check_tokens(runtime: LlamaCppRuntime, tokenizer: Any, texts: Sequence[str]) -> None:
-    """Compare the tokens of texts.
-
-    Raises:
-        ParityError: llama.cpp splits one of them otherwise.
-    """
     for text, found in zip(texts, runtime.tokenize(texts), strict=True):
         wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
         if found != wanted:

@@ -24,10 +24,6 @@ def named_tensors(model: PreTrainedModel, layout: Layout) -> Iterator[tuple[str,
     """Yield the tensors of a GGUF file by name, in float32 on the CPU, one at a time.
 
     A head that shares its weights with the embedding is left out: llama.cpp then uses the embedding.
-
-    Args:
-        model: The decoder.
-        layout: From `find_layout`.
     """
     base: Any = model.base_model
     head: Any = model.get_output_embeddings()
@@ -51,11 +47,8 @@ def named_tensors(model: PreTrainedModel, layout: Layout) -> Iterator[tuple[str,
 def interleave_halves(rows: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head from (first half, second half) to pairs of one row of either.
 
-    transformers rotates row i of a head with row i + half, llama.cpp's `llama` and `deci` row 2i with row 2i + 1.
-
-    Args:
-        rows: Weight (rows, width) or bias (rows,) of a query or key projection.
-        heads: Number of heads.
+    transformers rotates row i of a head with row i + half, llama.cpp's `llama` and `deci` row 2i with row 2i + 1. The
+    rows are a weight (rows, width) or bias (rows,) of a query or key projection.
     """
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1)
     return halves.transpose(1, 2).reshape(rows.shape)
@@ -64,9 +57,7 @@ def interleave_halves(rows: Tensor, heads: int) -> Tensor:
 def stored_type(tensor: Tensor, dtype: str) -> str:
     """Return the type that a tensor is stored in: norms, biases and factors stay float32, as in llama.cpp's own files.
 
-    Args:
-        tensor: From `named_tensors`.
-        dtype: One of `STORED_AS`. Matrices whose rows are no multiple of 32 long are float16 in a file of Q8_0.
+    In a file of Q8_0, matrices whose rows are no multiple of 32 long are float16.
     """
     if tensor.dim() < 2:
         return "F32"
@@ -78,8 +69,7 @@ def stored_type(tensor: Tensor, dtype: str) -> str:
 def stored_bytes(tensor: Tensor, kind: str, name: str) -> np.ndarray:
     """Return a tensor as it is stored: an array of floats, or for BF16 and Q8_0 of bytes.
 
-    Raises:
-        NonFiniteError: A weight is too large for float16.
+    Raises NonFiniteError if a weight is too large for float16.
     """
     import gguf
 

@@ -74,14 +74,9 @@ class Vocabulary:
 
 
 def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
-    """Describe a tokenizer as llama.cpp reads it.
+    """Describe a fast tokenizer as llama.cpp reads it; raises RequestError if it does not know the tokenizer.
 
-    Args:
-        tokenizer: Of transformers, with a fast backend.
-        size: Rows of the model's embedding; those without a token are named and marked unused.
-
-    Raises:
-        RequestError: llama.cpp does not know the tokenizer; the message says what of it.
+    `size` is the number of rows of the model's embedding; those without a token are named and marked unused.
     """
     described = _described(tokenizer)
     model = described["model"]
@@ -124,11 +119,7 @@ def _refused(problem: str) -> RequestError:
 
 
 def _described(tokenizer: Any) -> dict[str, Any]:
-    """Return what tokenizer.json says.
-
-    Raises:
-        RequestError: There is no such file, or its model is no BPE.
-    """
+    """Return what tokenizer.json says; raises RequestError if there is none, or its model is no BPE."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _refused(f"this is a {type(tokenizer).__name__} without a tokenizer.json")
@@ -150,7 +141,6 @@ def _types(
     *,
     has_bytes: bool,
 ) -> Iterator[int]:
-    """Yield the type of every token."""
     added = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in described["added_tokens"]}
     for number, token in enumerate(tokens):
         if number == getattr(tokenizer, "unk_token_id", None) and has_bytes:
@@ -177,10 +167,7 @@ def _scores(model: Mapping[str, Any], tokens: tuple[str, ...]) -> Iterator[float
 
     SentencePiece joins neighbours whose text is a token, the one with the highest score first. BPE joins pairs that are
     merges, the first one first. Both are the same where all pairs whose text is a token are merges, and those of one
-    token stand together.
-
-    Raises:
-        RequestError: They are not, or a byte has no token.
+    token stand together; else RequestError is raised.
     """
     missing = sorted(_BYTE_TOKENS - set(tokens))
     if missing:
@@ -205,11 +192,7 @@ def _scores(model: Mapping[str, Any], tokens: tuple[str, ...]) -> Iterator[float
 
 
 def _space_prefix(described: Mapping[str, Any]) -> bool:
-    """Return whether SentencePiece puts a space in front of a text.
-
-    Raises:
-        RequestError: Text is changed or split in a way that llama.cpp does not know.
-    """
+    """Return whether SentencePiece puts a space in front of a text."""
     prefix = False
     for step in _steps(described["normalizer"], "normalizers"):
         if step["type"] == "Prepend" and step["prepend"] == "▁":
@@ -231,11 +214,7 @@ def _check_normalizer(described: Mapping[str, Any]) -> None:
 
 
 def _pre_tokenizer(described: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for how byte-level BPE splits a text.
-
-    Raises:
-        RequestError: It has none.
-    """
+    """Return llama.cpp's name for how byte-level BPE splits a text."""
     steps = _steps(described["pre_tokenizer"], "pretokenizers")
     ignore_merges = bool(described["model"].get("ignore_merges"))
     kinds = [step["type"] for step in steps]

@@ -36,20 +36,20 @@ def time_on(
 ) -> list[LatencyRow]:
     """Time two models on one runtime, interleaved, with a second copy of the first as control.
 
-    The models are loaded `Runtime.loads` times, and the timed runs are divided among the loads.
+    The models are loaded `Runtime.loads` times, and the timed runs are divided among the loads, each at least one.
 
     Args:
         runtime: A name in `hies_export.runtimes.base.RUNTIMES`.
-        dense: The model that ratios are relative to: a model for torch, an ONNX folder for the others.
+        dense: The model that ratios are relative to, or its export; see `Runtime.reads_models`.
         slim: The model to compare with it, of the same type.
         batches: The batches to run, by (batch, sequence).
         flops: FLOPs of both models at these shapes, from `count_both_flops`.
-        timing: Number of runs over all loads; each load is run at least once.
+        timing: Number of runs over all loads.
         dtype: As in `load_runtime`.
         progress: Shows the loop over loads and shapes.
 
     Returns:
-        One row per shape, with times in ms. Models that generate have two rows per shape, "prefill" and "decode".
+        One row per shape, with times in ms; two of models that generate, "prefill" and "decode".
     """
     watch = CpuWatch()
     found = compare_loads(runtime, dense, slim, batches, timing=timing, dtype=dtype, progress=progress)
@@ -77,10 +77,7 @@ def compare_loads(
     decode: bool = True,
     progress: Progress = SILENT,
 ) -> dict[tuple[Shape, Phase], LatencyComparison]:
-    """Time two models as `time_on` does, and return the comparisons by shape and phase.
-
-    With `decode=False`, no decode step is timed.
-    """
+    """Time as `time_on` does, decode steps only with `decode`; return the comparisons by shape and phase."""
     loads, shapes = min(RUNTIMES[runtime].loads, timing.repeats), list(batches)
     share = replace(timing, repeats=math.ceil(timing.repeats / loads), min_seconds=timing.min_seconds / loads)
     sources = (dense, slim, dense)

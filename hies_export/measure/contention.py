@@ -19,12 +19,7 @@ MATTERS, SHORTEST_SECONDS = 0.05, 0.5
 
 @dataclass(frozen=True, eq=False)
 class OtherWork(Record):
-    """How many of the cores that this process may use were used by others, on average over a time.
-
-    Attributes:
-        used: Cores that other processes, and other guests of a virtual machine's host, used.
-        cores: Cores that this process may use.
-    """
+    """How many of the `cores` that this process may use others `used` on average, guests of the same host included."""
 
     used: float
     cores: int
@@ -60,9 +55,9 @@ class CpuWatch:
 
 
 def _busy_seconds() -> tuple[float, float, int] | None:
-    """Return the seconds for which cores worked, and for which they worked for this process, and how many there are.
+    """Return the seconds for which the cores of this process worked, for which for it, and how many they are.
 
-    The cores are those that this process may use. None where the system does not tell.
+    None where the system does not tell.
     """
     try:
         lines = [line.split() for line in STAT.read_text(encoding="ascii").splitlines() if line.startswith("cpu")]

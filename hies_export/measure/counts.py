@@ -42,7 +42,7 @@ class FlopCount(Both[int]):
 
 @dataclass(frozen=True, eq=False)
 class StoredBytes(Both[int]):
-    """Bytes of the files of weights of the dense and the slim checkpoint, and of the slim model's export.
+    """Bytes of the weights' files of the dense and the slim checkpoint, and of the slim model's export.
 
     The export is an ONNX folder (graph and weights) or a GGUF file.
     """
@@ -121,14 +121,8 @@ def flops_per_layer(
 ) -> list[LayerFlops]:
     """Count the FLOPs of one forward pass layer by layer; the parts add up to `count_flops`.
 
-    Args:
-        model: Dense or slim; it is not changed.
-        batch: As for `count_flops`.
-        modules: The modules of either kind, of the dense model or of this one: only their names are read.
-
-    Returns:
-        One entry per layer, in the order of `modules`. A last one, with empty `layer`, is the rest of the model, such
-        as embeddings and classifier.
+    Of the modules, of either model, only the names are read. Layers come in their order; the last one, with empty
+    `layer`, is the rest of the model, such as embeddings and classifier.
     """
     found = flops_by_module(model, batch)
     layer_of = _layers(modules)
@@ -151,10 +145,7 @@ def flops_per_layer(
 
 
 def innermost(name: str, modules: Iterable[str]) -> str | None:
-    """Return the longest of the dotted names `modules` that is `name` or encloses it; None if none does.
-
-    The empty name is the whole model, which encloses everything.
-    """
+    """Return the longest dotted name that is or encloses `name`, as the empty one always does; None if none does."""
     around = [module for module in modules if not module or f"{name}.".startswith(f"{module}.")]
     return max(around, key=len, default=None)
 
@@ -162,9 +153,9 @@ def innermost(name: str, modules: Iterable[str]) -> str | None:
 def _layers(modules: Sequence[PrunableModule]) -> dict[str, str]:
     """Return the layer of every module by name.
 
-    The layer of an attention module is the innermost numbered module around it, such as model.layers.3, else the module
-    itself. A feed-forward block belongs to the layer of an attention module around it; where there is none, to the
-    innermost numbered module around its consumer.
+    That of an attention module is the innermost numbered module around it, such as model.layers.3, else itself. That of
+    a feed-forward block is the layer of an attention module around it, else the innermost numbered module around its
+    consumer.
     """
 
     def numbered(name: str, default: str) -> str:
@@ -182,15 +173,9 @@ def _layers(modules: Sequence[PrunableModule]) -> dict[str, str]:
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
-    """Return the bytes that each token adds to the key/value cache of one sequence, in the model's dtype.
+    """Return the bytes that each token adds to the key/value cache of one sequence, in the model's dtype; or None.
 
     They are read from the cache that the model itself fills, run on tensors without data.
-
-    Args:
-        model: Any model; it is not changed.
-
-    Returns:
-        Bytes per token; None for a model without a key/value cache.
     """
     if not model.can_generate() or model.config.is_encoder_decoder:
         return None
@@ -203,10 +188,7 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
 
 
 def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
-    """Return the FLOPs of `count_flops` by dotted module name, each with those of the modules inside it.
-
-    Those of the whole model are under the empty name.
-    """
+    """Return `count_flops` by dotted module name, with all modules inside; of the whole model under the empty name."""
     inputs = forward_inputs(model, batch)
     try:
         # transformers reads the values of a padding mask, which meta tensors lack. The mask changes no FLOPs.
@@ -217,7 +199,7 @@ def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[st
 
 
 def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return FLOPs as `flops_by_module` does; the model is changed to evaluation mode and eager attention."""
+    """Return `flops_by_module` of a copy, which is changed to evaluation mode and eager attention."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model.eval().set_attn_implementation("eager")

@@ -89,12 +89,7 @@ def compare_latency(
 
 
 def compare_rounds(loads: Sequence[Rounds], *, seed: int = 0) -> LatencyComparison:
-    """Compare dense and slim over the rounds of one or more loads of the same models.
-
-    Args:
-        loads: Results of `time_rounds`, at least one.
-        seed: Seed of the bootstrap.
-    """
+    """Compare dense and slim over the rounds of at least one load; `seed` is that of the bootstrap."""
     # Peak memory is taken from the first load, the clock from the last.
     conditions = {field.name: getattr(loads[0], field.name) for field in fields(Conditions)}
     times_ms = np.concatenate([load.times_ms for load in loads])

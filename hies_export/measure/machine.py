@@ -41,9 +41,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, str]:
-    """Return the first GPU's name, driver, clocks in MHz and power limit in W, by nvidia-smi's field names.
-
-    Empty without a GPU, or if nvidia-smi fails.
+    """Return the first GPU's name, driver, clocks in MHz and power limit in W; empty if there is none.
 
     Source: https://docs.nvidia.com/deploy/nvidia-smi/index.html (`--help-query-gpu`)
     """
@@ -69,7 +67,6 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_name() -> str:
-    """Return the processor's model name, or its architecture if the system does not give a name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -47,12 +47,8 @@ def paired_ratio(base_ms: Sequence[np.ndarray], other_ms: Sequence[np.ndarray], 
     """Return the median over rounds of other / mean of the base's copies, with a 95 % percentile bootstrap interval.
 
     The bootstrap resamples everything that varies between measurements: loads, copies within a load, and rounds
-    (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 3.8: hierarchical data).
-
-    Args:
-        base_ms: One array of times per load, (rounds, copies).
-        other_ms: One array of times per load, (rounds,), from the same rounds as the base.
-        seed: Seed of the resampling.
+    (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 3.8: hierarchical data). Each load gives
+    times of the base, (rounds, copies), and of the other, (rounds,), from the same rounds.
     """
     rounds = np.array([len(times) for times in other_ms])
     loads, longest, copies = len(rounds), rounds.max(), base_ms[0].shape[1]
@@ -75,15 +71,15 @@ def paired_ratio(base_ms: Sequence[np.ndarray], other_ms: Sequence[np.ndarray], 
 
 
 def is_noisy(control_low: float, control_high: float) -> bool:
-    """Return whether the interval of a control shows too much noise for the comparison to be trusted.
+    """Return whether the interval of a control, a model against itself, is too noisy to trust the comparison.
 
-    The control compares a model with itself, so its interval should contain 1 and be narrow. It is noisy if it misses 1
-    by more than `NOISE_LIMIT`, or is wider than `WIDEST_CONTROL`.
+    It should contain 1 and be narrow, so it must not miss 1 by more than `NOISE_LIMIT` or be wider than
+    `WIDEST_CONTROL`.
     """
     misses = control_low > 1 + NOISE_LIMIT or control_high < 1 - NOISE_LIMIT
     return misses or control_high - control_low > WIDEST_CONTROL
 
 
 def realised_share(latency_ratio: float, flops_ratio: float) -> float | None:
-    """Return the share of time saved as a fraction of the share of FLOPs saved; None if no FLOPs were saved."""
+    """Return the share of time saved / the share of FLOPs saved; None if no FLOPs were saved."""
     return None if flops_ratio == 1 else (1 - latency_ratio) / (1 - flops_ratio)

@@ -19,9 +19,8 @@ MOST_TOKENS = 2**24
 def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> list[Shape]:
     """Return the (batch, sequence) pairs to measure. For an image model, the sequence follows from the image size.
 
-    Raises:
-        RequestError: The shape of a text model has no sequence, or a sequence longer than the model's positions; or a
-            shape has more than `MOST_TOKENS`.
+    Raises RequestError if the shape of a text model has no sequence, or one longer than its positions, or a shape has
+    more than `MOST_TOKENS`.
     """
     for shape in shapes:
         if math.prod(shape) > MOST_TOKENS:
@@ -40,12 +39,9 @@ def model_shapes(model: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> lis
 
 
 def check_runs(model: PreTrainedModel, batch: Mapping[str, Any], what: str) -> None:
-    """Refuse, before any work, a model that does not run on a batch, which `what` names.
+    """Refuse, by a RequestError, a model that raises an error on a batch, which `what` names.
 
     It is tried on tensors without data where the model's forward can do without.
-
-    Raises:
-        RequestError: The model raised an error; the message quotes it.
     """
     try:
         count_flops(model, batch)
@@ -56,6 +52,6 @@ def check_runs(model: PreTrainedModel, batch: Mapping[str, Any], what: str) -> N
 
 
 def check_shapes(model: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Any]]) -> None:
-    """Refuse a model that does not run on the largest of the batches it is to be measured on; see `check_runs`."""
+    """Refuse a model that does not run on the largest of the batches to be measured; see `check_runs`."""
     size, sequence = max(batches)
     check_runs(model, batches[size, sequence], f"{size} x {sequence} random inputs to be measured")

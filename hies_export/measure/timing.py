@@ -71,11 +71,7 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds(Conditions):
-    """The times of dense, slim and control, from one load of each.
-
-    Attributes:
-        times_ms: Times in ms, (rounds, 3), in the order dense, slim, control.
-    """
+    """The times of dense, slim and control in ms, (rounds, 3), from one load of each."""
 
     times_ms: np.ndarray
 
@@ -88,16 +84,7 @@ def time_rounds(
     phase: Phase = "forward",
     progress: Callable[[int, int], object] | None = None,
 ) -> Rounds:
-    """Time dense, slim and control in turns.
-
-    Args:
-        runners: Dense, slim and control; the control may be the same object as dense.
-        batch, phase, progress: As in `compare_latency`.
-        timing: Number of runs.
-
-    Raises:
-        RecipeError, NonFiniteError: As in `compare_latency`.
-    """
+    """Time dense, slim and control, which may be the same object as dense, in turns; see `compare_latency`."""
     if phase == "decode" and not all(runner.decodes for runner in runners):
         raise RecipeError(
             ["a decode step needs models that generate from a cache, and these do not: time the forward pass"]
@@ -136,7 +123,6 @@ def _check_alike(runners: Sequence[Runtime]) -> None:
 
 
 def _warm_up(runners: Sequence[Runtime], feeds: Sequence[Any], rounds: int) -> None:
-    """Run every model `rounds` times, and check that the outputs of its first run are finite."""
     for number in range(rounds):
         for name, runner, feed in zip(("dense", "slim", "control"), runners, feeds, strict=True):
             result = runner.run(feed)
@@ -160,7 +146,7 @@ def _run_in_turns(
     timing: Timing,
     progress: Callable[[int, int], object] | None,
 ) -> list[list[int]]:
-    """Time the runs, and return nanoseconds as one list per round, in the order of `runners`."""
+    """Return the times in nanoseconds, one list per round, in the order of `runners`."""
     rounds: list[list[int]] = []
     total_ns = 0
     collecting = gc.isenabled()

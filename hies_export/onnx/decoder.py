@@ -22,11 +22,7 @@ _CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?past_key_values\.layers\.(\d+)\
 
 
 def check_decoder(model: PreTrainedModel) -> None:
-    """Refuse, before any work, a generating model that is not a decoder with a key/value cache.
-
-    Raises:
-        UnsupportedModelError: It is an encoder-decoder, or it keeps no key/value cache.
-    """
+    """Refuse, by an UnsupportedModelError, a generating model that is no decoder with a key/value cache."""
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"export_onnx needs an encoder, a decoder or a vision-language model, and {type(model).__name__} is an "
@@ -45,16 +41,9 @@ def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = N
 
 
 def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
-    """Take two rows of a batch and add three positions in front.
+    """Take two rows of a batch, with images or without, and add three positions in front.
 
     They are text tokens in the first row and padding in the second.
-
-    Args:
-        given: `input_ids` (batch, sequence), and for images `pixel_values`, one image per row.
-        image_token_id: The token that stands for one image feature; None for text.
-
-    Returns:
-        `input_ids` and `attention_mask`, (2, 3 + sequence), and the images of the two rows.
     """
     rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
     front = text_tokens(rows["input_ids"], 3, image_token_id=image_token_id)
@@ -65,22 +54,12 @@ def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = Non
 
 
 def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Build the inputs to trace: two tokens after a padded prompt that is already in the cache.
+    """Return the inputs to trace: two tokens after a padded prompt that is already in the cache.
 
     With a single token, the tracer would fix the sequence axis; with a single row, the batch axis; and it would drop a
-    mask of ones.
-
-    Args:
-        model: The model to trace.
-        prompt: `input_ids` (2, length) or `inputs_embeds` (2, length, hidden), and `attention_mask` (2, length)
-            with padding on the left; length at least 4.
-
-    Returns:
-        Keyword arguments of the forward: the last two tokens, the mask of all tokens, positions where the model takes
-        them, and the cache of the tokens before.
-
-    Raises:
-        ExportError: The model does not run with a cache of keys and values.
+    mask of ones. The prompt is `input_ids` (2, length) or `inputs_embeds` (2, length, hidden) with an `attention_mask`,
+    padded on the left; length is at least 4. Raises ExportError if the model does not run with keys and values as
+    cache.
     """
     name = "inputs_embeds" if "inputs_embeds" in prompt else "input_ids"
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -106,19 +85,11 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
 
 
 def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions: Fusions) -> Any:
-    """Trace a decoder to an `onnx_ir.Model`, fused, under Optimum's names.
+    """Trace a decoder to an `onnx_ir.Model`, fused, under Optimum's names; the prompt is as for `decoder_sample`.
 
-    The key/value head axis of every layer is a named dimension, and so is the head width where it is not
-    hidden_size // num_attention_heads: older Optimum compares integers there with its own guess and refuses the graph.
-    The sizes are in the graph's metadata.
-
-    Args:
-        model: A decoder; layers may differ in heads.
-        prompt: As for `decoder_sample`.
-        fusions: What to fuse the graph for.
-
-    Raises:
-        ExportError: The exporter failed or fixed an axis, or the cache does not consist of keys and values.
+    The key/value head axis of every layer is a named dimension, and so is the head width where it is not hidden_size //
+    num_attention_heads: older Optimum compares integers there with its own guess and refuses the graph. The sizes are
+    in the graph's metadata.
     """
     sample = decoder_sample(model, prompt)
     program = export_program(model, sample, fusions, flags={"use_cache": True})

@@ -167,11 +167,6 @@ def export_onnx(
 
 
 def _check_request(provider: str, dtype: str) -> None:
-    """Refuse an unknown provider or dtype, before any work.
-
-    Raises:
-        RecipeError: One of them is unknown; the message lists all problems.
-    """
     problems = []
     if provider not in FUSIONS:
         problems.append(f"export.provider must be one of {', '.join(FUSIONS)}, got {provider!r}")
@@ -182,11 +177,7 @@ def _check_request(provider: str, dtype: str) -> None:
 
 
 def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind, dict[str, torch.Tensor]]:
-    """Return the kind of the model, and the inputs of the batch that its export needs.
-
-    Raises:
-        UnsupportedModelError, DataError: As in `export_onnx`.
-    """
+    """Return the kind of the model, and the inputs that its export needs; raises as `export_onnx`."""
     if not model.can_generate():
         return "encoder", given
     check_decoder(model)
@@ -227,7 +218,6 @@ def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Copy the model for tracing, with the attention implementation that fuses best for the provider."""
     copied = convert(reference, dtype=dtype)
     # For the CPU, the exporter decomposes an sdpa trace (microsoft/onnxruntime#33873), while an eager
     # trace becomes one Attention operator per layer. Latency eager / sdpa, one run, ONNX Runtime 1.31, 2 cores:

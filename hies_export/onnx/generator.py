@@ -170,11 +170,6 @@ class OnnxGenerator:
         return logits, {name.replace("present", "past_key_values", 1): value for name, value in outputs.items()}
 
     def _check(self, ids: Tensor, mask: Tensor, pixel_values: Tensor | None, max_new_tokens: int) -> None:
-        """Refuse invalid prompts before anything is run.
-
-        Raises:
-            RecipeError, DataError: As in `generate`.
-        """
         if max_new_tokens < 1:
             raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
         if ids.ndim != 2 or ids.is_floating_point() or 0 in ids.shape:
@@ -208,11 +203,6 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _generation_config(folder: Path, config: Any) -> GenerationConfig:
-    """Return the generation config of a folder, or the one that its config implies.
-
-    Raises:
-        RequestError: The folder's is damaged.
-    """
     with refusing(f"that of {folder} does not generate"):
         if (folder / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(folder)

@@ -24,19 +24,10 @@ def is_vision_language(model: PreTrainedModel) -> bool:
 
 
 def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, seed: int = 0) -> dict[str, Tensor]:
-    """Make random images and prompts, each prompt with the right number of image tokens.
+    """Make random images and prompts of `text` tokens, half before the image tokens, half after.
 
-    Args:
-        model: A vision-language model with images of one size.
-        batch: Number of rows, one image in each.
-        text: Number of text tokens, at least 2: half before the image tokens, half after.
-        seed: Seed of the values.
-
-    Returns:
-        `pixel_values` (batch, channels, height, width), `input_ids` and `attention_mask` (batch, sequence).
-
-    Raises:
-        UnsupportedModelError: The config has no image size, or image features need more than `pixel_values`.
+    Returns `pixel_values` (batch, channels, height, width), `input_ids` and `attention_mask` (batch, sequence). Raises
+    UnsupportedModelError if the config has no image size, or image features need more than `pixel_values`.
     """
     vision = getattr(model.config, "vision_config", None)
     size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
@@ -62,9 +53,7 @@ def image_text_batch(model: PreTrainedModel, *, batch: int = 2, text: int = 8, s
 def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -> None:
     """Refuse, before any work, a model that cannot be exported in parts, or a batch that does not fit it.
 
-    Raises:
-        UnsupportedModelError: The model has no projector under a known name, or needs more than `pixel_values`.
-        DataError: The batch has no images or no prompt, or the image tokens do not match the images.
+    Raises UnsupportedModelError or DataError.
     """
     if getattr(model.config, "image_token_id", None) is None:
         raise UnsupportedModelError(
@@ -97,35 +86,20 @@ def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -
 
 
 def merge_images(embeds: Tensor, input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
-    """Replace the embeddings of image tokens by image features, in order.
+    """Replace the embeddings of image tokens, (batch, sequence, hidden), by image features, in order.
 
-    Args:
-        embeds: Embeddings of the tokens, (batch, sequence, hidden).
-        input_ids: The tokens, (batch, sequence).
-        features: Features of the images, (images, tokens, hidden).
-        image_token_id: The token that stands for one feature.
-
-    Returns:
-        The merged embeddings, (batch, sequence, hidden).
+    The features are (images, tokens, hidden).
     """
     mask = (input_ids == image_token_id).unsqueeze(-1).expand_as(embeds)
     return embeds.masked_scatter(mask, features.to(embeds.dtype))
 
 
 def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], fusions: Fusions) -> dict[str, Any]:
-    """Trace the parts of a vision-language model, each to an `onnx_ir.Model`, fused.
+    """Trace the parts of a vision-language model, each to an `onnx_ir.Model`, fused; return them by file name.
 
-    Args:
-        model: A vision-language model that `check_vision_language` passed.
-        given: `pixel_values`, `input_ids`, `attention_mask` with left padding; at least 2 rows.
-        fusions: What to fuse the graphs for.
-
-    Returns:
-        Graphs by file name: the image encoder from pixel_values to image_features (images, tokens, hidden); the
-        embedding from input_ids to inputs_embeds; and last the decoder, as in `trace_decoder`, on inputs_embeds.
-
-    Raises:
-        ExportError: The exporter failed on a part, or fixed an axis.
+    They are the image encoder from pixel_values to image_features (images, tokens, hidden), the embedding from
+    input_ids to inputs_embeds, and last the decoder, as in `trace_decoder`, on inputs_embeds. `given` has at least 2
+    rows, padded on the left.
     """
     pixels = given["pixel_values"].to(model.device, model.dtype)
     embedding: Any = model.get_input_embeddings()
@@ -174,13 +148,10 @@ class _Projected(Exception):
 
 
 def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
-    """Return the features of images, (images, tokens, hidden).
+    """Return the features of images, (images, tokens, hidden); raises UnsupportedModelError if there are none.
 
     After the projector, `get_image_features` splits the features into a Python list, which would fix the number of
     images in a trace. So an exception leaves it as soon as the projector has returned.
-
-    Raises:
-        UnsupportedModelError: The model has no projector, or its features need more than `pixel_values`.
     """
     encoder: Any = model
     owner, name = _projector(model)
@@ -211,11 +182,7 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
 
 
 def _projector(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
-    """Return the module that owns the projector between image encoder and language model, and its name there.
-
-    Raises:
-        UnsupportedModelError: There is none under a known name.
-    """
+    """Return the module that owns the projector between image encoder and language model, and its name there."""
     for owner in (model, model.base_model):
         for name in ("multi_modal_projector", "connector", "embed_vision"):
             if name in dict(owner.named_children()):

@@ -29,10 +29,7 @@ def parity_batches(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return the batches to compare on, by name: as given, padded, and a single row (for text, of another length).
 
-    Args:
-        given: The batch as given.
-        sample: The padded batch.
-        end: A token that every text must have; the shortened row ends in it.
+    `end` is a token that every text must have; the shortened row ends in it.
     """
     single = {name: tensor[:1] for name, tensor in sample.items()}
     if "input_ids" in sample:
@@ -49,11 +46,7 @@ def parity_batches(
 def check_parity(
     folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
 ) -> tuple[float, str]:
-    """Return the largest absolute difference between the exported graph and torch, and the provider the graph ran on.
-
-    Raises:
-        ParityError: It is beyond the tolerance, not finite, or the outputs have other names or shapes.
-    """
+    """Return the largest absolute difference between graph and torch, if tolerable, and the graph's provider."""
     exported = OnnxRuntime(folder, threads=torch.get_num_threads())
     dense = TorchRuntime(reference, threads=torch.get_num_threads())
     worst = 0.0
@@ -65,13 +58,9 @@ def check_parity(
 
 
 def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return three batches of prompts to compare on, by what they are called in messages.
+    """Return the prompts to compare on, by name: as given, padded on the left, and the first row alone.
 
-    They are the batch as given, the same padded on the left, and its first row alone, which has another length.
-
-    Args:
-        given: `input_ids`, `attention_mask` and for images `pixel_values`, one in each row.
-        padded: From `left_padded`; its first row has no padding.
+    `padded` is from `left_padded`; its first row has no padding, so that alone it has another length.
     """
     single = {name: tensor[:1] for name, tensor in padded.items()}
     return {"the given batch": dict(given), "a padded batch": dict(padded), "a batch of 1": single}
@@ -80,13 +69,10 @@ def generation_batches(given: Mapping[str, torch.Tensor], padded: Mapping[str, t
 def check_generation(
     folder: Path, reference: PreTrainedModel, batches: Mapping[str, Mapping[str, torch.Tensor]], dtype: str
 ) -> tuple[float, str]:
-    """Return the largest absolute difference between an exported folder and torch, and the provider the folder ran on.
+    """Return the largest absolute difference between an exported folder and torch, if tolerable, and its provider.
 
     The graphs take each prompt, then a chunk of two tokens, then two single tokens, each with the cache of the tokens
     before. Torch takes all tokens in one forward pass. Logits and cache of real tokens are compared.
-
-    Raises:
-        ParityError: They differ beyond the tolerance, are not finite, or differ in shape.
     """
     exported = OnnxGenerator.from_folder(folder)
     dense = TorchRuntime(reference, threads=torch.get_num_threads())
@@ -119,8 +105,7 @@ def _real_tokens(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return logits and cache of torch and of the graph, with zeros at padding, where values are arbitrary.
 
-    With a sliding window, torch keeps only the last tokens in the cache and the graph keeps all, so the graph's cache
-    is cut to torch's length.
+    With a sliding window, torch keeps only the last tokens in the cache and the graph all, so the graph's is cut.
     """
     real = mask.bool().numpy()
 
@@ -138,8 +123,7 @@ def _real_tokens(
 def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], *, label: str, dtype: str) -> float:
     """Return the largest absolute difference between torch's outputs and the graph's.
 
-    Raises:
-        ParityError: It is beyond the tolerance, not finite, or the outputs have other names or shapes.
+    Raises ParityError if it is beyond the tolerance or not finite, or the outputs have other names or shapes.
     """
     shapes: Sequence[str] = [
         "; ".join(f"{name} {array.shape}" for name, array in sorted(outputs.items())) for outputs in (want, got)

@@ -18,16 +18,10 @@ Fusions = Literal["cpu", "cuda"] | None
 
 
 def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Build the batch to trace: 2 rows of at least 4 tokens, with padding in the second.
+    """Return the batch to trace: 2 rows, of text with at least 4 tokens, and with padding in the second.
 
-    With a single row, the tracer would fix the batch axis; and it would drop a mask of ones.
-
-    Args:
-        model: Its forward decides the inputs of the graph; a missing mask and token types are added.
-        given: Inputs of shape (batch, sequence) or (batch, channels, height, width).
-
-    Returns:
-        Inputs of shape (2, sequence) or (2, channels, height, width), in the order of the model's forward.
+    With a single row, the tracer would fix the batch axis; and it would drop a mask of ones. A missing mask and token
+    types are added where the model's forward takes them.
     """
     rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
     if "input_ids" not in rows:
@@ -46,7 +40,6 @@ def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> d
 
 
 def _dynamic_axes(name: str, tensor: torch.Tensor) -> dict[int, str]:
-    """Return the axes of an input that must stay dynamic: axis -> name."""
     fixed = name in ("pixel_values", "input_features") or tensor.ndim < 2
     return {0: "batch"} if fixed else {0: "batch", 1: "sequence"}
 
@@ -76,12 +69,6 @@ def export_program(
         fusions: What to fuse the graph for.
         axes: The dynamic axes of each input; by default the exporter tries to make all axes dynamic.
         flags: Keyword arguments of the forward that do not become inputs of the graph.
-
-    Returns:
-        An `onnx_ir.Model`.
-
-    Raises:
-        ExportError: The exporter failed; the message gives the reason.
     """
     shapes = None
     if axes is not None:
@@ -111,11 +98,7 @@ def reason(error: BaseException) -> str:
 
 
 def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
-    """Name the dynamic axes throughout the graph, in place.
-
-    Raises:
-        ExportError: The graph lacks an input, or the trace fixed one of the axes.
-    """
+    """Name the dynamic axes throughout the graph; raises ExportError if the trace fixed one, or dropped an input."""
     import onnx_ir
 
     inputs = {value.name: value for value in program.graph.inputs}
@@ -139,10 +122,7 @@ def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
 
 
 def fixed_size(dim: Any) -> int | None:
-    """Return the size of a dimension that the trace fixed, else `None`.
-
-    The exporter writes some fixed sizes as symbols such as `"2"`.
-    """
+    """Return the size of a dimension that the trace fixed, which may be a symbol such as `"2"`; else None."""
     text = str(dim if isinstance(dim, int) else dim.value)
     return int(text) if text.isdigit() else None
 
@@ -156,7 +136,6 @@ def _named(expression: str, names: Mapping[str, str]) -> str:
 
 
 def _values(graph: Any) -> Iterator[Any]:
-    """Yield every input of a graph and every output of its nodes."""
     yield from graph.inputs
     for node in graph.all_nodes():
         yield from node.outputs

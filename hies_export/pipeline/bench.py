@@ -98,11 +98,7 @@ def bench(
 
 
 def _check_inputs(models: Sequence[PreTrainedModel]) -> None:
-    """Refuse models that cannot read the same batch.
-
-    Raises:
-        RequestError: One reads text and the other images, or images of another size.
-    """
+    """Refuse models that cannot read the same batch: text and images, or images of another size."""
     kinds = [model.main_input_name for model in models]
     if kinds[0] == kinds[1] == "pixel_values":
         kinds = [f"images of {model.config.num_channels} x {model.config.image_size}" for model in models]
@@ -123,11 +119,7 @@ def _default_runtimes(folders: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Sequence[str]) -> None:
-    """Refuse, before anything is loaded, folders and dtypes that the runtimes cannot run.
-
-    Raises:
-        RequestError: A runtime is unknown or not installed, reads something else, or does not support a dtype.
-    """
+    """Refuse, before anything is loaded, folders and dtypes that the runtimes cannot run."""
     for folder in folders:
         refuse_parts(folder)
     for runtime in runtimes:
@@ -156,7 +148,6 @@ def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Seq
 
 
 def _described(folder: Path) -> Path:
-    """Return the folder with the configuration of a model: itself, or that of the file."""
     return folder.parent if folder.is_file() else folder
 
 
@@ -195,11 +186,7 @@ def _flops(
 
 @never_asking()
 def _skeleton(folder: Path) -> PreTrainedModel:
-    """Build the model of a folder without weights, which is enough to check inputs and count FLOPs.
-
-    Raises:
-        RequestError: The folder has a vision-language model.
-    """
+    """Build the model of a folder without weights, which is enough to check inputs and count FLOPs."""
     place = _described(folder)
     model: PreTrainedModel = empty_model(find_model_class(place), load_config(place), place).eval()
     if is_vision_language(model):

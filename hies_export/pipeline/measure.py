@@ -47,13 +47,8 @@ class MeasureOptions:
 class Measurements:
     """Size, FLOPs and latency of the dense and the slim model, in the types of the report.
 
-    Attributes:
-        parameters: Number of parameters.
-        bytes: Size of the files of weights in bytes.
-        flops: Floating-point operations of one forward pass at the first measured shape.
-        flops_per_layer: The same by layer.
-        cache_bytes_per_token: Bytes that each token adds to the key/value cache; None without a cache.
-        latency: One row per runtime, dtype, phase and shape.
+    FLOPs are of one forward pass at the first measured shape; `bytes` are those of the files of weights.
+    `cache_bytes_per_token` is what each token adds to the key/value cache; None without one.
     """
 
     parameters: Both[int]
@@ -122,7 +117,6 @@ def measure_both(
 
 
 def _exported_bytes(exported: Exported) -> dict[str, int | None]:
-    """Return the size of what was exported, by format."""
     of_gguf = isinstance(exported, GgufExport)
     return {"onnx": None if of_gguf else exported.bytes, "gguf": exported.bytes if of_gguf else None}
 

@@ -23,12 +23,10 @@ GPU_WIDTH_STEP = 64
 
 
 def register_runtime(name: str) -> Callable[[type[Runtime]], type[Runtime]]:
-    """Return a decorator that registers a `Runtime` subclass under `name`, by which recipes select it.
+    """Register a `Runtime` subclass under `name`, by which recipes select it:
 
-    The class is built as `cls(source, threads=threads)`. Its constructor raises if the device in its name is missing:
-
-        @register_runtime("mlx")
-        class MlxRuntime(Runtime): ...
+    @register_runtime("mlx")
+    class MlxRuntime(Runtime): ...
     """
 
     def register(cls: type[Runtime]) -> type[Runtime]:
@@ -145,14 +143,9 @@ class Runtime(ABC):
 
 
 def last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into a prompt (all tokens but the last) and a decode step (the last token).
+    """Split a batch into a prompt (all tokens but the last, and the images) and a decode step.
 
-    Args:
-        batch: `input_ids` of shape (batch, sequence), other inputs of that shape, and images.
-
-    Returns:
-        The prompt, with the images; and the step: the last tokens, (batch, 1), with the attention mask of all tokens,
-        (batch, sequence).
+    The step has the last tokens, (batch, 1), and the attention mask of all tokens, (batch, sequence).
     """
     ids = batch["input_ids"]
     batch = {"attention_mask": torch.ones_like(ids), **batch}

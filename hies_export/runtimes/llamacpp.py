@@ -66,11 +66,7 @@ def installed_version() -> str | None:
 
 
 def read_version(package: Path) -> str:
-    """Return the version that a package.json names.
-
-    Raises:
-        RequestError: It is damaged.
-    """
+    """Return the version that a package.json names; raises RequestError where it is damaged."""
     return str(read_json(package, _Package, _PACKAGE)["version"])
 
 
@@ -91,19 +87,10 @@ def find_gguf(source: str | Path) -> Path | None:
 
 @register_runtime("llamacpp")
 class LlamaCppRuntime(Runtime):
-    """A GGUF file in llama.cpp on the CPU.
+    """A GGUF file in llama.cpp on the CPU, which computes the texts of a batch together.
 
-    The texts of a batch are sequences of one context, which llama.cpp computes together. A pass over a prompt gives the
-    probabilities of the next token alone.
-
-    Args:
-        source: A GGUF file, or a folder with `model.gguf`.
-        threads: CPU threads.
-        exact: Attend in float32; llama.cpp's default is flash attention on a cache in float16.
-
-    Attributes:
-        release: llama.cpp's repository and release.
-        architecture: Name of the file's architecture.
+    A pass over a prompt gives the probabilities of the next token alone. `exact` attends in float32; llama.cpp's
+    default is flash attention on a cache in float16. `release` is llama.cpp's repository and release.
     """
 
     format: ClassVar[Format] = "gguf"
@@ -197,12 +184,7 @@ class LlamaCppRuntime(Runtime):
         return {"probabilities": np.stack([np.frombuffer(base64.b64decode(row), dtype="<f4") for row in rows])}
 
     def generate(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Return the greedy continuation of a text, also past an end-of-text token.
-
-        Args:
-            tokens: The text.
-            count: How many tokens to return.
-        """
+        """Return the next `count` tokens of a text by greedy decoding, also past an end-of-text token."""
         return [int(token) for token in self._ask("generate", text=list(tokens), count=count)["tokens"]]
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -210,11 +192,7 @@ class LlamaCppRuntime(Runtime):
         return [[int(token) for token in row] for row in self._ask("tokenize", texts=list(texts))["tokens"]]
 
     def _ask(self, method: str, **given: Any) -> Any:
-        """Send a request, and return the result.
-
-        Raises:
-            ExportError: llama.cpp refused it, or the process ended.
-        """
+        """Send a request, and return the result; raises ExportError if llama.cpp refused it or stopped."""
         try:
             self._process.stdin.write(json.dumps({"method": method, **given}) + "\n")
             self._process.stdin.flush()
@@ -230,7 +208,6 @@ class LlamaCppRuntime(Runtime):
         return told["result"]
 
     def _last_words(self) -> str:
-        """Return the end of what the process printed as errors."""
         if self._errors.closed:
             return "it was closed"
         self._errors.seek(0)
@@ -238,11 +215,7 @@ class LlamaCppRuntime(Runtime):
 
 
 def _check_header(file: Path) -> None:
-    """Refuse a file that is no GGUF, on which node-llama-cpp would not return.
-
-    Raises:
-        DataError: It does not begin as a GGUF file does.
-    """
+    """Refuse, by a DataError, a file that is no GGUF, on which node-llama-cpp would not return."""
     with file.open("rb") as stream:
         header = stream.read(24)
     if len(header) == 24:
@@ -253,7 +226,6 @@ def _check_header(file: Path) -> None:
 
 
 def _start(errors: IO[bytes]) -> Any:
-    """Start the process that runs llama.cpp."""
     folder = os.environ.get(FOLDER_VARIABLE) or str(Path.cwd())
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -262,7 +234,7 @@ def _start(errors: IO[bytes]) -> Any:
 
 
 def _stop(process: Any, errors: IO[bytes]) -> None:
-    """End the process: it does by itself when its input ends, and is killed where it does not."""
+    """End the process, which ends by itself when its input does; kill it if it does not."""
     try:
         process.stdin.close()
         process.wait(timeout=5)

@@ -26,12 +26,7 @@ _NAMES = {short: name for name, short in _PRECISIONS.items()}
 
 @register_runtime("openvino")
 class OpenVinoRuntime(Runtime):
-    """An ONNX file in OpenVINO on the CPU, with an infer request of its own for each feed.
-
-    Attributes:
-        inputs: Names of the graph's inputs.
-        outputs: Names of the graph's outputs.
-    """
+    """An ONNX file in OpenVINO on the CPU, with an infer request of its own for each feed."""
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     hints: ClassVar[tuple[str, ...]] = ("bfloat16",)
@@ -80,7 +75,7 @@ class OpenVinoRuntime(Runtime):
 
     @property
     def dtype(self) -> str:
-        """The execution precision of the compiled model, whatever dtype the graph's inputs and outputs have."""
+        """The execution precision of the compiled model, whatever dtype its inputs and outputs have."""
         precision = self._model.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         return _NAMES.get(precision, precision)
 

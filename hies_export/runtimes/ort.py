@@ -27,11 +27,7 @@ CACHE_SIZES = "hies_export.cache_sizes"
 
 
 def require_onnxruntime(extra: str = "cpu") -> Any:
-    """Import and return ONNX Runtime.
-
-    Raises:
-        MissingRuntimeError: It is not installed. A broken installation raises its own error.
-    """
+    """Import and return ONNX Runtime; raises MissingRuntimeError if it is not installed."""
     if importlib.util.find_spec("onnxruntime") is None:
         raise MissingRuntimeError(
             f'ONNX Runtime must be installed, and is not; install it with: pip install "hies-export[{extra}]"'
@@ -54,12 +50,8 @@ class BoundFeed:
 class OnnxRuntime(Runtime):
     """An ONNX file in ONNX Runtime on the CPU, with inputs that are bound once.
 
-    Attributes:
-        requested: The execution provider that it must run on.
-        device: ONNX Runtime's name for the device of inputs and outputs.
-        extra: The extra of this package that installs ONNX Runtime for it.
-        inputs: Names of the graph's inputs.
-        outputs: Names of the graph's outputs.
+    `requested` is the execution provider that it must run on, `device` ONNX Runtime's name for the device of inputs and
+    outputs, and `extra` the extra of this package that installs ONNX Runtime for it.
     """
 
     requested: ClassVar[str] = "CPUExecutionProvider"
@@ -132,8 +124,7 @@ class OnnxRuntime(Runtime):
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind the inputs; fill in missing masks, token types, positions and an empty cache, as torch does.
 
-        Args:
-            batch: By input name, tensors or ONNX Runtime's own values, as `values` returns them.
+        The batch has tensors, or ONNX Runtime's own values, as `values` returns them.
         """
         import onnxruntime as ort
 
@@ -163,10 +154,7 @@ class OnnxRuntime(Runtime):
         return self.values(self.run(OnnxRuntime.prepare(self, prompt)))
 
     def run(self, feed: BoundFeed) -> Any:
-        """Run the graph on the bound inputs and return the binding, which holds the outputs.
-
-        A GPU has finished them by then.
-        """
+        """Run the graph, also on a GPU to its end, and return the binding, which holds the outputs."""
         try:
             self._session.run_with_iobinding(feed.binding, feed.options)
         except RuntimeError as error:
@@ -180,13 +168,13 @@ class OnnxRuntime(Runtime):
         return {name: np.asarray(array, dtype=np.float32) for name, array in zip(self.outputs, arrays, strict=True)}
 
     def values(self, result: Any) -> dict[str, Any]:
-        """Return the outputs by name as ONNX Runtime's own values, without a copy; `prepare` accepts them as inputs."""
+        """Return the outputs by name as ONNX Runtime's own values, uncopied; `prepare` takes them as inputs."""
         return dict(zip(self.outputs, result.get_outputs(), strict=True))
 
 
 @register_runtime("onnxruntime-cpu-int8")
 class QuantizedOnnxRuntime(OnnxRuntime):
-    """An ONNX file quantised dynamically by ONNX Runtime: weights in int8, activations quantised during the run.
+    """An ONNX file quantised dynamically by ONNX Runtime: weights in int8, activations during the run.
 
     It is meant for timing only: the quality of the quantised model is not checked.
     """
@@ -224,11 +212,7 @@ _NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bflo
 
 
 def onnx_file(source: str | Path, name: str) -> Path:
-    """Return the path of the ONNX file in a folder, or of the given file itself.
-
-    Raises:
-        RecipeError: There is no such file, or the folder has several graphs.
-    """
+    """Return a given ONNX file, or that of a folder; raises RecipeError if there is none, or several graphs."""
     if not isinstance(source, (str, Path)):
         raise RecipeError([f"runtime {name!r} needs an ONNX file or folder, got {type(source).__name__}"])
     refuse_parts(source)
@@ -239,11 +223,7 @@ def onnx_file(source: str | Path, name: str) -> Path:
 
 
 def refuse_parts(folder: str | Path) -> None:
-    """Refuse the folder of a vision-language model: it has three graphs, and only a single one can be timed.
-
-    Raises:
-        RecipeError: The folder has such a model's decoder.
-    """
+    """Refuse, by a RecipeError, the folder of a vision-language model: only one of its three graphs can be timed."""
     if (Path(folder) / DECODER_FILE).is_file():
         raise RecipeError(
             [
@@ -261,12 +241,8 @@ _METADATA = Rule("an ONNX file must be what hies_export wrote", "export the mode
 def cache_sizes(metadata: Mapping[str, str], shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[int, int]]:
     """Return the sizes of every cache input: name -> (key/value heads, head width).
 
-    Args:
-        metadata: Of the graph; `export_onnx` writes the sizes there.
-        shapes: Of the graph's inputs, where the metadata has none; axes that vary are no integers.
-
-    Raises:
-        RequestError: The metadata has other sizes than hies_export writes.
+    They come from the metadata that `export_onnx` writes, or else from the input shapes, whose open axes are no
+    integers. Raises RequestError if the metadata has others than hies_export writes.
     """
     written = metadata.get(CACHE_SIZES)
     if written is not None:
@@ -281,11 +257,7 @@ def cache_sizes(metadata: Mapping[str, str], shapes: Mapping[str, Sequence[Any]]
 
 
 def input_array(name: str, batch: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]) -> np.ndarray:
-    """Return one input of the graph as an array on the host, from the batch or with its default.
-
-    Raises:
-        DataError: The batch does not have it, and it has no default.
-    """
+    """Return a graph's input as an array on the host; raises DataError if the batch lacks it and it has no default."""
     value = batch.get(name)
     tokens = next((batch[key] for key in ("input_ids", "inputs_embeds") if key in batch), None)
     if value is None and tokens is not None:

@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 class CudaOnnxRuntime(OnnxRuntime):
     """An ONNX file in ONNX Runtime on the first GPU, captured as a CUDA graph if possible.
 
-    A graph cannot be captured if it has control flow, or an operator without CUDA kernel that does more than compute
-    shapes.
+    It is not possible with control flow, or with an operator without CUDA kernel that does more than compute shapes.
     """
 
     requested: ClassVar[str] = "CUDAExecutionProvider"

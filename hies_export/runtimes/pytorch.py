@@ -74,11 +74,7 @@ class TorchRuntime(Runtime):
         return {**feed, "use_cache": True} if self.decodes else feed
 
     def prepare_step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Run all tokens but the last to fill the model's cache, and prepare the last one.
-
-        Raises:
-            ExportError: The model returns no cache.
-        """
+        """Fill the cache with all tokens but the last, and prepare the last; raises ExportError without a cache."""
         prompt, step = last_token(batch)
         # Not with the compiled model: a CUDA graph overwrites its earlier outputs when it runs again.
         with torch.inference_mode():
@@ -149,8 +145,8 @@ class CompiledTorchRuntime(TorchRuntime):
 def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int | None:
     """Return a model's peak device memory during `run` in bytes; None on the CPU.
 
-    This is the size of its parameters plus the peak of what torch's allocator holds in addition to the memory allocated
-    before. Other models on the device do not count.
+    It is the size of the parameters plus the peak of what torch's allocator holds beyond what it held before, so other
+    models on the device do not count.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.max_memory_allocated.html
     """

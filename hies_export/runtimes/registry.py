@@ -18,9 +18,7 @@ from .base import RUNTIMES, Runtime
 def check_runtime(name: str) -> None:
     """Refuse, before anything is loaded, a runtime that is not registered or not installed.
 
-    Raises:
-        RecipeError: The name is not registered; the message suggests the closest one.
-        MissingRuntimeError: It is not installed; the message says what to install.
+    Raises RecipeError, which suggests the closest name, or MissingRuntimeError, which says what to install.
     """
     if name not in RUNTIMES:
         hint = did_you_mean(name, RUNTIMES, cutoff=0.3)
@@ -29,21 +27,13 @@ def check_runtime(name: str) -> None:
 
 
 def check_task(name: str, task: str) -> None:
-    """Refuse, before anything is loaded, a runtime that runs decoders only for another task than generating text.
-
-    Raises:
-        RecipeError: The runtime reads GGUF, and the task is another.
-    """
+    """Refuse, by a RecipeError, a runtime of decoders (GGUF) for another task than generating text."""
     if RUNTIMES[name].format == "gguf" and task != "text-generation":
         raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task}; leave it out"])
 
 
 def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
-    """Refuse dtypes that none of the runtimes can run a model in.
-
-    Raises:
-        RequestError: No runtime supports one of the dtypes.
-    """
+    """Refuse, by a RequestError, dtypes that none of the runtimes can run a model in."""
     known = list(dict.fromkeys(dtype for runtime in runtimes for dtype in RUNTIMES[runtime].dtypes))
     for dtype in dtypes:
         if dtype not in known:

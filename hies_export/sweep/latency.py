@@ -28,12 +28,10 @@ from .shared import Shared
 
 @dataclass(frozen=True)
 class LatencyRequest:
-    """How to time slim models.
+    """How to time slim models: on which runtime, at which (batch, sequence), and how often.
 
-    Attributes:
-        runtime: A name in `hies_export.runtimes.base.RUNTIMES`.
-        shape: Batch and sequence, at most the model's longest; of images, the batch alone.
-        repeats: Number of timed runs of each model. The models are ranked by quality as well, so a few are enough.
+    The sequence is at most the model's longest, and of images there is none. The models are ranked by quality as well,
+    so a few repeats are enough.
     """
 
     runtime: str = "onnxruntime-cpu"
@@ -41,12 +39,7 @@ class LatencyRequest:
     repeats: int = 12
 
     def check(self, task: Task) -> None:
-        """Refuse a runtime that is not installed, or cannot run the models of a task.
-
-        Raises:
-            RequestError: The runtime is unknown, or a vision-language model would have to be exported.
-            MissingRuntimeError: It is not installed.
-        """
+        """Refuse a runtime that is unknown, not installed, or cannot run the models of a task."""
         if self.runtime not in RUNTIMES:
             raise RequestError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {self.runtime!r}")
         check_runtime(self.runtime)
@@ -60,14 +53,7 @@ class LatencyRequest:
 
 
 class Stopwatch:
-    """Timings of slim models, kept in the journal.
-
-    Args:
-        shared: The dense model and its data.
-        journal: Where timings are kept.
-        request: How to time.
-        progress: Shows the loop over the models.
-    """
+    """Timings of slim models, kept in the journal."""
 
     def __init__(self, shared: Shared, journal: Journal, request: LatencyRequest, progress: Progress):
         self._shared, self._journal, self._request, self._progress = shared, journal, request, progress
