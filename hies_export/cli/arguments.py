@@ -69,9 +69,7 @@ def add_output(parser: ArgumentParser, *flags: str, help: str = "folder to write
     """Add the output folder and `--overwrite`.
 
     Args:
-        parser: Of a command.
         flags: How the folder is given; `-o` and `--output` by default.
-        help: What the folder is.
         settings: Passed on to `add_argument`, e.g. `required` or `default`.
     """
     parser.add_argument(*(flags or ("-o", "--output")), metavar="DIR", type=a_path, help=help, **settings)
@@ -96,11 +94,6 @@ def find_refit(options: Namespace, plan: PruningPlan, file: Path) -> Path | None
     """Return the refitted layers to use with a plan, by the options of `add_refit`; None for none.
 
     Those beside the plan are of the weights that it was made for, so `--force` leaves them alone.
-
-    Args:
-        options: The options.
-        plan: The plan.
-        file: Where it was read from.
     """
     from ..checkpoint.refits import refit_beside
 
@@ -116,11 +109,7 @@ def add_json(parser: ArgumentParser) -> None:
 
 
 def read_recipe(options: Namespace) -> PruningRecipe:
-    """Return the recipe that `add_recipe`'s options name, with `--set` and `--output` applied.
-
-    Raises:
-        RecipeError: A `--set` has no value or one that is no plain YAML, or the recipe is impossible.
-    """
+    """Return the recipe that `add_recipe`'s options name, with `--set` and `--output` applied."""
     from ..recipe import PruningRecipe
     from ..recipe.plain_yaml import parse_yaml
 
@@ -136,16 +125,7 @@ def read_recipe(options: Namespace) -> PruningRecipe:
 
 
 def refuse_output(options: Namespace, recipe: PruningRecipe, **inputs: Path) -> None:
-    """Refuse an output folder of a recipe that exists, or whose replacement would delete what is read.
-
-    Args:
-        options: Those of `add_recipe`.
-        recipe: From `read_recipe`.
-        inputs: What the command reads besides, by name.
-
-    Raises:
-        OutputExistsError: See `refuse_existing`.
-    """
+    """Refuse an output folder of a recipe that exists, or whose replacement would delete what is read."""
     from ..checkpoint.folders import refuse_existing
 
     read = {"recipe": options.recipe, **recipe.inputs, **inputs}

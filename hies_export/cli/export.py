@@ -14,12 +14,7 @@ from .paths import checkpoint_in
 
 
 def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
-    """Add the checkpoint and how to export it.
-
-    Args:
-        parser: Of the command.
-        output: Take the folder as an argument of this name, as Optimum's exporters do, and not as `-o DIR`.
-    """
+    """Add the checkpoint and how to export it."""
     parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id")
     if output is None:
         add_output(parser, required=True)
@@ -80,11 +75,7 @@ def _export_onnx(options: Namespace, model: Any, console: Console) -> dict[str, 
 
 
 def _export_gguf(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
-    """Write a folder with a GGUF file.
-
-    Raises:
-        RequestError: A provider is given, or the checkpoint has no tokenizer.
-    """
+    """Write a folder with a GGUF file."""
     import torch
 
     from ..checkpoint.loading import load

@@ -10,16 +10,7 @@ from ..progress import Progress
 
 
 def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
-    """Return where the checkpoint is that a path means: the path itself, or `slim/` of a run's folder.
-
-    Args:
-        path: A folder or Hub id. What is not known here is returned for the loader to judge.
-        welcome: What will do beside a checkpoint.
-        progress: Is told which part of a run's folder was taken.
-
-    Raises:
-        RequestError: It is a file, or a folder of this package that has no checkpoint.
-    """
+    """Return where the checkpoint is that a path means: the path itself, or `slim/` of a run's folder."""
     slim = Path(path) / "slim"
     if contents(path) is Contents.RUN and (slim / "config.json").is_file():
         progress.stage(f"{path} is {Contents.RUN.value}: its slim/ is taken")
@@ -30,15 +21,7 @@ def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
 
 
 def plan_in(path: Path, *, progress: Progress) -> Path:
-    """Return the file of the plan that a path means: itself, or that of a run's or a slim checkpoint's folder.
-
-    Args:
-        path: A file or a folder.
-        progress: Is told which file of a folder was taken.
-
-    Raises:
-        RequestError: It is a folder without a plan.
-    """
+    """Return the file of the plan that a path means: itself, or that of a run's or a slim checkpoint's folder."""
     if not path.is_dir():
         return path
     found = contents(path)
@@ -54,16 +37,7 @@ def plan_in(path: Path, *, progress: Progress) -> Path:
 
 
 def refuse_other_than(path: str | Path, *wanted: Contents, needs: str) -> None:
-    """Refuse a path that does not hold what is wanted, and name what does where it is near.
-
-    Args:
-        path: A file or a folder.
-        wanted: What it may hold.
-        needs: Beginning of the sentence: "a push needs the folder of a run".
-
-    Raises:
-        RequestError: It holds something else.
-    """
+    """Refuse a path that does not hold what is wanted, and name what does where it is near."""
     found = contents(path)
     if found not in wanted:
         near = next((p for p in (Path(path).parent, Path(path) / "run") if contents(p) in wanted), None)

@@ -85,11 +85,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
 
 
 def _check_refit(options: Namespace, recipe: PruningRecipe) -> None:
-    """Refuse options about refitted layers that have no effect.
-
-    Raises:
-        RequestError: There is no plan, or the recipe refits anew.
-    """
+    """Refuse options about refitted layers that have no effect."""
     if (options.refit is None and not options.no_refit) or (
         options.plan is not None and recipe.prune.compensation is None
     ):

@@ -105,11 +105,6 @@ def show_messages(console: Console, *, verbose: bool, silence_libraries: bool) -
     """Print this package's warnings and log records as single lines while the block runs, each text once.
 
     At the end, texts that came again are counted.
-
-    Args:
-        console: Where to.
-        verbose: Print the warnings of other packages too, and leave their logs and progress bars alone.
-        silence_libraries: Otherwise turn off the logs and progress bars of transformers and datasets. Imports both.
     """
 
     def show(message: Any, category: Any, *_: Any, **__: Any) -> None:

@@ -69,17 +69,8 @@ def cut(
     """Cut the dense model, compare it with the masked one, compensate it if asked to, and round it.
 
     Args:
-        prepared: The dense model and its data.
-        given: What was chosen now, or a plan from elsewhere.
         compensation: How to compensate; None not to.
-        refit: Layers that were refitted earlier, to be taken instead of compensating.
         dtype: What the model is to be saved in; by default its own.
-        progress: Shows stages and loops.
-
-    Raises:
-        CutMismatchError: The cut model differs from the masked one.
-        PlanError: The plan or the refitted layers are not of this model.
-        NonFiniteError: A refitted weight is too large for the dtype.
     """
     progress.stage("cut, and compare with the masked model")
     model, modules = prepared.model, prepared.modules
@@ -133,9 +124,6 @@ def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Round a model, in place, to the dtype it is saved in; return the dtype of every parameter there.
 
     What is evaluated, exported and timed is then what the files hold.
-
-    Raises:
-        NonFiniteError: A number is too large for that dtype.
     """
     if dtype == slim.dtype:
         return {}
@@ -153,14 +141,7 @@ def _as_stored(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def confirm_max_drop(prepared: Prepared, slim: Slim, budget: BudgetOutcome, *, progress: Progress) -> BudgetOutcome:
-    """Evaluate a slim model on the held-out rows that its number of units was chosen on.
-
-    Returns:
-        The outcome with the slim model's metric; the outcome of any other budget unchanged.
-
-    Raises:
-        DropError: The metric is worse than the budget allows: compensation, or rounding, did harm.
-    """
+    """Evaluate a slim model on the held-out rows that its number of units was chosen on."""
     if not isinstance(budget, MaxDropOutcome):
         return budget
     progress.stage("evaluate the slim model on the held-out rows")
@@ -212,17 +193,7 @@ def save(
     """Save a slim model, load it again and compare; of several processes, the first does.
 
     Args:
-        slim: The slim model.
-        prepared: What it was cut from.
-        folder: Where to save the checkpoint.
-        processor: Saved with the model.
-        dtype: What to save in, that of `cut`.
         refit_file: Where to write the refitted layers of a compensated model; by default into `folder`.
-        overwrite: Replace an existing folder.
-
-    Raises:
-        OutputExistsError: The folder exists and `overwrite` is off.
-        ReloadMismatchError: The loaded model differs.
     """
 
     def write() -> Saved:

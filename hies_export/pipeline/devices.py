@@ -11,11 +11,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_device_map(device_map: str | None) -> None:
-    """Refuse a device map that means nothing on this machine.
-
-    Raises:
-        RequestError: It is neither one of `DEVICE_MAPS` nor a device of this machine that holds weights.
-    """
+    """Refuse a device map that means nothing on this machine."""
     if device_map is None or device_map in DEVICE_MAPS:
         return
     try:

@@ -39,11 +39,7 @@ def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: s
     A slim checkpoint is saved in the dtype of its source, whatever it was computed in, unless another one is asked for.
 
     Args:
-        model: The model, loaded.
-        path: Folder or Hub id that it was loaded from.
-        config: Config of the checkpoint, as it is in its files.
         asked: Name of a torch dtype; "auto", the default, for that of the source.
-        **hub: Where to look on the Hub, as in `from_pretrained`.
     """
     files = weight_files(path, **hub)
     dtype = (stored_dtype(files, config) or model.dtype) if asked in (None, "auto") else getattr(torch, str(asked))
@@ -51,11 +47,7 @@ def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: s
 
 
 def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:
-    """Return the model class of a checkpoint, and check that it fits the task.
-
-    Raises:
-        RequestError: The class is for another task.
-    """
+    """Return the model class of a checkpoint, and check that it fits the task."""
     model_class = find_model_class(path, **hub)
     auto_class = TASKS[task].auto_class
     if auto_class not in auto_classes(model_class.__name__, config.model_type):
@@ -73,17 +65,9 @@ def load_dense(
     """Load the model to prune, on the GPU if there is one; each of several processes has a model of its own.
 
     Args:
-        path: Folder or Hub id, dense or slim.
-        model_class: From `task_class`.
         dtype: Name of a torch dtype, or "auto" for the checkpoint's own; float32 on CPU and "auto" on GPU by default.
         device_map: As in `from_pretrained`; None for a single device. Of several processes on a machine, each takes an
             equal part of the GPUs.
-        **hub: Further arguments of `from_pretrained`, such as `revision`.
-
-    Raises:
-        MissingRuntimeError: A device_map is given, and accelerate is not installed.
-        RequestError: The checkpoint is damaged, lacks weights, or has weights that do not fit its config; or the
-            devices are too small for it.
     """
     if device_map is not None:
         require_package("accelerate", who="device_map needs", package="accelerate", extra="big")

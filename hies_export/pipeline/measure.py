@@ -74,14 +74,7 @@ def measure_both(
     """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape.
 
     Args:
-        dense, slim: The models.
-        exported: What the slim model was exported to.
-        modules: The dense model's prunable modules.
         batches: Batches to time with, by (batch, sequence); FLOPs per layer are counted on the first.
-        exporter: What the slim model was exported by, and the dense one is.
-        options: What is timed, and how often.
-        stored: Bytes of the files of weights of both.
-        progress: Shows stages and loops.
     """
     flops = counts.count_both_flops(dense, slim, batches)
     shape = next(iter(batches))

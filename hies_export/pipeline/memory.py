@@ -30,11 +30,7 @@ LABELS = ("labels", "label", "label_ids")
 
 
 def task_of(model: Any) -> Task:
-    """Return what a model in memory predicts.
-
-    Raises:
-        RequestError: It is no model of transformers, is quantised, or is for a task that is not judged here.
-    """
+    """Return what a model in memory predicts."""
     if not isinstance(model, PreTrainedModel):
         raise RequestError(
             f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; of PEFT, pass what "
@@ -58,19 +54,7 @@ def task_of(model: Any) -> Task:
 def batches_of(
     model: PreTrainedModel, given: Any, *, what: str, task: Task, processor: Any, columns: Mapping[str, Any] | None
 ) -> list[Batch]:
-    """Return batches as lists of tensors by the names that the model takes.
-
-    Args:
-        model: The model.
-        given: An iterable of batches, or a data set.
-        what: The name of the argument, for messages.
-        task: What the model predicts.
-        processor: Tokenizer, image processor, or processor of both; data sets need it.
-        columns: As in the `data` section of a recipe, where a data set has rows rather than the model's inputs.
-
-    Raises:
-        DataError: There are no batches, or one of them is not what the model takes; the message says what it has.
-    """
+    """Return batches as lists of tensors by the names that the model takes."""
     if isinstance(given, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         raise DataError(f"{what} must be one split of a data set, got {listed(list(given))}; pass one of these")
     if isinstance(given, datasets.Dataset):
@@ -141,11 +125,7 @@ def _of_rows(
 
 
 def _usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
-    """Return the columns of a data set whose names and types leave no choice.
-
-    Raises:
-        DataError: They leave one.
-    """
+    """Return the columns of a data set whose names and types leave no choice."""
     texts = [name for name, feature in rows.features.items() if getattr(feature, "dtype", None) in STRINGS]
     images = [name for name, feature in rows.features.items() if holds_images(feature)]
     label = next((name for name in LABELS if name in rows.column_names), None)

@@ -94,15 +94,8 @@ def prepare(
     """Find the modules of a model that may lose units, and check that it runs on the rows.
 
     Args:
-        model: The dense model.
-        rows: The batches.
-        kinds: Kinds of modules to prune.
         towers: The parts of a composite model that lose units; by default the language model where there is one.
-        processor, task, judged: See `Prepared`.
         shapes: (batch, sequence) pairs to count FLOPs and time with, or (batch,); by default as `model_shapes` has it.
-
-    Raises:
-        RequestError: The model does not run on the rows, or has no such modules or towers.
     """
     measured = _measured(model, shapes, rows.calibration[0], task)
     _warn_of_one_class(rows.calibration, regression=judged.regression)
@@ -144,12 +137,7 @@ def _measured(
 
 
 def check_runtimes(names: Sequence[str], task: Task) -> None:
-    """Refuse runtimes that are not installed or cannot run the task's models.
-
-    Raises:
-        MissingRuntimeError: One of them is not installed.
-        RequestError: One of them cannot run such models.
-    """
+    """Refuse runtimes that are not installed or cannot run the task's models."""
     for name in names:
         check_runtime(name)
         check_task(name, task.name)
@@ -159,13 +147,7 @@ def check_options(prepared: Prepared, options: PruneOptions, *, criteria: Sequen
     """Refuse, before anything is computed, options that do not suit the model.
 
     Args:
-        prepared: The model.
-        options: How to prune it.
         criteria: Criteria that must suit its modules; by default the one of the options.
-
-    Raises:
-        RecipeError: A criterion, constraint or share of heads does not suit the modules.
-        PlanError: The constraints do not allow the removal of so many heads.
     """
     _warn_without_compensation(options)
     _check_criteria(options, prepared.scored, (options.criterion,) if criteria is None else criteria)

@@ -37,13 +37,7 @@ class RunRecord:
 
     @classmethod
     def of(cls, recipe: PruningRecipe, *, command: str | None = None, commit: str | None = None) -> RunRecord:
-        """Return the record of a run.
-
-        Args:
-            recipe: What was run.
-            command: The command line.
-            commit: Of a model from the Hub.
-        """
+        """Return the record of a run."""
         fields = recipe.model_dump(mode="json", exclude_unset=True, exclude={"output"})
         found = {name: digest(files) for name, path in recipe.inputs.items() if (files := _files(name, path))}
         if "model" not in found and commit is not None:
@@ -52,15 +46,7 @@ class RunRecord:
 
     @classmethod
     def from_report(cls, report: Report, folder: Path) -> RunRecord:
-        """Return the record in a report.
-
-        Args:
-            report: The report.
-            folder: Where it lies, for messages.
-
-        Raises:
-            RequestError: It has none.
-        """
+        """Return the record in a report."""
         try:
             return TypeAdapter(cls).validate_python(report.details.get(KEY))
         except ValidationError as error:
@@ -77,10 +63,6 @@ class RunRecord:
         Args:
             folder: Where the run's folder is now. What was read is looked for where it lay as seen from there, so that
                 a project can be moved, and then where it was.
-            output: Folder to write.
-
-        Raises:
-            RecipeError: This version refuses the recipe.
         """
         of_hub = not os.path.isabs(self.recipe["model"])
         commit = {"revision": self.digests["model"]} if of_hub and "model" in self.digests else {}
@@ -90,11 +72,7 @@ class RunRecord:
         )
 
     def model_at(self, folder: Path) -> str | None:
-        """Return the path or Hub id of the dense model of today; None if there is none, or a revision was asked for.
-
-        Args:
-            folder: As in `recipe_at`.
-        """
+        """Return the path or Hub id of the dense model of today; None if there is none, or a revision was asked for."""
         model = str(self.recipe["model"])
         if not os.path.isabs(model):
             return None if self.recipe.get("revision") else model
@@ -106,11 +84,7 @@ class RunRecord:
         return here if _matches(Path(here)) else path
 
     def check_inputs(self, recipe: PruningRecipe) -> None:
-        """Refuse to go on with other inputs than those of the run.
-
-        Raises:
-            RequestError: An input is not there, or is another one; the message says which.
-        """
+        """Refuse to go on with other inputs than those of the run."""
         for name, path in recipe.inputs.items():
             if name not in self.digests or not os.path.isabs(path):
                 continue
@@ -125,11 +99,7 @@ class RunRecord:
 
 
 def dense_model(folder: Path) -> str | None:
-    """Return the path or Hub id of the dense model that a run read; None where it is not known or not there.
-
-    Args:
-        folder: The run's folder.
-    """
+    """Return the path or Hub id of the dense model that a run read; None where it is not known or not there."""
     try:
         return RunRecord.from_report(Report.from_file(folder), folder).model_at(folder)
     except RequestError:  # no report, or one from before runs were recorded

@@ -279,11 +279,7 @@ class _OfPlan:
 
 
 def _asked(options: Mapping[str, Any], plan: PruningPlan | None, seed: int) -> PruneOptions | _OfPlan:
-    """Return the options as plain values, after the checks of a recipe.
-
-    Raises:
-        RecipeError: They are impossible; the message lists all problems.
-    """
+    """Return the options as plain values, after the checks of a recipe."""
     known = list(PruneSection.model_fields)
     if unknown := [name for name in options if name not in known]:
         raise RecipeError(
@@ -312,11 +308,7 @@ def _rows(
     compensation_batches: Any,
     read: Mapping[str, Any],
 ) -> Rows:
-    """Return the batches by use.
-
-    Raises:
-        RequestError: A choice needs held-out rows, and there are none.
-    """
+    """Return the batches by use."""
     calibration = batches_of(model, batches, what="batches", **read)
     apart: list[Batch] = []
     if held_out is None:
@@ -369,13 +361,8 @@ def prune_prepared(
     """Choose what a prepared model loses, unless a plan says so, and cut it; what `prune` and a run of a recipe share.
 
     Args:
-        prepared: The dense model and the rows.
-        asked: How to choose, or a plan.
-        compensation: How to compensate the cut model.
-        refit: Layers that were refitted with the plan, instead of compensating.
         dtype: What the slim model is to be saved in; by default its own.
         clock: Takes the seconds of "score" and "cut".
-        progress: Shows stages and loops.
     """
     clock = clock or Clock()
     choice = None

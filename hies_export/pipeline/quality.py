@@ -35,10 +35,6 @@ def predict_pruned(
     """Return the model's predictions without the units that a selection removes.
 
     Args:
-        model: The dense model; it is not changed.
-        selection: The units to keep.
-        modules: All prunable modules of the model.
-        batches: Batches to predict.
         refit: Compensates the cut model. Without it, units are masked instead of cut, which gives the same predictions
             at less cost.
     """
@@ -78,17 +74,7 @@ def evaluate(
     benchmark: Benchmark | None = None,
     progress: Progress,
 ) -> Evaluation:
-    """Evaluate the slim model of a run against the dense one.
-
-    Args:
-        judge: Judge on the evaluation batches.
-        model: The dense model.
-        slim: The slim model.
-        modules: The prunable modules of the dense model; needed with `uncompensated`.
-        uncompensated: The selection of a compensated slim model, to evaluate also without compensation.
-        benchmark: Runs the benchmarks.
-        progress: Shows stages and loops.
-    """
+    """Evaluate the slim model of a run against the dense one."""
 
     def quality_of(model: PreTrainedModel) -> Quality:
         return judge.of(predict(model, judge.batches, progress=progress))

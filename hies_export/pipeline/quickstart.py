@@ -28,13 +28,7 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progres
     """Write a dataset (digits/), a model trained on it (vit-digits/) and a recipe for both (recipe.yaml) into a folder.
 
     Args:
-        folder: An existing, empty folder.
         epochs: Passes over the 1437 training images; 40 take about half a minute.
-        seed: Seed of initialisation and shuffling. The weights do not depend on the number of cores.
-        progress: Shows stages and loops.
-
-    Returns:
-        The path of recipe.yaml.
     """
     progress.stage("train a small ViT on handwritten digits")
     rows = _digits()

@@ -86,19 +86,7 @@ class Refitting:
 def shared(
     slim: PreTrainedModel, modules: Sequence[PrunableModule], refit_own: Callable[[], list[LayerFit]]
 ) -> list[LayerFit]:
-    """Refit a model in several processes: each refits the consumers of the modules that it owns, and sends them to all.
-
-    Args:
-        slim: The cut model; its consumers are refitted in place.
-        modules: The prunable modules of the dense model.
-        refit_own: Refits the consumers of this process's modules.
-
-    Returns:
-        The fits of all processes, in the order of the modules.
-
-    Warns:
-        What the refits of other processes warn of, in the first process.
-    """
+    """Refit a model in several processes: each refits the consumers of its modules, and sends them to all."""
     if processes.world() == 1:
         return refit_own()
     with warnings.catch_warnings(record=True) as caught:

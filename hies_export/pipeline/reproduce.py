@@ -64,11 +64,7 @@ class Reproduction:
     output: Path
 
     def check(self) -> None:
-        """Refuse a repetition that gave something else.
-
-        Raises:
-            ReproductionError: A quantity differs by more than is allowed; the message names all.
-        """
+        """Refuse a repetition that gave something else."""
         if different := [row.name for row in self.rows if not row.holds]:
             raise ReproductionError(
                 f"the run must give again what its report says, but {', '.join(different)} came out different; "
@@ -84,17 +80,6 @@ def reproduce(
     On the same machine with the same versions all must be equal. Elsewhere units may differ by 2 % of all, scores by
     1 % of the largest, metrics by 1 % of themselves, stability by 0.02, and sizes by 2 %. Time is shown and not judged.
     Under a latency budget neither is what was chosen by measured time.
-
-    Args:
-        folder: Folder of a run, or of a quickstart.
-        output: Folder to write.
-        overwrite: Replace an existing output folder.
-        command: The command line, to record it.
-        progress: Shows stages and loops.
-
-    Raises:
-        RequestError: The folder holds no run, or the model or the data is not the one that it read.
-        StepError: A stage of the run failed.
     """
     folder = folder / "run" if not (folder / "report.json").exists() and (folder / "run").is_dir() else folder
     report = Report.from_file(folder)
@@ -130,11 +115,7 @@ _BEFORE_CHOOSING = ("calibration batches", "criterion", "scores")
 
 
 def _read(folder: Path) -> _Files:
-    """Return the plan and the scores of a run.
-
-    Raises:
-        RequestError: One of the files is missing or is something else.
-    """
+    """Return the plan and the scores of a run."""
     file = folder / "scores.json"
     try:
         written = TypeAdapter(dict[str, Any]).validate_json(file.read_bytes())

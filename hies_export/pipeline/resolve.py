@@ -137,15 +137,10 @@ def resolve(
     """Load model and rows, and check that the recipe can be run.
 
     Args:
-        recipe: The recipe.
         options: How to prune; by default what the recipe says.
         draws: Samples to draw from the calibration split; by default those of a run of the recipe.
-        loaded: An earlier result for the same recipe with other draws; its model and evaluation batches are reused.
         criteria: Criteria that must suit the model and the kinds of modules; by default the one of the options.
         runtimes: Runtimes to measure on; by default the recipe's.
-
-    Raises:
-        RequestError: A part of the recipe is missing or does not fit; the message names it.
     """
     options = options or options_of(recipe)
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}

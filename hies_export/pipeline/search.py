@@ -101,11 +101,6 @@ def choose_alpha(candidates: Iterable[Scores], select: Callable[[Scores], Select
     those within one standard error of the best quality. This is the one-standard-error rule of Breiman et al. (1984)
     with stability in place of simplicity. Ties go to the better quality, then to the larger alpha. Without labels,
     stability alone decides.
-
-    Args:
-        candidates: Scores at each alpha, which is one of their parameters.
-        select: Returns the selection for given scores.
-        held_out: Judge of selections.
     """
     sign = 1.0 if higher_is_better(held_out.metric) else -1.0
 
@@ -169,13 +164,7 @@ def choose_by_agreement(
     best is then judged with the others, by the same rule.
 
     Args:
-        candidates: Scores and what they select, the most trusted first.
         held_out: Weights of tokens -> judge of selections refitted with these weights.
-        steps: Rounds of each candidate.
-        progress: Shows the loop over the candidates.
-
-    Returns:
-        Everything that was tried, in order; one is marked as chosen.
     """
     first, *others = held_out
     sign = 1.0 if higher_is_better(held_out[first].metric) else -1.0
@@ -236,14 +225,7 @@ def choose_by_max_drop(
     that out.
 
     Args:
-        candidates: Scores to choose from, e.g. one per alpha.
         select: Returns the selection for given scores at a size in 1..sizes; a larger size removes at least as much.
-        held_out: Judge of selections; its metric must hold.
-        sizes: Number of sizes.
-        by: Largest loss of the metric allowed, in its own unit.
-
-    Raises:
-        PlanError: Even the smallest cut loses more than `by`.
     """
     metric, dense = held_out.metric, held_out.dense()
     judged: dict[_Key, Mapping[str, Any]] = {}
@@ -282,8 +264,6 @@ def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0)
     `at_least`.
 
     Args:
-        passes: Returns whether a size passes.
-        count: The largest size.
         at_least: The size to exceed, 0 for none.
     """
     low, high = at_least, count + 1

@@ -12,13 +12,7 @@ from .options import Budget, DropBudget, LatencyBudget, PruneOptions, RefitOptio
 def prune_options(
     section: PruneSection, *, seed: int = 0, timing: Timing | None = None, export: ExportOptions | None = None
 ) -> PruneOptions:
-    """Return the options that a section describes.
-
-    Args:
-        section: The section.
-        seed: Seed of the criterion `random`.
-        timing, export: How often a budget of time runs each cut, and how it exports them.
-    """
+    """Return the options that a section describes."""
     return PruneOptions(
         budget=_budget(section.budget),
         modules=section.modules,

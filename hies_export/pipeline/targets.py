@@ -84,13 +84,7 @@ class Targets:
         return [*iterative.head_targets(scored, heads=heads, count=count, constraints=self._constraints)]
 
     def round(self, goal: Goal, *, before: Selection | None = None, left: Prepared | None = None) -> Round:
-        """Return the round that reaches a goal.
-
-        Args:
-            goal: One of `goals`.
-            before: The units of the dense model that the previous rounds kept.
-            left: The model that they left.
-        """
+        """Return the round that reaches a goal."""
         current = left or self._prepared
         if isinstance(goal, iterative.HeadTarget):
             heads, counts = goal.size(current.scored)
@@ -106,9 +100,6 @@ class Targets:
         """Return rounds that remove more and more of the dense model, for a budget of max_drop to choose from.
 
         Of heads alone, each removes one more; of several kinds of units, a hundredth of the FLOPs that can be removed.
-
-        Raises:
-            PlanError: The constraints allow no removal.
         """
         prepared, scored = self._prepared, self._prepared.scored
         found: list[Round] = []
@@ -141,11 +132,7 @@ class Targets:
         )
 
     def _cost_table(self) -> CostTable | None:
-        """Return the cost table for a budget of FLOPs, parameters or time; None for other budgets.
-
-        Raises:
-            PlanError: The constraints do not allow a cut that meets the budget.
-        """
+        """Return the cost table for a budget of FLOPs, parameters or time; None for other budgets."""
         prepared, budget, unit = self._prepared, self._options.budget, self._constraints.unit
         if budget.latency is not None:
             self._progress.stage("time cuts of several sizes, to predict the time of a plan")
