@@ -69,19 +69,17 @@ class Reader(ABC):
         *,
         name: str | None = None,
         files: Mapping[str, str | Path] | None = None,
-        samples: int | None = None,
-        shuffle_seed: int | None = None,
-        in_order: bool = False,
+        **drawn: Any,
     ) -> datasets.Dataset:
-        """Load rows as `load_rows` does, `check` them, and `draw` samples from them."""
+        """Load rows as `load_rows` does, `check` them, and `draw` samples from them by its options."""
         source: dict[str, Any] = {"name": name, "files": files, "split": split, "numbered": True}
         if self.a_row_is_a_sample:
-            rows = load_rows(**source, samples=samples, shuffle_seed=shuffle_seed, in_order=in_order)
+            rows = load_rows(**source, **drawn)
             self.check(rows)
             return rows
         with mapped_rows(**source) as rows:
             self.check(rows)
-            return self.draw(rows, samples=samples, shuffle_seed=shuffle_seed, in_order=in_order)
+            return self.draw(rows, **drawn)
 
     def check(self, rows: datasets.Dataset) -> None:
         """Check that the model can be fed with these rows, before anything is computed.

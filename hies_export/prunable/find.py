@@ -21,21 +21,18 @@ FINDERS: dict[str, Finder] = {ATTENTION: find_attention, MLP: find_mlp}
 def find_modules(
     model: PreTrainedModel, batch: Mapping[str, Tensor], *, kinds: Sequence[str] = (ATTENTION,)
 ) -> tuple[PrunableModule, ...]:
-    """Find the prunable modules of a model, kind by kind.
+    """Find the heads and neurons of a model that can be removed.
 
     Args:
-        model: The model; not changed, and its weights neither read nor needed.
+        model: The model; not changed, and its weights neither read nor needed: it may be on the meta device.
         batch: Inputs of the model; two short samples are enough.
-        kinds: Names in `FINDERS`.
+        kinds: "attention" for heads, "mlp" for the neurons of feed-forward blocks.
 
     Returns:
-        Those of the first kind, in the order the forward pass reaches them, then those of the next.
+        One `PrunableModule` for each attention layer or feed-forward block: those of the first kind, in the order the
+        forward pass reaches them, then those of the next.
 
     Raises:
         UnsupportedModelError: Some module cannot be cut; the message says which and why.
-
-    Examples:
-        >>> [(module.kind, module.units) for module in find_modules(model, batches[0], kinds=("attention", "mlp"))][::3]
-        [('attention', 6), ('mlp', 64)]
     """
     return tuple(module for kind in kinds for module in FINDERS[kind](model, batch))

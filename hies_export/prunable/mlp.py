@@ -47,21 +47,13 @@ _NAMES = (
 
 
 def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[PrunableModule, ...]:
-    """Find the feed-forward neurons of a model.
+    """Find the feed-forward neurons of a model, in the order in which the forward pass reaches their blocks.
 
-    Args:
-        model: The model; not changed. Its weights are not read, so it may be on the meta device.
-        batch: Inputs of the model; two short samples are enough.
-
-    Returns:
-        One `PrunableModule` per block, in the order in which the forward pass reaches them.
+    Two short samples are enough as a batch. The model is not changed, and its weights are not read: it may be on the
+    meta device.
 
     Raises:
         UnsupportedModelError: A feed-forward block cannot be cut, or there is none; the message says which and why.
-
-    Examples:
-        >>> [(module.name, module.units) for module in find_mlp(model, batches[0])][:1]
-        [('bert.encoder.layer.0', 64)]
     """
     label = f"{type(model).__name__} ({model.config.model_type})"
     _refuse_experts(model, label)

@@ -85,14 +85,11 @@ class Probe:
                 if before is not None:
                     before(name, x)
                 calls[name] = calls.get(name, -1) + 1
-                seed = zlib.crc32(f"{name} {calls[name]}".encode())
-                generator = torch.Generator().manual_seed(seed)
-                shape = (*x.shape[:-1], out_features)
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {calls[name]}".encode()))
+                draw = torch.rand if self.positive else torch.randn
+                features = draw((*x.shape[:-1], out_features), generator=generator, dtype=torch.float32)
                 if self.positive:
-                    features = torch.rand(shape, generator=generator, dtype=torch.float32)
                     features.view(-1, out_features)[1::2].mul_(2).sub_(1)
-                else:
-                    features = torch.randn(shape, generator=generator, dtype=torch.float32)
                 if name in self.kept:
                     features = features[..., self.kept[name]]
                 features.requires_grad_()
@@ -126,25 +123,19 @@ def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, 
         Leaf that reaches the tensor -> the head of each feature, (features,) int64, -1 for none or several, and whether
         it reaches any, (features,) bool.
     """
-    generator = torch.Generator().manual_seed(0)
-    weights = 0.5 + torch.rand(tensor.shape, generator=generator)
     labels = torch.arange(1, tensor.shape[1] + 1, dtype=tensor.dtype).view(1, -1, 1, 1)
-    return _attribute(tensor, weights, labels, leaves)
+    return _attribute(tensor, labels, leaves)
 
 
 def head_of_columns(x: Tensor, width: int, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return what `head_of_features` does, for the input x of an output projection, (..., heads * width)."""
-    generator = torch.Generator().manual_seed(0)
-    weights = 0.5 + torch.rand(x.shape, generator=generator)
-    labels = (torch.arange(x.shape[-1]) // width + 1).to(x.dtype)
-    return _attribute(x, weights, labels, leaves)
+    return _attribute(x, (torch.arange(x.shape[-1]) // width + 1).to(x.dtype), leaves)
 
 
-def _attribute(
-    tensor: Tensor, weights: Tensor, labels: Tensor, leaves: Mapping[str, Tensor]
-) -> dict[str, tuple[Tensor, Tensor]]:
+def _attribute(tensor: Tensor, labels: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     if not tensor.requires_grad or not leaves:
         return {}
+    weights = 0.5 + torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0))
     values = list(leaves.values())
     plain = torch.autograd.grad((tensor * weights).sum(), values, retain_graph=True, allow_unused=True)
     labelled = torch.autograd.grad((tensor * weights * labels).sum(), values, retain_graph=True, allow_unused=True)
@@ -180,13 +171,11 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(0)
 
     def parameter(tensor: Tensor) -> Tensor:
-        if tensor.numel() <= _LARGEST_REAL_PARAMETER and tensor.dim() < 2:
-            values = 0.5 + torch.rand(tensor.shape, generator=generator)
-        elif tensor.numel() <= _LARGEST_REAL_PARAMETER:
-            values = torch.randn(tensor.shape, generator=generator) * 0.1
-        else:
-            values = torch.full([1] * tensor.dim(), 0.01).expand(tensor.shape)
-        return nn.Parameter(values, requires_grad=False)
+        if tensor.numel() > _LARGEST_REAL_PARAMETER:
+            return torch.full([1] * tensor.dim(), 0.01).expand(tensor.shape)
+        if tensor.dim() < 2:
+            return 0.5 + torch.rand(tensor.shape, generator=generator)
+        return torch.randn(tensor.shape, generator=generator) * 0.1
 
     def buffer(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -199,10 +188,10 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
     parameters = {id(p) for p in model.parameters()}
 
     def stand_in(tensor: Tensor) -> Tensor:
-        if id(tensor) in linear:
-            values = torch.zeros([1] * tensor.dim()).expand(tensor.shape)
-            return nn.Parameter(values, requires_grad=False)
-        return parameter(tensor) if id(tensor) in parameters else buffer(tensor)
+        if id(tensor) not in parameters:
+            return buffer(tensor)
+        values = torch.zeros([1] * tensor.dim()).expand(tensor.shape) if id(tensor) in linear else parameter(tensor)
+        return nn.Parameter(values, requires_grad=False)
 
     copied = copy_with(model, stand_in)
     for module in copied.modules():
