@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,13 +80,16 @@ def test_what_takes_too_long_or_breaks_is_named_and_the_rest_goes_on(
 
 @pytest.mark.slow
 def test_what_has_no_time_is_named(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
-    command = [str(BENCH / "gpu.sh"), "--dry", "--minutes", "0", "--out", str(out)]
-    environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert f"written to {out}" in done.stdout
-    found = json.loads(out.read_text())
+    found = gpu_bench(tmp_path / "gpu.json", "--minutes", "0")
     assert not any(table["rows"] for table in found["tables"])
     assert "tiny ViT, torch, float32: the 0 minutes were over before it began" in found["missing"]
     assert len(found["missing"]) == 9
+
+
+def test_the_script_hands_its_arguments_on(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$HF_HUB_OFFLINE" "$PYTHONPATH" "$@"\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "PYTHONPATH": "there"}
+    done = subprocess.run([BENCH / "gpu.sh", "--out", "a b"], capture_output=True, text=True, env=environment)
+    assert done.stdout == f"1 {BENCH.parent}:there {BENCH / 'gpu.py'} --out a b\n"

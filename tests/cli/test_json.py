@@ -10,27 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import save_text_model
+from support.models import save_deberta
 
 from hies_export.cli.main import main
 
 
-def test_the_result_is_the_last_line_and_only_when_asked_for(
-    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_result_is_the_last_line_and_only_when_asked_for(run_command: Callable[..., Any]) -> None:
     def run(console: Any, progress: Any) -> dict[str, Any]:
         progress.stage("load")
         console.print("a table")
         return {"heads": 3, "text": "two\nlines"}
 
-    assert run_command(run, json=True) == 0
-    out, err = capsys.readouterr()
+    code, out, err = run_command(run, json=True)
+    assert code == 0
     table, result = out.splitlines()
     assert table == "a table"
     assert json.loads(result) == {"heads": 3, "text": "two\nlines"}
     assert "load" in err
-    assert run_command(run) == 0
-    assert capsys.readouterr().out == "a table\n"
+    assert run_command(run)[:2] == (0, "a table\n")
 
 
 def test_a_file_gets_it_last_too(tmp_path: Path) -> None:
@@ -43,13 +40,7 @@ def test_a_file_gets_it_last_too(tmp_path: Path) -> None:
 
 
 def test_inspect_gives_the_reason_why_heads_cannot_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
-
-    save_text_model(tmp_path)
-    config = DebertaV2Config(
-        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    DebertaV2ForSequenceClassification(config).save_pretrained(tmp_path)
+    save_deberta(tmp_path)
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)

@@ -13,13 +13,12 @@ import hies_export
 from hies_export.errors import OutputExistsError
 from hies_export.recipe import PruningRecipe
 
-COMMANDS = ("score", "prune", "run")
-
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_project(tmp_path_factory.mktemp("project"), train=4, validation=4, prune={"budget": {"heads": 0.5}})
     (folder / "model" / "inside").mkdir()
+    (folder / "link").symlink_to(folder / "model")
     (folder / "plan.json").write_text("{}")
     (folder / "data").mkdir()
     return folder
@@ -30,31 +29,20 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize(
-    ("output", "said"),
-    [
-        (".", "holds the recipe"),
-        ("recipe.yaml", "is the recipe"),
-        ("model", "is the model"),
-        ("model/inside", "lies inside the model"),
-        ("link", "is the model"),
-        ("train.jsonl", "is the data.files.train"),
-    ],
-)
-@pytest.mark.parametrize("command", COMMANDS)
-def test_what_a_recipe_reads_is_not_replaced(
-    command: str, output: str, said: str, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if output == "link" and not (project / "link").exists():
-        (project / "link").symlink_to(project / "model")
-    before = contents(project)
-    assert hies(command, project / "recipe.yaml", "-o", project / output, "--overwrite") == 2
-    assert f"the output folder {project / output} {said}" in capsys.readouterr().err.replace("\n", " ")
-    assert contents(project) == before
-
-
-@pytest.mark.parametrize(
     ("arguments", "output", "said"),
     [
+        *[
+            ((command, "recipe.yaml"), output, said)
+            for command in ("score", "prune", "run")
+            for output, said in (
+                (".", "holds the recipe"),
+                ("recipe.yaml", "is the recipe"),
+                ("model", "is the model"),
+                ("model/inside", "lies inside the model"),
+                ("link", "is the model"),
+                ("train.jsonl", "is the data.files.train"),
+            )
+        ],
         (("apply", "plan.json", "model"), "model", "is the model"),
         (("apply", "plan.json", "model"), ".", "holds the plan"),
         (("apply", "plan.json", "model"), "plan.json", "is the plan"),

@@ -6,6 +6,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -30,55 +31,48 @@ def warn(*_: object) -> None:
     logging.getLogger("hies_export.somewhere").info("a detail")
 
 
-def test_our_messages_are_single_lines(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(warn) == 0
-    assert capsys.readouterr() == ("", "warning: ours [dim]\nwarning: a record of [dim] 3\n")
+def test_our_messages_are_single_lines(run_command: Callable[..., Any]) -> None:
+    assert run_command(warn) == (0, "", "warning: ours [dim]\nwarning: a record of [dim] 3\n")
 
 
-def test_a_message_is_printed_once_and_counted(
-    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_message_is_printed_once_and_counted(run_command: Callable[..., Any]) -> None:
     def warn_often(*_: object) -> None:
         for _ in range(1153):
             logging.getLogger("hies_export.somewhere").warning("a metric is undefined: %s", "x" * 100)
         logging.getLogger("hies_export.somewhere").warning("something else")
 
-    assert run_command(warn_often) == 0
     beginning = "warning: a metric is undefined: "
-    first, second, last = capsys.readouterr().err.splitlines()
+    first, second, last = run_command(warn_often).err.splitlines()
     assert (first, second) == (beginning + "x" * 100, "warning: something else")
     assert last == beginning + "x" * (100 - len(beginning)) + "... (1,153 times in all)"
 
 
-def test_verbose_shows_those_of_the_libraries(
-    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command(warn, verbose=True) == 0
-    assert capsys.readouterr().err == "warning: ours [dim]\nwarning: theirs\nwarning: a record of [dim] 3\n"
+def test_verbose_shows_those_of_the_libraries(run_command: Callable[..., Any]) -> None:
+    said = "warning: ours [dim]\nwarning: theirs\nwarning: a record of [dim] 3\n"
+    assert run_command(warn, verbose=True) == (0, "", said)
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_only_without_verbose_transformers_is_silenced(verbose: bool, run_command: Callable[..., int]) -> None:
+def test_only_without_verbose_transformers_is_silenced(verbose: bool, run_command: Callable[..., Any]) -> None:
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_info()
     try:
-        assert run_command(lambda console, progress: None, verbose=verbose) == 0
+        assert run_command(lambda console, progress: None, verbose=verbose).code == 0
         assert transformers_logging.get_verbosity() == (logging.INFO if verbose else logging.ERROR)
     finally:
         transformers_logging.set_verbosity(before)
 
 
-def test_names_of_stages_are_text(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_stages_are_text(run_command: Callable[..., Any]) -> None:
     def run(console: Console, progress: TerminalProgress) -> None:
         progress.stage("[red]benchmark[/] :smile: [/]")
         assert list(progress.track([1], "[/]")) == [1]
         console.print("[red]benchmark[/] :smile: [/]")
 
-    assert run_command(run) == 0
-    assert capsys.readouterr() == ("[red]benchmark[/] :smile: [/]\n", "0:00 · [red]benchmark[/] :smile: [/]\n")
+    assert run_command(run) == (0, "[red]benchmark[/] :smile: [/]\n", "0:00 · [red]benchmark[/] :smile: [/]\n")
 
 
-def test_nothing_stays_attached(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_stays_attached(run_command: Callable[..., Any]) -> None:
     handlers, show = list(logging.getLogger("hies_export").handlers), warnings.showwarning
     run_command(warn)
     assert logging.getLogger("hies_export").handlers == handlers

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import save_project, save_text_model, write_rows
+from support.models import save_deberta, save_project, save_text_model, write_rows
 from support.runs import hies, without_tracing
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification, BertModel
 
 import hies_export
 from hies_export.errors import RequestError
@@ -284,17 +284,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_input_is_one_clear_sentence_before_any_calibration(
     name: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import BertModel, DebertaV2Config, DebertaV2ForSequenceClassification
-
     overrides, message = BAD[name]
     (project / "empty.jsonl").write_text("")
     write_rows(project / "many.jsonl", 9, lambda i: i)
     if name == "not cuttable":
-        save_text_model(project / "deberta")
-        config = DebertaV2Config(
-            vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-        )
-        DebertaV2ForSequenceClassification(config).save_pretrained(project / "deberta")
+        save_deberta(project / "deberta")
     if name == "not fine-tuned":
         save_text_model(project / "headless")
         BertModel.from_pretrained(project / "headless").save_pretrained(project / "headless")
@@ -321,8 +315,6 @@ def test_an_existing_output_is_refused_before_work(project: Path, capsys: pytest
 
 
 def test_nan_stops_with_1_and_names_the_batch(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import BertForSequenceClassification
-
     model = BertForSequenceClassification.from_pretrained(project / "model")
     with torch.no_grad():
         model.classifier.bias.fill_(float("nan"))

@@ -141,16 +141,7 @@ def tiny_config(
 def tiny(
     model_type: str, name: str | None = None, batch_of: Callable[[PreTrainedModel], dict[str, Tensor]] | None = None
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Return a random model of a type, in evaluation mode, and a batch that fits it.
-
-    Args:
-        model_type: The type.
-        name: Of the class; by default the one a type is tested with.
-        batch_of: Makes the batch of a model, and raises an error where it has none that fits; `tiny_batch` by default.
-
-    Raises:
-        NoTinyModel: No small configuration is known for it.
-    """
+    """Return a random model of a type, of the class of that name, in evaluation mode, and a batch that fits it."""
     reasons: list[str] = []
     for variant in VARIANTS:
         try:
@@ -217,11 +208,7 @@ def _first(name: Any) -> str:
 
 
 def tiny_batch(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the first candidate batch that the model accepts.
-
-    Raises:
-        NoTinyModel: It takes none.
-    """
+    """Return the first candidate batch that the model accepts."""
     reasons = []
     for batch in _candidates(model):
         try:

@@ -42,13 +42,7 @@ class Broken(AssertionError):
 
 @dataclass
 class Subject:
-    """Hold a tiny model of one type, and what the steps share.
-
-    Attributes:
-        model: The model.
-        batch: Inputs of it.
-        kinds: Kinds of the units that are cut.
-    """
+    """Hold a tiny model of one type, inputs of it, the kinds of units that are cut, and what the steps share."""
 
     model: PreTrainedModel
     batch: dict[str, Tensor]
@@ -191,11 +185,7 @@ def onnx(subject: Subject) -> None:
 
 
 def together(subject: Subject) -> None:
-    """Cut heads and neurons at once, and take both cuts through `cut` and `reload`.
-
-    Raises:
-        NotApplicable: The heads cannot be cut.
-    """
+    """Cut heads and neurons at once, and take both cuts through `cut` and `reload`."""
     if subject.with_kinds(ATTENTION).refusal() is not None:
         raise NotApplicable("its heads are not cut")
     both = subject.with_kinds(*KINDS)
@@ -210,11 +200,7 @@ NEURON_STEPS: dict[str, Step] = {s.__name__: s for s in (cut, reload, train, onn
 
 
 def labelled(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with labels for the model's loss, as many in each row.
-
-    Raises:
-        NotApplicable: The model has no loss of its own.
-    """
+    """Return the batch with labels for the model's loss, as many in each row."""
     rows = len(next(iter(batch.values())))
     candidates = [torch.arange(rows) % 3]
     for name in ("decoder_input_ids", "input_ids"):

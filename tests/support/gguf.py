@@ -80,10 +80,8 @@ def byte_level_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Return byte-level BPE trained on `CORPUS`, as Qwen's and LLaMA 3's tokenizers are.
 
-    Args:
-        split: What texts are split by; None for what ByteLevel itself splits by.
-        digits: Split off digits one by one before.
-        ignore_merges: Take a word that is a token whole.
+    Texts are split by `split` (None: as ByteLevel itself does), with `digits` into single digits before that. With
+    `ignore_merges` a word that is a token is taken whole.
     """
     backend = tokenizers.Tokenizer(models.BPE(ignore_merges=ignore_merges))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []

@@ -28,13 +28,7 @@ ODD_YAML = (
 
 
 def damaged(data: bytes, kind: str, chance: random.Random) -> bytes:
-    """Return a damaged copy of a file.
-
-    Args:
-        data: The valid file.
-        kind: "json", "lines" (of JSON), "safetensors", "yaml" or "bytes": what it is damaged as, if not byte by byte.
-        chance: Where, and how.
-    """
+    """Return a damaged copy of a "json", "lines" (of JSON), "safetensors", "yaml" or "bytes" file."""
     by_structure = {"json": _json, "lines": _lines, "safetensors": _safetensors, "yaml": _yaml}.get(kind)
     if by_structure is None or chance.random() < 0.35:
         extra = ODD_YAML if kind == "yaml" else ()

@@ -67,21 +67,13 @@ LONGEST_MESSAGE = 5000
 
 @dataclass(frozen=True)
 class Read:
-    """A file that the tool reads.
-
-    Attributes:
-        name: Of the reader.
-        kind: What `damaged` damages it as.
-        file: A valid one.
-        read: Reads it, and does what the tool does with what it holds.
-        share: How many cases it gets of `sum(share)`: fewer where one takes long.
-    """
+    """A valid file, and what the tool does with it."""
 
     name: str
-    kind: str
+    kind: str  # what `damaged` damages it as
     file: Path
     read: Callable[[], object]
-    share: int = 10
+    share: int = 10  # of all cases: fewer where one takes long
 
     @contextmanager
     def damage(self, chance: random.Random) -> Iterator[bytes]:

@@ -28,12 +28,7 @@ def hies(*arguments: object) -> int:
 
 
 def run_project(folder: Path, **sections: Any) -> Path:
-    """Run a tiny project on torch alone, without tracing; return the folder of the run, in that of the project.
-
-    Args:
-        folder: An existing, empty folder.
-        **sections: As in `save_project`; there are defaults for what is scored and timed.
-    """
+    """Run a tiny project, saved by `save_project`, on torch alone and without tracing; return the folder of the run."""
     timed = {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2}
     save_project(folder, **{"calibration": {"samples": 8, "batch_size": 8}, "measure": timed, **sections})
     with without_tracing():

@@ -42,19 +42,12 @@ class Head:
 
 @dataclass
 class Proof:
-    """What was found of a head.
+    """What was found of a head."""
 
-    Attributes:
-        cut: Kinds of units that were cut, compared, saved and loaded.
-        refused: Kind -> why it is refused.
-        untried: Why no tiny model could be built.
-        failed: The error of the step that failed.
-    """
-
-    cut: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    untried: str = ""
-    failed: str = ""
+    cut: list[str] = field(default_factory=list)  # kinds of units that were cut, compared, saved and loaded
+    refused: dict[str, str] = field(default_factory=dict)  # kind -> why
+    untried: str = ""  # why no tiny model could be built
+    failed: str = ""  # the error of a step
 
     @property
     def verdict(self) -> str:

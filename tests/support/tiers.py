@@ -12,26 +12,14 @@ import pytest
 
 
 def run_in(python: Path, script: str, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
-    """Run a script of this folder by another interpreter, and fail with what it printed if it fails.
-
-    Args:
-        python: The interpreter.
-        script: Name of the script.
-        *arguments: Of the script.
-        environment: Its variables; by default those of this process.
-    """
+    """Run a script of this folder by another interpreter, and fail with what it printed if it fails."""
     command = [str(python), str(Path(__file__).with_name(script)), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 def table_of(variable: str, *columns: str) -> Any:
-    """Return a fixture for a file of tests: a list of rows to add to, which is printed at the end.
-
-    Args:
-        variable: Of the environment, which may name a file to write the table into.
-        *columns: The first row.
-    """
+    """Return a fixture for a file of tests: a list of rows, printed at the end, and written where a variable says."""
 
     @pytest.fixture(scope="module")
     def table() -> Iterator[list[tuple[str, ...]]]:
