@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
-from support.models import causal_lm, generative_tokenizer, save_project
+from support.models import save_project, save_stories
 from support.runs import hies
 from support.spawned import environment, fail, free_port, run, statistics, work
 
@@ -48,27 +47,18 @@ def save_bert(folder: Path, *, rows: int = 21, held_out: int = 13, **prune: Any)
 
 def save_llama(folder: Path) -> None:
     folder.mkdir()
-    causal_lm().save_pretrained(folder / "model")
-    generative_tokenizer().save_pretrained(folder / "model")
-    letters = "abcdefghijkl"
-    lines = [" ".join(letters[(i * 5 + j * (1 + i % 3)) % 12] for j in range(4 + i % 9)) for i in range(120)]
-    (folder / "text.txt").write_text("\n".join(lines))
-    recipe = {
-        "model": "model",
-        "task": "text-generation",
-        "data": {"files": {"train": "text.txt"}, "text": "text", "max_length": 24},
-        "calibration": {"split": "train[:60%]", "samples": 13, "batch_size": 4},
-        "evaluation": {"split": "train[60%:]", "batch_size": 4},
-        "prune": {
-            "modules": BOTH,
-            "criterion": "compensated",
-            "budget": {"parameters": 0.8},
-            "compensation": {"method": "least_squares", "samples": 15, "sequential": True},
+    least_squares = {"method": "least_squares", "samples": 15, "sequential": True}
+    save_stories(
+        folder,
+        lines=120,
+        calibration={"split": "train[:60%]", "samples": 13, "batch_size": 4},
+        evaluation={"split": "train[60%:]", "batch_size": 4},
+        prune={
+            **{"modules": BOTH, "criterion": "compensated", "budget": {"parameters": 0.8}},
+            "compensation": least_squares,
         },
-        "measure": SMALL,
-        "output": "out",
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        measure=SMALL,
+    )
 
 
 PROJECTS = ("bert", "llama", "auto")

@@ -78,6 +78,8 @@ def test_numbers_and_texts(command: str, message: str, capsys: pytest.CaptureFix
         ("prune.alpha=" + "[" * 3000, "in line 1: values may be at most 20 levels deep"),
         ("prune.alpha=" + "9" * 5000, "in line 1: a number may have at most 40 characters"),
         ("=5", "--set takes KEY=VALUE, got '=5'"),
+        ("prune.alpha", "--set takes KEY=VALUE, got 'prune.alpha'"),
+        ("prune.alhpa=0.5", "prune.alhpa is not a field of the recipe; did you mean 'alpha'"),
         ("prune..alpha=5", "--set takes KEY=VALUE, got 'prune..alpha=5'"),
         ("a." * 2000 + "b=5", "a is not a field of the recipe"),
         ("model.x=5", "model.x cannot be set: model is a plain value in this recipe"),

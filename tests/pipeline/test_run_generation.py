@@ -12,13 +12,12 @@ from pathlib import Path
 
 import datasets
 import pytest
-import tokenizers
 import torch
 import yaml
 from PIL import Image
-from support.models import causal_lm, generative_tokenizer, llava, llava_processor
+from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor, save_stories
 from support.runs import hies, without_tracing
-from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaProcessor, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel
 
 import hies_export
 from hies_export.report.report import Report
@@ -26,30 +25,17 @@ from hies_export.report.report import Report
 GREEDY_TOKENS = 64
 
 
-def write_recipe(folder: Path, fields: dict[str, object]) -> Path:
-    path = folder / "recipe.yaml"
-    measure = {"repeats": 2, "shapes": [[1, 8], [2, 16]]}
-    path.write_text(yaml.safe_dump({"measure": measure, "output": "out"} | fields))
-    return path
-
-
 @pytest.fixture
 def stories(tmp_path: Path) -> Path:
     """A tiny LLaMA with a tokenizer of words, and lines of text."""
-    causal_lm().save_pretrained(tmp_path / "model")
-    generative_tokenizer().save_pretrained(tmp_path / "model")
-    letters = "abcdefghijkl"
-    lines = [" ".join(letters[(i * 5 + j * (1 + i % 3)) % 12] for j in range(4 + i % 9)) for i in range(200)]
-    (tmp_path / "text.txt").write_text("\n".join(lines))
-    recipe = {
-        "model": "model",
-        "task": "text-generation",
-        "data": {"files": {"train": "text.txt"}, "text": "text", "max_length": 24},
-        "calibration": {"split": "train[:60%]", "samples": 12, "batch_size": 4},
-        "evaluation": {"split": "train[60%:]"},
-        "prune": {"alpha": 0.5, "budget": {"heads": 0.5}, "allocation": "uniform"},
-    }
-    return write_recipe(tmp_path, recipe)
+    return save_stories(
+        tmp_path,
+        lines=200,
+        calibration={"split": "train[:60%]", "samples": 12, "batch_size": 4},
+        evaluation={"split": "train[60%:]"},
+        prune={"alpha": 0.5, "budget": {"heads": 0.5}, "allocation": "uniform"},
+        measure={"repeats": 2, "shapes": [[1, 8], [2, 16]]},
+    )
 
 
 def test_language_model(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,25 +124,19 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
-def words_of(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for every word of some texts."""
-    special = ["<pad>", "<unk>", "<s>", "</s>", "<image>"]
-    words = sorted({word for text in texts for word in text.replace("?", " ?").split()} - set(special))
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: i for i, w in enumerate([*special, "\n", *words])}, unk_token="<unk>")
-    )
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [tokenizers.pre_tokenizers.Split(p, b) for p, b in (("\n", "isolated"), ("?", "isolated"), (" ", "removed"))]
-    )
-    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=["<image>"],
-    )
+def save_questions(folder: Path, files: dict[str, str], *, prompt: str, samples: int, evaluated: int) -> None:
+    """Write a recipe for both towers of a LLaVA in `model`."""
+    recipe = {
+        "model": "model",
+        "task": "image-text-to-text",
+        "data": {"files": files, "image": "image", "prompt": prompt, "answer": "answers"},
+        "calibration": {"samples": samples, "batch_size": samples // 2},
+        "evaluation": {"split": "test", "samples": evaluated},
+        "prune": {"alpha": 0.5, "towers": ["language", "vision"], "budget": {"heads": 0.4}},
+        "measure": {"repeats": 2, "shapes": [[1], [2]]},
+        "output": "out",
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
 
 def easy_vqa(shared: Path, folder: Path) -> None:
@@ -164,36 +144,14 @@ def easy_vqa(shared: Path, folder: Path) -> None:
     files = {split: str(shared / "data" / "easy_vqa" / f"{split}.parquet") for split in ("train", "test")}
     rows = datasets.load_dataset("parquet", data_files=files, cache_dir=str(folder / "cache"))["train"]
     texts = [t for row in rows.select_columns(["questions", "answers"]) for t in (*row["questions"], *row["answers"])]
-    tokenizer = words_of([*texts, "Question: Answer:"])
-    vision = {"image_size": 64, "patch_size": 16}
+    special = GENERATIVE_WORDS[:6]
+    words = {word for text in [*texts, "Question: Answer:"] for word in text.replace("?", " ?").split()}
+    tokenizer = generative_tokenizer([*special, *sorted(words - {*special})])
     model = llava(vocab_size=len(tokenizer))
-    config = model.config
-    config.vision_config.update(vision)
-    type(model)(config).save_pretrained(folder / "model")
-    LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}),
-        tokenizer,
-        patch_size=16,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder / "model")
-    write_recipe(
-        folder,
-        {
-            "model": "model",
-            "task": "image-text-to-text",
-            "data": {
-                "files": files,
-                "image": "image",
-                "prompt": "Question: {questions}\nAnswer:",
-                "answer": "answers",
-            },
-            "calibration": {"samples": 16, "batch_size": 8},
-            "evaluation": {"split": "test", "samples": 48},
-            "prune": {"alpha": 0.5, "towers": ["language", "vision"], "budget": {"heads": 0.4}},
-            "measure": {"repeats": 2, "shapes": [[1], [2]]},
-        },
-    )
+    model.config.vision_config.update({"image_size": 64, "patch_size": 16})
+    type(model)(model.config).save_pretrained(folder / "model")
+    llava_processor(tokenizer, image_size=64, patch_size=16).save_pretrained(folder / "model")
+    save_questions(folder, files, prompt="Question: {questions}\nAnswer:", samples=16, evaluated=48)
 
 
 def made_up(folder: Path) -> None:
@@ -207,22 +165,8 @@ def made_up(folder: Path) -> None:
         question, answer = ["Q " + "abcdefghijkl"[i % 12]], ["yes" if i % 2 else "no"]
         rows.append({"image": {"bytes": file.getvalue(), "path": None}, "questions": question, "answers": answer})
     datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
-    write_recipe(
-        folder,
-        {
-            "model": "model",
-            "task": "image-text-to-text",
-            "data": {
-                "files": {"train": "rows.parquet", "test": "rows.parquet"},
-                "image": "image",
-                "prompt": "{questions}\nA",
-                "answer": "answers",
-            },
-            "calibration": {"samples": 12, "batch_size": 6},
-            "evaluation": {"split": "test"},
-            "prune": {"alpha": 0.5, "towers": ["language", "vision"], "budget": {"heads": 0.4}},
-            "measure": {"repeats": 2, "shapes": [[1], [2]]},
-        },
+    save_questions(
+        folder, {"train": "rows.parquet", "test": "rows.parquet"}, prompt="{questions}\nA", samples=12, evaluated=40
     )
 
 

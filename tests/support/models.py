@@ -113,16 +113,13 @@ def llava(**options: object) -> PreTrainedModel:
 GENERATIVE_WORDS = ["<pad>", "<unk>", "<s>", "</s>", "<image>", "\n", *"abcdefghijkl", "yes", "no", "Q", "A"]
 
 
-def generative_tokenizer(**options: object) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token per word and one for a line break; it begins a text with <s>."""
-    numbers = {word: number for number, word in enumerate(GENERATIVE_WORDS)}
+def generative_tokenizer(words: Sequence[str] = GENERATIVE_WORDS, **options: object) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token per word, question mark and line break; it begins a text with <s>."""
+    numbers = {word: number for number, word in enumerate(words)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Split("\n", "isolated"),
-            tokenizers.pre_tokenizers.Split(" ", "removed"),
-        ]
-    )
+    parts = (("\n", "isolated"), ("?", "isolated"), (" ", "removed"))
+    splits = [tokenizers.pre_tokenizers.Split(pattern, behavior) for pattern, behavior in parts]
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(splits)
     backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     return PreTrainedTokenizerFast(
@@ -130,12 +127,15 @@ def generative_tokenizer(**options: object) -> PreTrainedTokenizerFast:
     )
 
 
-def llava_processor(**options: object) -> LlavaProcessor:
+def llava_processor(
+    tokenizer: PreTrainedTokenizerFast | None = None, *, image_size: int = 16, patch_size: int = 4, **options: object
+) -> LlavaProcessor:
     """Return a processor for `llava`, by which an image takes 16 tokens."""
+    crop = {"height": image_size, "width": image_size}
     return LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
-        generative_tokenizer(),
-        patch_size=4,
+        CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=crop),
+        tokenizer or generative_tokenizer(),
+        patch_size=patch_size,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         **options,
@@ -236,6 +236,23 @@ def save_project(folder: Path, *, train: int, validation: int, **sections: objec
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | sections))
     return folder
+
+
+def save_stories(folder: Path, *, lines: int, **sections: object) -> Path:
+    """Write a folder with `causal_lm`, lines of letters, and a recipe.yaml with these sections; return the recipe."""
+    causal_lm().save_pretrained(folder / "model")
+    generative_tokenizer().save_pretrained(folder / "model")
+    letters = "abcdefghijkl"
+    text = [" ".join(letters[(i * 5 + j * (1 + i % 3)) % 12] for j in range(4 + i % 9)) for i in range(lines)]
+    (folder / "text.txt").write_text("\n".join(text))
+    recipe = {
+        "model": "model",
+        "task": "text-generation",
+        "data": {"files": {"train": "text.txt"}, "text": "text", "max_length": 24},
+        "output": "out",
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | sections))
+    return folder / "recipe.yaml"
 
 
 def write_rows(path: Path, count: int, label: Callable[[int], object] = lambda i: i % 2) -> Path:

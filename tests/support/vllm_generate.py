@@ -19,9 +19,8 @@ NEW_TOKENS = 64
 def main(source: str, folder: Path) -> None:
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1")
     options: dict[str, Any] = json.loads((folder / "options.json").read_text())
-    if (
-        processes := options.get("tensor_parallel_size", 1)
-    ) > 1:  # a core for each; by itself it gives each a NUMA node
+    processes = options.get("tensor_parallel_size", 1)
+    if processes > 1:  # a core for each; by itself it gives each a NUMA node
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(processes)))
     from vllm import LLM, SamplingParams
 
