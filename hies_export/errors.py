@@ -133,7 +133,7 @@ class PushError(StepError):
 
 
 def require_package(module: str, *, who: str, package: str, extra: str, otherwise: str = "") -> None:
-    """Refuse to go on without a package of an optional extra; it is not imported.
+    """Refuse to go on without a package of an optional extra, by a `MissingRuntimeError`; it is not imported.
 
     Args:
         module: Name it is imported by.
@@ -141,9 +141,6 @@ def require_package(module: str, *, who: str, package: str, extra: str, otherwis
         package: Name in the message.
         extra: Extra of hies-export that installs it.
         otherwise: End of the message: what to do instead of installing it.
-
-    Raises:
-        MissingRuntimeError: The package is not installed.
     """
     if find_spec(module) is None:
         raise MissingRuntimeError(
@@ -154,12 +151,7 @@ def require_package(module: str, *, who: str, package: str, extra: str, otherwis
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the end of a message, "; did you mean 'known'?", or "" where no known word is close; case is ignored.
 
-    Two words are named where both are close: 'heis' may be 'his' or 'hies'.
-
-    Args:
-        word: What was given.
-        known: What could have been meant.
-        cutoff: Least similarity in [0, 1], as in `difflib.get_close_matches`.
+    Two words are named where both are close: 'heis' may be 'his' or 'hies'. `cutoff` is that of `get_close_matches`.
     """
     written = {name.lower(): name for name in known}
     nearest = difflib.get_close_matches(word.lower(), list(written), n=1, cutoff=cutoff)
@@ -223,8 +215,7 @@ def quoted(value: Any) -> str:
 def check_path(path: AnyPath) -> AnyPath:
     """Return a path, or a Hub id, that can be looked up, written to and printed; whether it exists is not looked at.
 
-    Raises:
-        ValueError: It has control characters, characters that UTF-8 cannot hold, or too many of them.
+    A ValueError says that it has control characters, characters that UTF-8 cannot hold, or too many of them.
     """
     text = str(path)
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
@@ -238,12 +229,7 @@ def check_path(path: AnyPath) -> AnyPath:
 
 
 def root_cause(error: BaseException, *, limit: int = 300) -> str:
-    """Quote on one line the error of another library that all the others were raised from.
-
-    Args:
-        error: The last of them.
-        limit: Most characters of its text.
-    """
+    """Quote on one line the error of another library that all the others were raised from, `limit` characters of it."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())

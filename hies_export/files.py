@@ -57,14 +57,9 @@ class Rule:
 def read_json(path: str | Path, schema: Any, rule: Rule) -> Any:
     """Return what a JSON file holds, as it stands there, after checking it against a schema.
 
-    Args:
-        path: The file.
-        schema: A pydantic model, or any type that pydantic checks.
-        rule: What the file must be.
-
     Raises:
         RequestError: Of the rule's class: there is no such file, it is too large, is no JSON in UTF-8, is nested more
-            than 200 deep, or does not fit the schema.
+            than 200 deep, or does not fit the schema, a pydantic model or any type that pydantic checks.
     """
     try:
         with Path(path).open("rb") as stream:
@@ -81,14 +76,7 @@ def read_json(path: str | Path, schema: Any, rule: Rule) -> Any:
 
 
 def parse_json(data: str | bytes, schema: Any, rule: Rule, *, where: str) -> Any:
-    """Return what a JSON text holds, after checking it against a schema; see `read_json`.
-
-    Args:
-        data: The text, or its bytes in UTF-8.
-        schema: As in `read_json`.
-        rule: What the text must be.
-        where: Name of the text in a refusal.
-    """
+    """Return what a JSON text, or its bytes in UTF-8, holds; see `read_json`. A refusal calls it `where`."""
     try:
         value = from_json(data)
     except ValueError as error:
@@ -101,11 +89,7 @@ def parse_json(data: str | bytes, schema: Any, rule: Rule, *, where: str) -> Any
 
 
 def check(value: Any, schema: Any, rule: Rule, *, where: str) -> Any:
-    """Return a parsed value as the schema makes it.
-
-    Raises:
-        RequestError: Of the rule's class; the value does not fit the schema.
-    """
+    """Return a parsed value as the schema makes it, or raise the rule's error."""
     try:
         return _adapter(schema).validate_python(value)
     except ValidationError as error:
@@ -138,10 +122,8 @@ def _objection(problem: ErrorDetails, value: Any) -> str:
 def _place(location: Sequence[int | str], value: Any, *last: int | str) -> str:
     """Return a place in a JSON value as text, such as `kept["layer.0"].units[3]`.
 
-    Args:
-        location: Of pydantic, which also names the members of unions that it tried; these are left out.
-        value: The value.
-        last: What follows, and is not in the value.
+    `location` is of pydantic, which also names the members of unions that it tried: these are left out. `last` follows,
+    and is not in the value.
     """
     parts: list[int | str] = []
     for part in location:

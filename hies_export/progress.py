@@ -63,12 +63,9 @@ class Clock:
 
 @contextlib.contextmanager
 def quiet(*, verbose: bool = False) -> Iterator[None]:
-    """Discard warnings, log records and prints while the block runs.
+    """Discard warnings, log records and prints while the block runs, unless `verbose`.
 
     This holds for the whole process: what other threads print or log in the meantime is discarded too.
-
-    Args:
-        verbose: Discard nothing.
     """
     if verbose:
         yield

@@ -90,7 +90,7 @@ TASKS: dict[str, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """Return the task of a name, or refuse it."""
+    """Return the task of a name, or raise a `RequestError`."""
     if name not in TASKS:
         raise RequestError(f"the task must be one of {', '.join(TASKS)}, got {name!r}")
     return TASKS[name]

@@ -72,12 +72,9 @@ class Slice:
 
 
 def spans_of(owned: Sequence[Iterable[int]]) -> tuple[Span, ...]:
-    """Return spans that hold exactly the indices of every unit.
+    """Return spans that hold exactly the indices of every unit; `owned` has those of each, in any order.
 
     Consecutive units whose indices are evenly spaced share a span.
-
-    Args:
-        owned: For every unit, the indices it owns, in any order.
     """
     found: list[Span] = []
     open_spans: list[Span] = []  # spans of the previous unit, which this unit may extend

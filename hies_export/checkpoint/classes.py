@@ -46,11 +46,7 @@ def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedM
 
 
 def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
-    """Return the config.json of a folder or Hub id.
-
-    Raises:
-        RequestError: There is none, or it is damaged.
-    """
+    """Return the config.json of a folder or Hub id, a `RequestError` where there is none or it is damaged."""
     try:
         with hub_or_cache(path, "model", local_files_only=hub.get("local_files_only", False)):
             file = cached_file(str(path), "config.json", **hub)

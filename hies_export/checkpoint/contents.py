@@ -57,15 +57,9 @@ def contents(path: str | Path) -> Contents:
 def refuse_other(
     path: str | Path, *welcome: Contents, must: str = "a model must be a folder with a config.json or a Hub id"
 ) -> None:
-    """Refuse a path that is known to hold no checkpoint: say what it holds, and what to give instead.
+    """Refuse a path that is known to hold no checkpoint, and nothing else that is welcome; say what to give instead.
 
-    Args:
-        path: A folder or Hub id.
-        welcome: What will do beside a checkpoint.
-        must: Beginning of the sentence.
-
-    Raises:
-        RequestError: It is a file, or a folder of this package that is no checkpoint.
+    `must` begins the sentence.
     """
     found = contents(path)
     if found not in (Contents.NOTHING, Contents.CHECKPOINT, Contents.OTHER, *welcome):

@@ -17,8 +17,7 @@ from .marker import MARKER, find_foreign, mark
 def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder` when the block ends without an exception, and else is deleted.
 
-    Raises:
-        OutputExistsError: The folder may not be written, before the block or after it; see `refuse_existing`.
+    Before the block and after it, `refuse_existing` may refuse it.
     """
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite)
@@ -52,11 +51,7 @@ def refuse_existing(
     Args:
         folder: The output.
         overwrite: Whether it may be replaced.
-        inputs: What is read, such as "model" -> its folder. Names that are no paths of this machine are ignored.
-
-    Raises:
-        OutputExistsError: The folder exists and `overwrite` is off; or replacing it would delete an input, or something
-            that this package did not write.
+        inputs: What is read and must stay, such as "model" -> its folder; Hub ids are ignored.
     """
     clean_up(Path(folder))
     if not os.path.lexists(folder):
@@ -104,16 +99,7 @@ def replace_file(file: Path, text: str) -> None:
 
 
 def refuse_other_file(file: Path, what: str, is_ours: Callable[[str], bool]) -> None:
-    """Refuse to replace a file that holds something else than what will be written there.
-
-    Args:
-        file: The output.
-        what: What is written: "a page of this package".
-        is_ours: Tells from the text of a file whether it is such.
-
-    Raises:
-        OutputExistsError: The file exists and is something else.
-    """
+    """Refuse to replace a file that is not `what`, such as "a page of this package", as its text tells `is_ours`."""
     if not os.path.lexists(file):
         return
     try:
@@ -128,9 +114,5 @@ def refuse_other_file(file: Path, what: str, is_ours: Callable[[str], bool]) -> 
 
 
 def user_cache(what: str) -> Path:
-    """Return the folder for what is kept between runs, in $XDG_CACHE_HOME or ~/.cache.
-
-    Args:
-        what: Name of the folder.
-    """
+    """Return the folder for what is kept between runs, in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hies_export" / what

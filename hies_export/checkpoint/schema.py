@@ -85,20 +85,12 @@ INDEX = Rule("the index of a sharded checkpoint must name the file of every tens
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return tensor -> name of its file, from the index of a checkpoint in shards.
-
-    Raises:
-        RequestError: It is no such index.
-    """
+    """Return tensor -> name of its file, from the index of a checkpoint in shards."""
     return {name: Path(file).name for name, file in read_json(index, WeightIndex, INDEX)["weight_map"].items()}
 
 
 def check_side_files(folder: str | Path) -> None:
-    """Check the JSON that transformers reads beside the config of a checkpoint in a folder; of a Hub id, nothing.
-
-    Raises:
-        RequestError: The generation config or the index of the shards is damaged.
-    """
+    """Check the JSON that transformers reads beside the config of a checkpoint in a folder; of a Hub id, nothing."""
     folder = Path(folder)
     if (folder / "generation_config.json").is_file():
         read_json(folder / "generation_config.json", GenerationFile, GENERATION)
@@ -113,9 +105,6 @@ def check_slim_names(block: Mapping[str, Any], stock: PreTrainedModel, where: st
         block: Valid by `SlimBlock`.
         stock: The model that the config describes without the block, on the meta device.
         where: The checkpoint, for the message.
-
-    Raises:
-        RequestError: A name is no linear layer, no parameter or no number of the model.
     """
     base = stock.base_model
     modules, parameters = dict(base.named_modules()), dict(base.named_parameters())
@@ -144,25 +133,14 @@ def _stranger(place: str, name: str, wanted: str, stock: PreTrainedModel, where:
 
 
 def empty_model(model_class: type[PreTrainedModel], config: Any, where: str | Path, dtype: Any = None) -> Any:
-    """Return a model of a checkpoint's config on the meta device; see `internals.empty_model`.
-
-    Raises:
-        RequestError: No model can be built of the config.
-    """
+    """Return a model of a checkpoint's config on the meta device; a `RequestError` where none can be built."""
     with refusing(f"no {model_class.__name__} can be built of {where}"):
         return internals.empty_model(model_class, config, dtype)
 
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Refuse a config, in the block, whatever the code of transformers and of its models raises about it.
-
-    Args:
-        what: What the config is not.
-
-    Raises:
-        RequestError: Anything but an error of ours was raised.
-    """
+    """Refuse a config, in the block, whatever the code of transformers and of its models raises about it."""
     try:
         yield
     except (HiesError, torch.OutOfMemoryError):

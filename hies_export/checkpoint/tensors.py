@@ -125,10 +125,7 @@ def read_blocks(
         tensor: Where it is.
         kept: Axis (0 or 1) -> ascending indices that stay.
         dtype: The dtype of the bytes that are yielded.
-        buffer: Where blocks are read to; grows where it is too small. A block is valid until the next one is asked for.
-
-    Raises:
-        StepError: The file ends too early.
+        buffer: Where blocks are read to; grows as needed. A block is valid until the next one is asked for.
     """
     if not tensor.bytes:
         return
@@ -157,11 +154,7 @@ def read_blocks(
 
 
 def read_tensor(tensor: StoredTensor, dtype: torch.dtype, buffer: bytearray) -> Tensor:
-    """Read a whole tensor, as a dtype.
-
-    Raises:
-        StepError: The file ends too early.
-    """
+    """Read a whole tensor, as a dtype."""
     values = torch.empty(tensor.shape, dtype=dtype)
     target, position = as_bytes(values), 0
     for block in read_blocks(tensor, {}, dtype, buffer):

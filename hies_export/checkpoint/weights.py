@@ -99,11 +99,6 @@ def _misfit(path: str | Path, wrong: Iterable[tuple[str, Sequence[int], Sequence
 def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = None, **kwargs: Any) -> PreTrainedModel:
     """Return the model of a checkpoint, in evaluation mode; `kwargs` are passed to `from_pretrained`.
 
-    Args:
-        model_class: From `find_model_class`.
-        path: Folder or Hub id.
-        shapes: From `stored_shapes`, where they were read before.
-
     Raises:
         RequestError: The config names what the model does not have, the weights are damaged or incomplete, or they do
             not fit the config.

@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Upload the run, and return the repository, its URL, the files and their size."""
     from ..checkpoint.contents import Contents
-    from ..hub.push import Commit, push_to_hub
+    from ..hub.push import push_to_hub
 
     refuse_other_than(options.folder, Contents.RUN, needs="a push needs the folder of a run")
     pushed = push_to_hub(
@@ -46,7 +46,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         private=options.private,
         license=options.license,
         base_model=options.base_model,
-        commit=Commit(options.revision, options.message),
+        revision=options.revision,
+        message=options.message,
         overwrite=options.overwrite,
         progress=progress,
     )

@@ -41,19 +41,6 @@ _REPLACED_FOLDERS = (*_EXPORTS, "images")
 
 
 @dataclass(frozen=True)
-class Commit:
-    """The commit that a push makes.
-
-    Attributes:
-        revision: Branch; created from the main branch if it does not exist.
-        message: Commit message; by default the report's headline.
-    """
-
-    revision: str = MAIN
-    message: str | None = None
-
-
-@dataclass(frozen=True)
 class Pushed:
     """The result of a push.
 
@@ -79,10 +66,10 @@ def push_to_hub(
     private: bool = False,
     license: str | None = None,
     base_model: str | None = None,
-    commit: Commit | None = None,
+    revision: str = MAIN,
+    message: str | None = None,
     overwrite: bool = False,
     progress: Progress = SILENT,
-    **fields: str,
 ) -> Pushed:
     """Push a run: the slim checkpoint, `onnx/`, the report, pictures, and a card with metadata.
 
@@ -97,10 +84,10 @@ def push_to_hub(
         private: Make the repository private.
         license: Licence of the model, if the dense model's card names none: an id of the Hub, such as "apache-2.0".
         base_model: Hub id of the dense model, if the run read it from a folder.
-        commit: Branch and message; by default the main branch and the report's headline.
+        revision: Branch; created from the main branch if it does not exist.
+        message: Commit message; by default the report's headline.
         overwrite: Replace all files of a repository that is not from an earlier push.
         progress: Shows the stages.
-        **fields: `revision` and `message` of the commit, in the place of `commit`.
 
     Returns:
         The address of the commit, and the files it has.
@@ -113,8 +100,6 @@ def push_to_hub(
         MissingRuntimeError: matplotlib is not installed.
         PushError: The Hub could not be reached, or the upload did not finish; nothing of it is visible.
     """
-    commit = commit or Commit(**fields)
-    revision = commit.revision
     report = _read_run(Path(folder))
     _check_name(repository)
     _require_token()
@@ -149,9 +134,7 @@ def push_to_hub(
         if revision != MAIN:
             api.create_branch(repository, branch=revision, exist_ok=True)
         # upload_folder may split a large folder into several commits; readers could then see half a checkpoint.
-        made = api.create_commit(
-            repository, operations, commit_message=commit.message or title(report), revision=revision
-        )
+        made = api.create_commit(repository, operations, commit_message=message or title(report), revision=revision)
     size = sum(len(c) if isinstance(c, bytes) else Path(c).stat().st_size for c in contents.values())
     return Pushed(repository, made.commit_url, made.oid, tuple(contents), size)
 
@@ -215,13 +198,8 @@ def _check_name(repository: str) -> None:
 def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[str, Any]:
     """Return the base model and the licence as metadata of a model card.
 
-    Args:
-        report: Report of the run.
-        dense: Hub id of the dense model; None if it is in a folder, whose card may name a base model.
-        license: Licence given by the user.
-
-    Raises:
-        RequestError: No card names a licence and none is given, or a card names a different one.
+    `dense` is the Hub id of the dense model, or None if it is in a folder, whose card may name a base model. `license`
+    was given by the user, and must not differ from the card's.
     """
     cards = [read_card(report.model)] if Path(report.model).is_dir() else []
     base = dense or next((card.get("base_model") for card in cards), None)

@@ -23,12 +23,7 @@ _MODULES = {ATTENTION: "attention modules", MLP: "feed-forward blocks"}
 
 
 def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> None:
-    """Refuse a selection that does not fit a model.
-
-    Raises:
-        PlanError: The names of modules or the numbers of units differ from the model's, an index is out of range,
-            repeated or out of order, or the groups of a module keep different numbers of units.
-    """
+    """Refuse, by a `PlanError`, a selection that does not fit the modules of a model."""
     if list(selection) != [module.name for module in modules]:
         names = {module.name for module in modules}
         missing = [module.name for module in modules if module.name not in selection]

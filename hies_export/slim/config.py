@@ -15,11 +15,7 @@ from .per_layer import PerLayer
 
 
 def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the slim version of a model class of transformers.
-
-    Raises:
-        UnsupportedModelError: transformers does not export the class, so no checkpoint can name it.
-    """
+    """Return the slim version of a model class of transformers, which must export it: checkpoints name it."""
     if not hasattr(modeling_hies, stock.__name__):
         raise UnsupportedModelError(
             f"a slim checkpoint names its model class, which transformers must export, but it does not export "
@@ -54,12 +50,9 @@ class Shapes:
 
 
 def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None) -> None:
-    """Write the `hies_export` block into a model's config, and change the model's class to its slim version.
+    """Write the `hies_export` block into the config of a cut model, and change its class to the slim version.
 
-    Args:
-        model: The cut model.
-        shapes: What the cut changed.
-        layers: The same as values of config fields by layer; None where `per_layer_config` finds no such fields.
+    `layers`, from `per_layer_config`, says the same as `shapes` in fields of the config; None if they cannot say it.
     """
     prefix = model.base_model_prefix + "."
     under_base = (lambda name: name.removeprefix(prefix)) if model.base_model is not model else (lambda name: name)

@@ -24,15 +24,7 @@ _MIX = -0x40A7B892E31B1A47
 
 
 def fingerprint(model: nn.Module, modules: Sequence[PrunableModule]) -> dict[str, tuple[float, ...]]:
-    """Return what a plan recognises its model by: the fingerprints of all linear layers of a few modules.
-
-    Args:
-        model: The dense model.
-        modules: Its modules, of which the first and the last are taken.
-
-    Returns:
-        Layer -> fingerprint of its weight; see `fingerprint_of`.
-    """
+    """Return what a plan recognises its model by: layer -> fingerprint, of the first and the last module's layers."""
     names = dict.fromkeys(name for m in (modules[0], modules[-1]) for name in (*m.producers, m.consumer))
     return {name: fingerprint_of([weight_of(model.get_submodule(name)).detach()]) for name in names}
 
@@ -41,10 +33,8 @@ def fingerprint_of(parts: Iterable[Tensor]) -> tuple[float, ...]:
     """Return the L2 norm of a tensor, and the sums of its elements under two fixed patterns of signs.
 
     The norms of two fine-tunings of one model differ by less than a thousandth; signed sums by a share of the norm that
-    is as large as the difference of the weights (random projections, Johnson and Lindenstrauss 1984).
-
-    Args:
-        parts: Consecutive parts of the tensor, in the order of its elements in memory.
+    is as large as the difference of the weights (random projections, Johnson and Lindenstrauss 1984). `parts` are
+    consecutive parts of the tensor, in the order of its elements in memory.
     """
     squares, sums, place = 0.0, torch.zeros(len(_FACTORS), dtype=torch.float64), 0
     for part in parts:
@@ -72,9 +62,6 @@ def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, S
     Args:
         made_for: `model` of the plan.
         found: From `fingerprint` of the model to be cut.
-
-    Raises:
-        PlanError: A layer differs by more than a change of dtype can explain.
     """
     lacking = next((name for name in made_for if name not in found), None)
     if lacking is not None:

@@ -26,16 +26,10 @@ PerLayer = dict[str, dict[str, int]]
 def per_layer_config(
     model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
 ) -> PerLayer | None:
-    """Return the fields in which layers differ from the config of the model.
+    """Return the fields in which layers differ from the config of the model, which has the numbers of the dense one.
 
-    Args:
-        model: The model; its config has the numbers of the dense model.
-        selection: The units that stay.
-        modules: Those of the selection.
-
-    Returns:
-        None where no config fields describe the cut: the width of a head follows from their number, the numbers have
-        other names, or the model has several stacks of layers.
+    None where fields cannot say it: the config has no width of a head that is independent of their number, or another
+    name for the numbers, or the model has several stacks of layers.
     """
     found: PerLayer = {}
     seen = set()

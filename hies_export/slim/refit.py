@@ -155,7 +155,12 @@ def compensate(
     selection = selection_of(plan)
     cut = [module for module in modules if selection[module.name].removed]
     check_samples(batches)
-    _check_biases(dense, cut, how)
+    without = [m.consumer for m in cut if getattr(dense.get_submodule(m.consumer), "bias", None) is None]
+    if how.method == "bias" and without:
+        raise RequestError(
+            f"compensation.method bias needs output projections with a bias, but {without[0]} has none; "
+            "use least_squares"
+        )
     if how.sequential:
         fits = []
         for module in cut:
@@ -188,16 +193,13 @@ def refit(
     Args:
         slim: The cut model; its consumers are refitted in place.
         plan: The units that stayed.
-        modules: From `find_attention` on the dense model.
-        moments: From `collect_moments` on the dense model, or a `MomentStream` of it without a selection; a stream that
-            does not fit its limit at once takes passes over its data for the modules that lost units.
+        modules: From `find_modules` on the dense model.
+        moments: From `collect_moments` on the dense model, or a `MomentStream` of it without a selection, which takes
+            passes over its data where it does not fit its limit at once.
         how: Method, ridge and weights of tokens; `sequential` does not apply.
 
     Returns:
         One fit per module that lost units.
-
-    Raises:
-        RequestError: `how` weights tokens, and the moments have no such weights.
     """
     selection = selection_of(plan)
     cut = {module.name: module.columns(selection[module.name].units) for module in modules}
@@ -217,15 +219,6 @@ def _refit_all(
 ) -> list[LayerFit]:
     """Refit consumers in place, each from the moments of its kept inputs."""
     return [_refit(slim.get_submodule(module.consumer), module, found, how) for module, found in moments]
-
-
-def _check_biases(dense: PreTrainedModel, cut: Sequence[PrunableModule], how: Compensation) -> None:
-    without = [m.consumer for m in cut if getattr(dense.get_submodule(m.consumer), "bias", None) is None]
-    if how.method == "bias" and without:
-        raise RequestError(
-            f"compensation.method bias needs output projections with a bias, but {without[0]} has none; "
-            "use least_squares"
-        )
 
 
 def _refit(layer: nn.Module, module: PrunableModule, moments: SplitMoments, how: Compensation) -> LayerFit:
@@ -280,17 +273,8 @@ def _scaled(
     """Yield the weight with every unit times its scalar, for each of several ridges that draw scalars towards one.
 
     The squared error is s^T A s - 2 s^T c + const, with A_uv = tr(W_u^T W_v E x_v x_u^T) and
-    c_u = tr(W_u^T E (y - b) x_u^T).
-
-    Args:
-        moments: Moments of the kept inputs.
-        weight: (outputs, inputs)
-        bias: (outputs,), or None.
-        width: Number of inputs per unit.
-        ridges: Relative to the mean of the diagonal of A.
-
-    Raises:
-        torch.linalg.LinAlgError: A is singular.
+    c_u = tr(W_u^T E (y - b) x_u^T). Moments are of the kept inputs, `weight` is (outputs, inputs), a unit has `width`
+    inputs, and ridges are relative to the mean of the diagonal of A. A singular A raises `torch.linalg.LinAlgError`.
     """
     xx, yx = moments.xx / moments.tokens, moments.yx / moments.tokens
     if bias is not None:

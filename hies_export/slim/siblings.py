@@ -43,17 +43,14 @@ _IDENTITY = ("model_type", "architectures", "transformers_version")
 def as_sibling(
     model: PreTrainedModel, settings: Mapping[int, Mapping[str, Any]], shapes: Mapping[str, Any]
 ) -> PreTrainedModel | None:
-    """Return a cut model as one of another family, with the same weights; None if no family takes it.
+    """Return a cut model as one of another family, with the same tensors; None if no family takes it.
 
     Of a model of several parts, one part changes its family, such as the language model of a LLaVA.
 
     Args:
         model: The cut model; its own config describes it before the cut.
         settings: Position of a config in `configs_in` -> the fields that the cut changed, with their new values.
-        shapes: Shape of every parameter and buffer of the cut model; see `tensor_shapes`.
-
-    Returns:
-        A model that shares the tensors of `model` and is in its mode, dtype and place.
+        shapes: From `tensor_shapes` of the cut model.
     """
     own = configs_in(model.config)
     for position, fields in settings.items():
@@ -134,14 +131,7 @@ def _config(config: PreTrainedConfig, settings: Mapping[str, Any], sibling: Sibl
 def _empty_twin(
     model: PreTrainedModel, config: PreTrainedConfig, position: int, settings: Mapping[int, Mapping[str, Any]]
 ) -> PreTrainedModel | None:
-    """Return a model with a sibling's config in a place, without weights; None if there is no such class.
-
-    Args:
-        model: The cut model.
-        config: The sibling's config.
-        position: Where it belongs, in `configs_in`.
-        settings: As in `as_sibling`; those of other positions are set.
-    """
+    """Return a model without weights, with a sibling's config at a position of `configs_in`; None if there is none."""
     if position == 0:
         own, other = (type(c).__name__.removesuffix("Config") for c in (model.config, config))
         stock = getattr(transformers, type(model).__name__.replace(own, other, 1), None)

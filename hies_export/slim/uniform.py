@@ -30,10 +30,7 @@ def plain_model(
 
     A config is tried first: the stock class, built from it on the meta device, must have the slim model's shapes. Each
     config and sub-config describes the modules that hold it, so the towers of a model may differ. Where the model's own
-    config refuses the result, a sibling's is tried; see `siblings`.
-
-    Returns:
-        The model itself, with its config changed; or a model of a sibling's class that shares its tensors.
+    config refuses the result, a sibling's is tried, and the model returned is of its class and shares the tensors.
     """
     if getattr(model.config, "hies_export", None) is not None:
         return None
@@ -119,7 +116,7 @@ class _NeuronFields:
         return None
 
     def _governed(self, position: int, name: str, value: Any, dense: Mapping[str, torch.Size]) -> dict[str, int]:
-        """Return how many neurons modules have if a config field has a value; {} if that changes other shapes too."""
+        """Return module -> its neurons with another value of a field; empty if that changes other shapes too."""
         stock = _stock(self._model, {position: {name: value}})
         if stock is None:
             return {}

@@ -195,11 +195,7 @@ def _cuts(model: PreTrainedModel, plan: PruningPlan, modules: Sequence[PrunableM
 
 
 def _check_written(folder: Path, written: Mapping[str, Tensor]) -> None:
-    """Read the headers again, and compare them with the model that the folder's config describes.
-
-    Raises:
-        ReloadMismatchError: They do not fit it.
-    """
+    """Read the headers again, and compare them with the model that the folder's config describes."""
     try:
         tensors = read_tensors(folder)
         build_skeleton(folder, tensors)

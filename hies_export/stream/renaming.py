@@ -34,14 +34,9 @@ class Step:
 
 
 def loading_steps(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> dict[str, Step]:
-    """Return the step that every parameter comes from.
+    """Return the step that every parameter and buffer comes from, by name.
 
-    Args:
-        model: Loaded from `stored`, so that it knows the rules by which it was.
-        stored: The checkpoint's tensors, on the meta device.
-
-    Returns:
-        Name of the parameter or buffer -> step.
+    `model` was loaded from `stored`, the checkpoint's tensors on the meta device, so that it knows its rules.
     """
     expected = set(model.state_dict())
     steps = _steps(internals.loading_conversions(model), stored)
@@ -49,12 +44,7 @@ def loading_steps(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> dict[
 
 
 def saving_steps(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> list[Step]:
-    """Return the steps by which `save_pretrained` makes tensors out of the parameters.
-
-    Args:
-        model: Of a class of transformers, loaded by transformers.
-        parameters: Its parameters and buffers, on the meta device.
-    """
+    """Return the steps by which `save_pretrained` makes tensors out of parameters and buffers, on the meta device."""
     return _steps(internals.saving_conversions(model), parameters)
 
 

@@ -95,16 +95,7 @@ class Rewrite:
                 )
 
     def write(self, folder: Path, max_shard_size: int | str, progress: Progress) -> None:
-        """Write the weights of the slim checkpoint, in the files and the layout of `save_pretrained`.
-
-        Args:
-            folder: Where to write.
-            max_shard_size: Bytes, or such as "5GB".
-            progress: Told of the tensors as they are written.
-
-        Raises:
-            StepError: A file of the dense checkpoint ended too early.
-        """
+        """Write the weights of the slim checkpoint, in the files and the layout of `save_pretrained`."""
         split = split_torch_state_dict_into_shards(
             self.written, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
         )

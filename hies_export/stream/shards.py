@@ -47,11 +47,7 @@ class ShardWriter:
         self._sizes = {name: tensors[name].nbytes for name in tensors}
 
     def write(self, name: str, blocks: Iterator[memoryview]) -> None:
-        """Write the bytes of one tensor.
-
-        Raises:
-            StepError: Their number does not fit its shape.
-        """
+        """Write the bytes of one tensor, whose number must fit its shape."""
         self._stream.seek(self._begin + self.offsets[name])
         written = 0
         for block in blocks:

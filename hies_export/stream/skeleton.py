@@ -29,11 +29,7 @@ SIDE_FILES = (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *COM
 
 
 def fetch(model: str | Path) -> Path:
-    """Return the folder of a checkpoint, after fetching what a Hub id needs.
-
-    Raises:
-        RequestError: There is no such model, or no safetensors.
-    """
+    """Return the folder of a checkpoint, after fetching what a Hub id needs."""
     read_config(model)
     if Path(model).is_dir():
         return Path(model)
@@ -86,13 +82,8 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
 def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[PreTrainedModel, dict[str, Step]]:
     """Return the model of a checkpoint on the meta device, as `from_pretrained` would load it in its own dtype.
 
-    Args:
-        folder: The checkpoint.
-        tensors: From `read_tensors`.
-
-    Returns:
-        The model in evaluation mode, and for every name in its `state_dict` the step of loading that it comes from. The
-        names of tied parameters share a step.
+    Also, for every name in its `state_dict`, the step of loading that it comes from; the names of tied parameters share
+    one.
 
     Raises:
         RequestError: A parameter is not in the files, has another shape, or is quantised.
