@@ -124,6 +124,7 @@ def test_the_same_recipe_gives_the_same_plan_and_weights(project: Path) -> None:
 def test_a_slim_checkpoint_can_be_run_exported_inspected_and_benched(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    save_text_model(project / "model", num_hidden_layers=1)  # two graphs are traced
     assert hies("prune", project / "recipe.yaml", "-o", project / "slim") == 0
     slim = project / "slim"
     again = ("--set", f"model={slim}", "--set", "measure.runtimes=[torch]", "-o", project / "again")
@@ -138,11 +139,8 @@ def test_a_slim_checkpoint_can_be_run_exported_inspected_and_benched(
     inspected = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert inspected["can_be_cut"]
     assert inspected["slim"]
-    assert sum(a["heads"] for a in inspected["attention"]) == 11
-    assert [row["layer"] for row in inspected["flops_per_layer"]] == [
-        *(f"bert.encoder.layer.{i}" for i in range(3)),
-        "",
-    ]
+    assert sum(a["heads"] for a in inspected["attention"]) == 4
+    assert [row["layer"] for row in inspected["flops_per_layer"]] == ["bert.encoder.layer.0", ""]
     for first, second in ((project / "model", project / "onnx"), (project / "onnx", project / "onnx")):
         command = ("bench", first, second, "--shape", "2x8", "--repeats", 4, "--runtime", "onnxruntime-cpu", "--json")
         assert hies(*command) == 0
