@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from support import disturbed
 from support.hub import TOKEN, Hub
 from support.models import MODELS, SHARED
 from support.runs import without_tracing
@@ -32,6 +33,7 @@ from transformers.utils import logging
 def _calm() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    disturbed.disturb()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,6 +46,7 @@ def _small_heap() -> None:
 @pytest.fixture(autouse=True)
 def _same_seed() -> None:
     torch.manual_seed(0)
+    disturbed.start_again()
 
 
 @pytest.fixture(params=list(MODELS))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.cuts import plan_of, random_cut
 from support.models import WORDS, bert, causal_lm, generative_tokenizer, save_text_model, shake, text_batch, vit
+from support.numbers import assert_near
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -133,10 +134,10 @@ def test_recovery_fine_tuning_with_trainer(slim_bert: Path, tmp_path: Path) -> N
     assert max_abs(expected, first_output(before, batch)) > 0.1
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     for folder in (tmp_path / "final", tmp_path / "by-hand", checkpoint):
-        assert max_abs(first_output(hies_export.load(folder), batch), expected) == 0
+        assert_near(first_output(hies_export.load(folder), batch), expected)
         remote = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
-        assert max_abs(first_output(remote, batch), expected) == 0
-        assert check_reload(trained, folder, batch) == 0  # AutoModel and no missing key, too
+        assert_near(first_output(remote, batch), expected)
+        assert check_reload(trained, folder, batch) < 1e-5  # AutoModel and no missing key, too
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it by the old name
@@ -172,7 +173,7 @@ def test_lora_on_a_slim_model(make: Callable[[], PreTrainedModel], uniform: bool
     assert type(merged) is type(hies_export.load(folder))
     assert max_abs(first_output(merged, IDS), expected) < 1e-5
     merged.save_pretrained(tmp_path / "merged")
-    assert check_reload(merged, tmp_path / "merged", IDS) == 0
+    assert check_reload(merged, tmp_path / "merged", IDS) < 1e-5
 
 
 @pytest.mark.slow

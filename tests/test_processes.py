@@ -6,7 +6,8 @@ import json
 import multiprocessing
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import save_project, save_stories
+from support.numbers import REFITTED, assert_near, assert_same_plan
 from support.runs import hies
 from support.spawned import environment, fail, free_port, run, statistics, work
 
@@ -62,8 +64,7 @@ def save_llama(folder: Path) -> None:
 
 
 PROJECTS = ("bert", "llama", "auto")
-# Scores, and what is counted on rows, relative to the largest; refitted weights, through the systems they solve.
-CLOSE, REFITTED = 1e-6, 1e-5
+SCORES = 1e-6  # of the largest: what docs/guides/many-processes.md promises
 
 
 @pytest.fixture(scope="module")
@@ -94,33 +95,22 @@ def spawn(function: Callable[..., None], count: int, *arguments: object) -> None
         torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method="forkserver")
 
 
-def assert_close(found: Any, expected: Any, *, within: float, where: str) -> None:
-    """Assert that tensors differ by no more than a share of the largest number, and that they have the same names."""
-    if isinstance(expected, Mapping):
-        assert list(found) == list(expected), where
-        for name, value in expected.items():
-            assert_close(found[name], value, within=within, where=f"{where} {name}")
-    else:
-        one, other = (torch.as_tensor(values, dtype=torch.float64) for values in (found, expected))
-        assert (one - other).abs().max() <= within * other.abs().max(), where
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("project", "name"), [(p, n) for p in PROJECTS for n in ("two", "four") if p != "auto" or n == "two"]
 )
 def test_many_processes_keep_the_units_that_one_does(found: Path, project: str, name: str) -> None:
     one, other = (
-        {file: json.loads((found / project / n / f"{file}.json").read_text()) for file in ("plan", "scores", "report")}
+        {file: json.loads((found / project / n / f"{file}.json").read_text()) for file in ("scores", "report")}
         for n in ("one", name)
     )
     # The digest of the refitted weights is the only difference.
-    plans = [{**of["plan"], "compensation": None} for of in (one, other)]
-    assert plans[0] == plans[1]
+    plans = [replace(PruningPlan.from_file(found / project / n / "plan.json"), compensation={}) for n in (name, "one")]
+    assert_same_plan(*plans)
     for what in ("scores", "his", "entropy", "weight_l2"):
-        assert_close(other["scores"][what], one["scores"][what], within=CLOSE, where=what)
+        assert_near(other["scores"][what], one["scores"][what], within=SCORES, where=what)
     weights = [load_file(found / project / n / "slim" / "model.safetensors") for n in (name, "one")]
-    assert_close(*weights, within=REFITTED, where="weights")
+    assert_near(*weights, within=REFITTED, where="weights")
     assert one["report"]["stability"] == other["report"]["stability"]
     assert other["report"]["quality"]["slim"] == pytest.approx(one["report"]["quality"]["slim"], rel=1e-5)
     assert other["report"]["environment"]["processes"] == {"two": 2, "four": 4}[name]
@@ -132,9 +122,9 @@ def test_all_processes_have_the_same_statistics(found: Path, rows: str, name: st
     expected = statistics(found / rows)
     first, *others = (torch.load(found / f"{name}-{n}.pt") for n in range(count))
     for what, values in expected.items():
-        assert_close(first[what], values, within=CLOSE, where=what)
+        assert_near(first[what], values, where=what)
         for other in others:  # in the same bits, because each process chooses by its own
-            assert_close(other[what], first[what], within=0, where=what)
+            assert_near(other[what], first[what], within=0, where=what)
 
 
 @pytest.mark.slow

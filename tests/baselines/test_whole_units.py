@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.models import bert, causal_lm, llama, text_batch
 from support.neurons import neurons, one_by_one
+from support.numbers import assert_near
 from torch import Tensor
 
 from hies_export.baselines.flap import fluctuations, score_flap
@@ -53,7 +54,7 @@ def test_mask_gradients_are_those_of_every_sample_by_itself() -> None:
     # The diagonal of the Fisher information is the statistic of that name.
     fisher = collect_statistics(model, batches, modules)["fisher"]
     for name, gradients in found.items():
-        torch.testing.assert_close(gradients.square().mean(0), fisher[name], rtol=1e-5, atol=1e-12)
+        assert_near(gradients.square().mean(0), fisher[name])
     assert all(parameter.requires_grad for parameter in model.parameters())
     with pytest.raises(DataError, match="at least one sample, got none"):
         mask_gradients(model, [], modules)
@@ -70,7 +71,7 @@ def test_the_loss_of_a_text_is_the_mean_over_its_own_tokens(labelled: bool) -> N
     found = mask_gradients(model, [batch], modules)
     fisher = collect_statistics(model, [batch], modules)["fisher"]
     for name, gradients in found.items():
-        torch.testing.assert_close(gradients.square().mean(0), fisher[name], rtol=1e-5, atol=1e-12)
+        assert_near(gradients.square().mean(0), fisher[name])
 
 
 def naively_exchanged(gradients: np.ndarray, count: int) -> list[int]:

@@ -35,7 +35,7 @@ def test_a_model_in_float32_is_saved_in_half(
     slim, plan, _ = random_cut(make(), batch, uniform=uniform)
     before = {name: tensor.clone() for name, tensor in slim.state_dict().items()}
     save_slim(slim, tmp_path / "whole", plan=plan, batch=batch)
-    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=batch, dtype=dtype) == 0
+    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=batch, dtype=dtype) < 1e-5
     assert slim.dtype == torch.float32
     assert all(torch.equal(before[name], tensor) for name, tensor in slim.state_dict().items())
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "slim"))
@@ -82,7 +82,7 @@ def test_activations_too_large_for_float16_say_nothing_about_the_files(tmp_path:
     model = bert()
     with torch.no_grad():
         model.bert.encoder.layer[0].intermediate.dense.bias.fill_(60000.0)
-        model.bert.encoder.layer[0].output.dense.weight.fill_(100.0)
+        model.bert.encoder.layer[0].output.dense.weight.mul_(100.0)
     slim, plan, _ = random_cut(model, text_batch())
     assert first_output(slim, text_batch()).isfinite().all()
     assert not first_output(random_cut(model, text_batch())[0].half(), text_batch()).isfinite().all()

@@ -97,7 +97,7 @@ def test_two_saves_keep_every_weight(tmp_path: Path) -> None:
     save_slim(slim, tmp_path / "one", plan=plan, batch=batch)
     load(tmp_path / "one").save_pretrained(tmp_path / "two")
     load(tmp_path / "two").save_pretrained(tmp_path / "three")
-    assert check_reload(slim, tmp_path / "three", batch) == 0
+    assert check_reload(slim, tmp_path / "three", batch) < 1e-5
     assert set(load_file(tmp_path / "three" / "model.safetensors")) == set(slim.state_dict())
 
 

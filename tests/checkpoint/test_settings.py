@@ -13,6 +13,7 @@ from support.architectures import tiny
 from support.cuts import random_cut, random_neurons, random_plan
 from support.families import architecture, decoder
 from support.models import causal_lm, generative_tokenizer, llava, shake
+from support.numbers import assert_near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from hies_export.checkpoint.loading import load
@@ -63,7 +64,7 @@ def test_rotary_parameters_are_where_transformers_4_looks(
         file = tmp_path / name / "config.json"
         file.write_text(json.dumps(without_version5(json.loads(file.read_text()))))
         difference[name] = (first_output(load(tmp_path / name), batch) - expected).abs().max().item()
-    assert difference["slim"] == 0
+    assert difference["slim"] < 1e-5
     assert difference["by transformers"] > 1e-3
 
 
@@ -82,7 +83,7 @@ def test_rotary_parameters_of_parts_of_a_head(family: str, rotary: dict[str, Any
     modules = find_modules(dense, BATCH, kinds=(MLP,))
     plan = PruningPlan(kept=random_neurons(modules, uniform=True), criterion="random")
     slim = prune_units(dense, plan, modules)
-    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=BATCH) == 0
+    assert save_slim(slim, tmp_path / "slim", plan=plan, batch=BATCH) < 1e-5
     apply_plan(plan, tmp_path / "dense", tmp_path / "applied")
     for name in ("slim", "applied"):
         file = tmp_path / name / "config.json"
@@ -90,7 +91,7 @@ def test_rotary_parameters_of_parts_of_a_head(family: str, rotary: dict[str, Any
         assert not {"auto_map", "hies_export"} & set(config)
         for text in (config, without_version5(config)):
             file.write_text(json.dumps(text))
-            assert torch.equal(first_output(load(tmp_path / name), BATCH), first_output(slim, BATCH))
+            assert_near(first_output(load(tmp_path / name), BATCH), first_output(slim, BATCH))
 
 
 def test_a_class_that_reads_older_keys_in_another_way_gets_none(

@@ -10,6 +10,7 @@ import torch
 from support.cuts import random_cut, random_plan
 from support.models import bert, llama, text_batch
 from support.neurons import bert_case, half, neurons
+from support.numbers import CLOSE, assert_near
 
 from hies_export.errors import CutMismatchError, PlanError
 from hies_export.prunable.attention import find_attention
@@ -30,14 +31,14 @@ def test_half_precision_is_compared_in_float32() -> None:
     """A wrong weight of which bfloat16 outputs show nothing, because a large bias rounds it away, is caught."""
     dense, batch = bert(), text_batch()
     with torch.no_grad():
-        dense.classifier.bias.fill_(768.0)  # neighbours in bfloat16 are 4 apart
+        dense.classifier.bias.fill_(192.0)  # neighbours in bfloat16 are 1 apart
     dense = dense.to(torch.bfloat16)
     slim, plan, sites = random_cut(dense, batch, uniform=True)
     rounded = compare_cut(dense, slim, plan, sites, batch)
     assert 0 <= rounded < 1e-4
     with torch.no_grad():
         slim.bert.encoder.layer[2].attention.output.dense.bias.add_(0.5)
-    assert torch.equal(first_output(slim, batch), first_output(dense, batch))
+    assert_near(first_output(slim, batch), first_output(dense, batch), within=0.03)  # a few roundings
     with pytest.raises(CutMismatchError, match="differs by"):
         compare_cut(dense, slim, plan, sites, batch)
     # What was compared were copies.
@@ -50,7 +51,8 @@ def test_a_model_in_double_precision_is_compared_in_float32_too() -> None:
     single = bert()
     single.load_state_dict(dense.state_dict())
     cut = prune_units(single, plan, sites)
-    assert compare_cut(dense, slim, plan, sites, batch) == compare_cut(single, cut, plan, sites, batch)
+    expected = compare_cut(single, cut, plan, sites, batch)
+    assert compare_cut(dense, slim, plan, sites, batch) == pytest.approx(expected, abs=CLOSE)
 
 
 def test_the_difference_is_the_largest_of_all_elements() -> None:
@@ -68,7 +70,7 @@ def test_an_output_is_the_first_in_evaluation_mode_and_labels_are_left_out() -> 
     assert model.training
     with torch.no_grad():
         expected = model.eval()(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits
-    assert torch.equal(found, expected)
+    assert_near(found, expected)
     assert first_output(model.to(torch.bfloat16), batch).dtype == torch.float32
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import bert, causal_lm, save_project, text_batch
+from support.numbers import assert_near
 from torch import Tensor
 
 from hies_export.calibrate.collect import collect_statistics
@@ -104,8 +105,8 @@ def test_bound_and_increase_equal_loops(kind: str, loss: str, constant: float) -
         assert norms.output == pytest.approx(torch.linalg.matrix_norm(weight, ord=2).item(), rel=1e-5)
         blocks = [torch.linalg.matrix_norm(b, ord=2).item() for b in weight.split(site.unit_width, dim=1)]
         assert norms.blocks.tolist() == pytest.approx(blocks, rel=1e-5)
-        torch.testing.assert_close(norms.activation, activation[site.name], rtol=1e-5, atol=1e-8)
-        torch.testing.assert_close(norms.deficit, 1 - statistics["entropy"][site.name])
+        assert_near(norms.activation, activation[site.name])
+        assert_near(norms.deficit, 1 - statistics["entropy"][site.name])
     dense = loss_of(model, batches)
     order = sorted((float(h), name, i) for name, his in statistics["his"].items() for i, h in enumerate(his))
     for row in (row for row in found.increases if row.criterion == "his"):
