@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--figures",
         metavar="DIR",
         type=a_path,
-        help="draw the figures of a run or a sweep as PNG and SVG; needs the extra 'plots'",
+        help="draw the figures of a run or a sweep as SVG",
     )
     parser.add_argument(
         "--html",
@@ -42,8 +42,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..checkpoint.contents import Contents, contents
     from ..checkpoint.folders import refuse_other_file, replace_file
     from ..report.bench import Bench, print_bench, read_report, render_bench
+    from ..report.figures import draw_report, write_figures
     from ..report.html import is_page, render_html
-    from ..report.plots import draw_report
     from ..report.report import Report
     from ..report.terminal import print_report
 
@@ -67,7 +67,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         replace_file(options.html, page)
         progress.stage(f"written: {options.html}")
     if options.figures is not None and isinstance(found, Report):
-        files = draw_report(found, options.figures)
+        files = write_figures(draw_report(found), options.figures)
         progress.stage(f"drawn in {options.figures}: {', '.join(file.name for file in files)}")
     return values
 
@@ -75,14 +75,12 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 def _show_sweep(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Print the tables of a sweep, render its page, and return its rows."""
     from ..checkpoint.folders import refuse_other_file, replace_file
+    from ..report.figures import write_figures
     from ..report.html import is_page
-    from ..report.plots import require_matplotlib
-    from ..sweep.curves import draw_figures
+    from ..sweep.figures import draw_sweep
     from ..sweep.page import PAGE, lead_text, read_sweep, render_sweep
     from .sweep import print_tables
 
-    if options.figures:
-        require_matplotlib()
     page = options.html or options.folder / PAGE
     refuse_other_file(page, "a page of hies-export", is_page)
     rows, about = read_sweep(options.folder)
@@ -91,6 +89,6 @@ def _show_sweep(options: Namespace, console: Console, progress: Progress) -> dic
     replace_file(page, render_sweep(rows, about, name=options.folder.absolute().name))
     progress.stage(f"written: {page}")
     if options.figures is not None:
-        files = draw_figures(options.folder, options.figures)
+        files = write_figures(draw_sweep(options.folder), options.figures)
         progress.stage(f"drawn in {options.figures}: {', '.join(file.name for file in files)}")
     return {"rows": rows}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -42,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         const="onnxruntime-cpu",
         help="time every slim model against the dense one, at 8 x 128, on onnxruntime-cpu or another runtime of bench",
     )
-    parser.add_argument("--no-figures", action="store_true", help="draw nothing; figures need the extra 'plots'")
+    parser.add_argument("--no-figures", action="store_true", help="draw nothing")
     add_json(parser)
 
 
@@ -51,27 +50,20 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..sweep.latency import LatencyRequest
     from ..sweep.sweep import sweep
 
-    figures = not options.no_figures and find_spec("matplotlib") is not None
     recipe = read_recipe(options)
     grid = _read_grid(options, calibration_size=recipe.calibration.samples)
     latency = LatencyRequest(options.latency) if options.latency else None
     result = sweep(recipe, grid, recipe.output, latency=latency, overwrite=options.overwrite, progress=progress)
-    if figures:
-        from ..sweep.curves import draw_figures
+    if not options.no_figures:
+        from ..report.figures import write_figures
+        from ..sweep.figures import draw_sweep
 
         progress.stage("draw")
-        draw_figures(recipe.output)
+        write_figures(draw_sweep(recipe.output), recipe.output / "figures")
     print_tables(result.rows, console)
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(f"\n{result.evaluations} models judged; {spent}", markup=False, soft_wrap=True)
     console.print(f"written to {recipe.output}: sweep.html, sweep.json, sweep.csv, tables.md, tables.tex", markup=False)
-    if not (figures or options.no_figures):
-        console.print(
-            'no figures: matplotlib is not installed; pip install "hies-export[plots]" and run the same again, which '
-            "judges nothing twice",
-            markup=False,
-            soft_wrap=True,
-        )
     return {"rows": result.rows, "seconds": result.seconds, "evaluations": result.evaluations}
 
 

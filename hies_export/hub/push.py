@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,9 +25,9 @@ from huggingface_hub.utils import validate_repo_id
 from ..errors import OutputExistsError, PushError, RequestError
 from ..progress import SILENT, Progress
 from ..report.card import LICENSE_KEYS, read_card, render_card
+from ..report.figures import CAPTIONS, draw_report
 from ..report.html import render_html
 from ..report.markdown import render_markdown
-from ..report.plots import CAPTIONS, draw_report
 from ..report.report import Report
 from ..report.text import model_name, title
 
@@ -97,7 +96,6 @@ def push_to_hub(
             write to the repository. Nothing was sent.
         OutputExistsError: The repository has files that are not from an earlier push, and `overwrite` is off. Nothing
             was sent.
-        MissingRuntimeError: matplotlib is not installed.
         PushError: The Hub could not be reached, or the upload did not finish; nothing of it is visible.
     """
     report = _read_run(Path(folder))
@@ -263,10 +261,9 @@ def _contents(
     contents["report.json"] = report.to_json().encode()
     contents["report.md"] = render_markdown(report).encode()
     contents["report.html"] = render_html(report, location=repository).encode()
-    with tempfile.TemporaryDirectory(prefix="hies-push-") as temporary:
-        figures = [file for file in draw_report(report, Path(temporary)) if file.suffix == ".png"]
-        contents |= {f"images/{file.name}": file.read_bytes() for file in figures}
-    images = {f"images/{file.name}": CAPTIONS[file.stem] for file in figures}
+    figures = draw_report(report)
+    contents |= {f"images/{name}": svg.encode() for name, svg in figures.items()}
+    images = {f"images/{name}": CAPTIONS[name] for name in figures}
     card = render_card(report, location=repository, revision=revision, origin=origin, images=images)
     contents["README.md"] = card.encode()
     return contents

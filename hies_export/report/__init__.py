@@ -7,7 +7,7 @@ In comes a `Report` (or the `Bench` of a comparison); out come text, pages and f
 - `maps.py`: which heads, and how many neurons, every layer keeps.
 - `terminal.py`, `markdown.py`, `html.py`, `card.py`: one rendering each; `bench.py`: the same for a comparison.
 - `jinja.py`, `templates/`: the pages as templates, and what escapes the names in them.
-- `drawing.py`: where cells, bars and dots of the pages' figures go; `plots.py`, `style.py`: figures as files.
+- `drawing.py`: where cells, bars and dots of the figures go; `figures.py`: the figures as files.
 
 A further kind of unit gets a map in every rendering through `maps.unit_maps`.
 """

@@ -49,13 +49,13 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         subtitle=f"{report.task} · {criterion_text(report)} · seed {report.seed}",
         location=location,
         heads=heads,
-        figures=_figures(heads) if heads else [],
+        figures=head_figures(heads) if heads else [],
         numbers=_numbers(heads) if heads else None,
-        bars=_bars(report, heads),
+        bars=neuron_bars(report, heads),
         quality=quality_table(report),
         agreement=agreement(report),
         uncompensated=report.details.get("uncompensated"),
-        alpha_curves=_alpha_curves(report),
+        alpha_curves=alpha_curves(report),
         sizes=size_rows(report),
         place=_common_scale(report),
         whole=Scale(1.0),
@@ -75,13 +75,13 @@ def is_page(text: str) -> bool:
     return '<meta name="generator" content="hies-export">' in text[:2000]
 
 
-def _figures(units: UnitMap) -> list[MapFigure]:
+def head_figures(units: UnitMap) -> list[MapFigure]:
     """Return the plan, and a map of every number that is known of the units."""
     figures = [number_figure(units, kind, title=name, note=note) for kind, (name, note) in MAPS.items()]
     return [plan_figure(units), *(figure for figure in figures if figure is not None)]
 
 
-def _bars(report: Report, heads: UnitMap | None) -> BarFigure | None:
+def neuron_bars(report: Report, heads: UnitMap | None) -> BarFigure | None:
     """Return the bars of the neurons, at the height of their layers in the map of the heads; None without neurons."""
     found = next((units for units in unit_maps(report) if isinstance(units, UnitBars)), None)
     return bar_figure(found, beside=list(heads.marks) if heads else []) if found else None
@@ -101,7 +101,7 @@ def _numbers(units: UnitMap) -> str:
     return json.dumps(modules, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _alpha_curves(report: Report) -> list[Curve]:
+def alpha_curves(report: Report) -> list[Curve]:
     """Return the metric and the stability by alpha, where alpha was chosen on data; no metric without labels."""
     points = report.details.get("alpha_curve", ())
     if len(points) < 2 or report.alpha is None:

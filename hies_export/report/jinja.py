@@ -78,7 +78,7 @@ def environment(*packages: str) -> Environment:
     loaders = [PackageLoader(package) for package in (*packages, "hies_export.report")]
     made = Environment(
         loader=ChoiceLoader(loaders),
-        autoescape=select_autoescape(("html.j2",)),
+        autoescape=select_autoescape(("html.j2", "svg.j2")),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -14,6 +14,5 @@ In the order of reading:
 - `journal.py`: the finished cells on disk, so that an interrupted sweep can continue; `entries.py` checks its lines.
 - `claims.py`, `remaining.py`: who works on which cell, where several processes share a sweep.
 - `tables.py`: write the rows as JSON, CSV, Markdown and LaTeX.
-- `curves.py`: draw the figures.
-- `page.py`, `charts.py`, `templates/`: sweep.html.
+- `charts.py`, `templates/`: the curves; `page.py`: sweep.html; `figures.py`: the figures as files.
 """

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..evaluate.metrics import higher_is_better
 from ..kinds import ATTENTION
@@ -83,6 +83,8 @@ class Chart:
     x: Sequence[Tick]
     y: Sequence[Tick]
     dense: float | None
+    width: ClassVar[int] = WIDTH
+    height: ClassVar[int] = HEIGHT
 
 
 @dataclass(frozen=True)
@@ -100,28 +102,28 @@ class Axis:
     title: str
 
 
-def line_styles(rows: Sequence[Row]) -> dict[str, Style]:
+def line_styles(rows: Sequence[Row], *, most: int = COLOURED) -> dict[str, Style]:
     """Return how every line is drawn, the coloured ones first.
 
     A method has a colour, and what it removes has a dash where the rows differ in that. Of too many methods, those
-    that keep most predictions have a colour, and HIES and HIS.
+    that keep most predictions have a colour, and HIES and HIS. Beyond `COLOURED`, colours return with a dash.
     """
     lines = {line_name(row, rows): (line_name(row, [row]), row.get("modules") or ATTENTION) for row in rows}
     methods = list(dict.fromkeys(method for method, _ in lines.values()))
-    if len(methods) > COLOURED:
+    several = len({modules for _, modules in lines.values()}) > 1
+    most = COLOURED if several else most
+    if len(methods) > most:
         kept = {m: _best_mean([r for r in rows if line_name(r, [r]) == m]) for m in methods}
         best = sorted(methods, key=lambda m: -kept[m])
         own = [next((m for m in best if m.partition(" ")[0] == name), "") for name in ("hies", "his")]
-        own = [m for m in own if m and m not in best[: COLOURED - 2]]
-        methods = [m for m in best if m in (*best[: COLOURED - len(own)], *own)]
-    several = len({modules for _, modules in lines.values()}) > 1
-    styles = {
-        name: Style(
-            methods.index(method) if method in methods else None, DASHES.get(str(modules), "") if several else ""
-        )
-        for name, (method, modules) in lines.items()
-    }
-    order = sorted(styles, key=lambda name: COLOURED if (colour := styles[name].colour) is None else colour)
+        own = [m for m in own if m and m not in best[: most - 2]]
+        methods = [m for m in best if m in (*best[: most - len(own)], *own)]
+    styles = {}
+    for name, (method, modules) in lines.items():
+        colour = methods.index(method) if method in methods else None
+        again = "6 3" if colour is not None and colour >= COLOURED else ""
+        styles[name] = Style(colour, DASHES.get(str(modules), "") if several else again)
+    order = sorted(styles, key=lambda name: most if (colour := styles[name].colour) is None else colour)
     return {name: styles[name] for name in order}
 
 

@@ -14,7 +14,7 @@ from ..files import read_json
 from ..report.jinja import environment
 from ..report.rows import Table, environment_table
 from ..report.schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
-from .charts import HEIGHT, WIDTH, Chart, Style, alpha_axis, budget_axis, chart, line_styles, time_axis
+from .charts import Chart, Style, alpha_axis, budget_axis, chart, line_styles, time_axis
 from .tables import (
     COMPENSATIONS,
     Row,
@@ -82,9 +82,9 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
         name: Name of the sweep, where it does not know its model.
     """
     quality, stability = sweep_tables(rows)
-    shown = _drawn(rows)
+    shown = drawn_rows(rows)
     styles = line_styles(shown)
-    alphas = _alpha_panels(rows)
+    alphas = alpha_panels(rows)
     return (
         environment("hies_export.sweep")
         .get_template("sweep.html.j2")
@@ -94,8 +94,8 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
             subtitle=_subtitle(rows, about),
             styles=styles,
             seeds=len({row["seed"] for row in rows}),
-            panels=_budget_panels(shown, styles),
-            timed=_timed_panels(shown, styles),
+            panels=budget_panels(shown, styles),
+            timed=timed_panels(shown, styles),
             alphas=alphas,
             alpha_styles={line.name: line.style for panel in alphas for line in panel.charts[0].lines},
             left_out=len({line_name(r, rows) for r in rows}) - len(styles),
@@ -105,8 +105,6 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
             method=_method_text(rows, about),
             differences=quality.differences,
             environment=environment_table(about.environment),
-            width=WIDTH,
-            height=HEIGHT,
         )
     )
 
@@ -150,7 +148,7 @@ def _subtitle(rows: Sequence[Row], about: SweepAbout) -> str:
     return " · ".join(filter(None, parts))
 
 
-def _drawn(rows: Sequence[Row]) -> list[Row]:
+def drawn_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the curves: of the first calibration size, and of alphas that were chosen, where some were."""
     shown = of_first_size(rows)
     chosen = [row for row in shown if row.get("alpha_by") != "given"]
@@ -158,23 +156,26 @@ def _drawn(rows: Sequence[Row]) -> list[Row]:
     return chosen if chosen and len(given) >= FEWEST_ALPHAS else shown
 
 
-def _budget_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel]:
+def budget_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel]:
+    """Return stability and quality by the budget, a panel per compensation."""
     axis = budget_axis(rows)
     return [
         Panel(COMPENSATIONS[compensation], _both(alike, rows, axis, styles))
-        for compensation, alike in _by_compensation(rows).items()
+        for compensation, alike in by_compensation(rows).items()
     ]
 
 
-def _timed_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel]:
+def timed_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel]:
+    """Return the same by the measured time; nothing where nothing was timed."""
     timed = [row for row in rows if row.get("latency_ratio") is not None]
     return [
         Panel(COMPENSATIONS[compensation], _both(alike, timed, time_axis(timed), styles))
-        for compensation, alike in _by_compensation(timed).items()
+        for compensation, alike in by_compensation(timed).items()
     ]
 
 
-def _by_compensation(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def by_compensation(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of every compensation."""
     names = dict.fromkeys(row["compensation"] for row in rows)
     return {name: [row for row in rows if row["compensation"] == name] for name in names}
 
@@ -186,7 +187,7 @@ def _both(rows: Sequence[Row], everything: Sequence[Row], axis: Any, styles: Map
     ]
 
 
-def _alpha_panels(rows: Sequence[Row]) -> list[Panel]:
+def alpha_panels(rows: Sequence[Row]) -> list[Panel]:
     """Return quality and stability of HIES by the alphas that were given, a line per budget; nothing for a few."""
     given = [r for r in of_first_size(rows) if r["criterion"] == "hies" and r.get("alpha_by") == "given"]
     if len({row["alpha"] for row in given}) < FEWEST_ALPHAS:
@@ -196,7 +197,7 @@ def _alpha_panels(rows: Sequence[Row]) -> list[Panel]:
     }
     panels = []
     for modules in dict.fromkeys(row.get("modules") for row in given):
-        for compensation, alike in _by_compensation([r for r in given if r.get("modules") == modules]).items():
+        for compensation, alike in by_compensation([r for r in given if r.get("modules") == modules]).items():
             title = COMPENSATIONS[compensation] + (f", {modules_label(alike[0])}" if modules else "")
             charts = [
                 chart(

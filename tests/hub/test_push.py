@@ -25,8 +25,6 @@ from hies_export.errors import OutputExistsError, PushError, RequestError
 from hies_export.hub.push import push_to_hub
 from hies_export.report.card import render_card
 
-pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
-
 # What the client says of itself where it sends bytes.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
@@ -141,8 +139,8 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(tmp_path: Path) -
         *("validation.jsonl", "jsonl", "validation"),
     )
     shown = [line.split("(")[1][:-1] for line in loaded.text.splitlines() if line.startswith("![")]
-    assert set(shown) == {"images/head-maps.png", "images/latency.png", "images/alpha.png"}
-    assert all(files[name].startswith(b"\x89PNG") for name in shown)
+    assert set(shown) == {"images/head-maps.svg", "images/latency.svg", "images/alpha.svg"}
+    assert all(files[name].startswith(b"<svg ") for name in shown)
     assert "| attention heads | 18 | 11 | -38.9% |" in loaded.text
     assert "7 of the 18 attention heads of `model` were removed" in loaded.text
     assert "bootstrap over loads" in loaded.text

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import json
+import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hies_export.errors import RequestError
-
-pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
-
-from hies_export.sweep import curves as figures
+from hies_export.report.figures import write_figures
+from hies_export.sweep.figures import draw_sweep, head_maps
 
 ROW = {"metric": "accuracy", "quality_dense": 0.9, "flops_ratio": 0.9, "heads_removed": 3}
 
@@ -49,63 +49,74 @@ def sweep_folder(folder: Path, found: list[dict[str, Any]]) -> Path:
     return folder
 
 
+def texts(svg: str, kind: str = "text") -> list[str]:
+    """Return the texts of a figure, which has to be XML."""
+    return [e.text or "" for e in ET.fromstring(svg).iter(f"{{http://www.w3.org/2000/svg}}{kind}")]
+
+
 def test_every_figure_of_a_full_sweep_is_drawn_the_same_twice(tmp_path: Path) -> None:
     folder = sweep_folder(tmp_path, rows((8, 16), (0, 1), (0.2, 0.5, 0.8)))
-    written = figures.draw_figures(folder)
-    names = ("quality", "stability", "head-maps", "importance-3d", "alpha-sensitivity", "calibration-size", "seeds")
-    assert sorted(p.name for p in written) == sorted(f"{n}.{e}" for n in names for e in ("png", "svg"))
-    before = {p: p.read_bytes() for p in written}
-    figures.draw_figures(folder)
-    assert {p: p.read_bytes() for p in written} == before
+    found = draw_sweep(folder)
+    names = ("quality", "stability", "head-maps", "alpha-sensitivity", "calibration-size", "seeds")
+    assert list(found) == [f"{name}.svg" for name in names]
+    assert draw_sweep(folder) == found
+    assert [f.read_text() for f in write_figures(found, tmp_path / "figures")] == list(found.values())
+    # A line per budget in each of four charts, a point per given alpha in each line.
+    assert len(re.findall(r'<g class="line [^>]*data-s="70% heads removed">', found["alpha-sensitivity.svg"])) == 4
+    said = texts(found["alpha-sensitivity.svg"], "title")
+    assert [note for note in said if note.startswith("hies (α 0.8), 70% cut: quality")] == [
+        "hies (α 0.8), 70% cut: quality 34.00 ± 0.00 over 2 seeds"
+    ] * 2
+    assert {"8", "16", "calibration samples"} <= set(texts(found["calibration-size.svg"]))
+    assert "his, 50% cut: stability 51.00" in texts(found["seeds.svg"], "title")
 
 
 def test_figures_without_data_are_left_out(tmp_path: Path) -> None:
     folder = sweep_folder(tmp_path, rows((8,), (0,), (0.2,)))
-    names = {p.stem for p in figures.draw_figures(folder)}
-    assert names == {"quality", "stability", "head-maps", "importance-3d"}
+    assert set(draw_sweep(folder)) == {"quality.svg", "stability.svg", "head-maps.svg"}
 
 
 def test_samples_of_their_own_are_no_second_calibration_size(tmp_path: Path) -> None:
     found = rows((8,), (0,), (0.2,))
     found += [{**r, "criterion": "slicegpt", "calibration_samples": 512} for r in found if r["criterion"] == "his"]
-    assert "calibration-size" not in {p.stem for p in figures.draw_figures(sweep_folder(tmp_path, found))}
+    assert "calibration-size.svg" not in draw_sweep(sweep_folder(tmp_path, found))
 
 
-def test_every_method_has_a_line_of_its_own() -> None:
+def test_every_method_has_a_line_of_its_own(tmp_path: Path) -> None:
     his = [r for r in rows((8,), (0,), ()) if r["compensation"] == "none"]
     found = [{**r, "criterion": f"criterion {number}"} for number in range(13) for r in his]
-    (axis,) = figures.curves(found, "stability").axes
-    assert len({(line.get_color(), line.get_linestyle()) for line in axis.get_lines()}) == 13
+    svg = draw_sweep(sweep_folder(tmp_path, found))["stability.svg"]
+    lines = re.findall(
+        r'<g class="line (c\d)" data-s="[^"]*">\s*<polyline points="[^"]*"( stroke-dasharray="6 3")?', svg
+    )
+    assert len(lines) == len(set(lines)) == 13
 
 
-def test_curves_show_the_mean_of_the_seeds_in_percent() -> None:
-    figure = figures.curves(rows((8,), (0, 2), (0.2,)), "stability")
-    none, compensated = figure.axes
-    assert (none.get_title(), compensated.get_title()) == ("no compensation", "least squares")
-    his = none.get_lines()[0]
-    assert list(his.get_xdata()) == pytest.approx([30, 50, 70])
-    assert list(his.get_ydata()) == pytest.approx([71, 51, 31])
-
-
-def test_the_best_and_the_worst_alpha_are_named() -> None:
-    figure = figures.alpha_sensitivity(rows((8,), (0,), (0.2, 0.5, 0.8)))
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert labels[0].startswith("best: α 0.2")
-    assert labels[1].startswith("median: α 0.5")
-    assert labels[2].startswith("worst: α 0.8")
+def test_curves_show_the_mean_of_the_seeds_in_percent(tmp_path: Path) -> None:
+    svg = draw_sweep(sweep_folder(tmp_path, rows((8,), (0, 2), (0.2,))))["stability.svg"]
+    titles = [text for text in texts(svg) if "predictions kept" in text]
+    assert titles == ["no compensation: predictions kept, %", "least squares: predictions kept, %"]
+    assert [note for note in texts(svg, "title") if note.startswith("his")] == [
+        f"his, {cut}% cut: stability {mean}.00 ± 1.41 over 2 seeds" for cut, mean in ((30, 71), (50, 51), (70, 31))
+    ] * 2
 
 
 def test_head_maps_cross_out_the_heads_that_go() -> None:
-    figure = figures.head_maps(DETAILS)
-    last = figure.axes[5]
-    assert last.get_title() == "HIES, α 0.3: 60% removed"
-    assert sorted(map(tuple, last.collections[0].get_offsets().tolist())) == [(0.0, 0.0), (0.0, 1.0)]
-    # By hand: HIS^ of the first head is 0, its entropy the greatest.
-    assert figure.axes[0].images[0].get_array()[0, 0] == 0
-    assert last.images[0].get_array()[0, 0] == pytest.approx(0.0)
-    assert last.images[0].get_array()[1, 1] == pytest.approx(0.3 * 0.25 + 0.7)
+    svg = head_maps(DETAILS)
+    titles = [text for text in texts(svg) if "removed" in text]
+    assert [title.partition(" (")[0] for title in titles] == [
+        f"{label}: {cut}% removed" for label in ("HIS", "HIES, α 0.3") for cut in (20, 40, 60)
+    ]
+    assert titles[0].endswith("(empty: 0, full: 1)")
+    *_, last = svg.split('<svg class="map')
+    # A cell, and a cross where the head goes: the first of both layers.
+    cells = re.findall(r'fill-opacity="([\d.]+)" data-i="(\d),(\d)"/>\s*(<path)?', last)
+    assert [(layer, head) for _, layer, head, cross in cells if cross] == [("0", "0"), ("1", "0")]
+    # By hand: HIS^ of the first head is 0, its entropy the greatest; HIES of the last is the largest of all.
+    assert (cells[0][0], cells[-1][0]) == ("0.06", "1.00")
+    assert titles[-1].endswith(f"(empty: 0, full: {0.3 * 0.25 + 0.7:.2g})")
 
 
 def test_no_finished_sweep_no_figures(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="drawn from a finished sweep"):
-        figures.draw_figures(tmp_path)
+        draw_sweep(tmp_path)

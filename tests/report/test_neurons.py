@@ -15,6 +15,7 @@ from support.reports import make_report
 
 from hies_export.report.card import render_card
 from hies_export.report.drawing import Bar, bar_figure
+from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
 from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, UnitBars, head_map, neuron_counts, plan_maps
 from hies_export.report.markdown import render_markdown
@@ -160,16 +161,17 @@ def test_a_run_that_left_heads_alone_renders() -> None:
         assert "feed-forward neurons" in text
 
 
-def test_figures_of_neurons(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
-    from hies_export.report import plots
-
-    axis = plots.neuron_bars(make_report(neurons=64)).axes[0]
-    assert [patch.get_width() for patch in axis.patches] == [64, 64, 64, 64, 56, 48]
-    assert axis.get_title() == "24 of 192 neurons removed"
-    assert plots.neuron_bars(make_report()) is None
-    files = plots.draw_report(without_heads(make_report(neurons=64)), tmp_path)
-    assert [file.name for file in files if file.suffix == ".png"] == ["neurons.png", "latency.png", "alpha.png"]
+def test_figures_of_neurons() -> None:
+    drawn = draw_report(make_report(neurons=64))["neurons.svg"]
+    widths = {
+        kind: [float(w) for w in re.findall(f'class="{kind}" [^>]*width="([0-9.]+)"', drawn)]
+        for kind in ("gone", "stays")
+    }
+    shares = [stays / whole for whole, stays in zip(*widths.values(), strict=True)]
+    assert shares == pytest.approx([1, 56 / 64, 48 / 64], abs=1e-3)
+    assert "Neurons kept of 64 in every layer; grey: cut" in drawn
+    assert "neurons.svg" not in draw_report(make_report())
+    assert list(draw_report(without_heads(make_report(neurons=64)))) == ["neurons.svg", "latency.svg", "alpha.svg"]
 
 
 def test_what_was_tried_is_a_table() -> None:

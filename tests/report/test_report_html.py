@@ -7,6 +7,7 @@ import io
 import json
 import re
 import subprocess
+import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from support.reports import latency_row, make_report
 from hies_export.errors import RequestError
 from hies_export.report.bench import Bench, print_bench, read_report, render_bench
 from hies_export.report.card import render_card
+from hies_export.report.figures import CAPTIONS, draw_report
 from hies_export.report.html import render_html
 from hies_export.report.jinja import one_line
 from hies_export.report.maps import KEPT
@@ -160,32 +162,30 @@ def test_a_bench_of_several_tables(tmp_path: Path) -> None:
         read_report(tmp_path / "gpu.json")
 
 
-def test_figures_of_a_run_are_drawn_the_same_twice(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
-    from hies_export.report import plots as figures
-
+def test_figures_of_a_run_are_drawn_the_same_twice() -> None:
     report = make_report(neurons=64)
-    files = figures.draw_report(report, tmp_path)
-    assert [file.name for file in files] == [f"{n}.{e}" for n in figures.CAPTIONS for e in ("png", "svg")]
-    before = {file: file.read_bytes() for file in files}
-    figures.draw_report(report, tmp_path)
-    assert {file: file.read_bytes() for file in files} == before
-    maps = [axis for axis in figures.head_maps(report).axes if axis.images]
-    assert [axis.get_title() for axis in maps] == [
-        *("plan: 3 of 12 removed", "hies score", "importance (HIS)", "attention entropy"),
+    found = draw_report(report)
+    assert list(found) == list(CAPTIONS)
+    assert draw_report(report) == found
+    texts = {name: [e.text for e in ET.fromstring(svg).iter() if e.tag.endswith("text")] for name, svg in found.items()}
+    assert [text for text in texts["head-maps.svg"] if "(" in str(text)] == [
+        "Plan (filled: kept; crossed: cut)",
+        "Score (empty: 0.12, full: 0.15)",
+        "Importance (HIS) (empty: 0, full: 0.11)",
+        "Attention entropy (empty: 0.5, full: 0.8)",
     ]
-    for axis in maps:
-        assert sorted(map(tuple, axis.collections[0].get_offsets().tolist())) == [(0, 0), (2, 2), (3, 1)]
-    assert maps[2].images[0].get_array()[1].tolist() == pytest.approx([0.04, 0.05, 0.06, 0.07])
-    plot = figures.latency(report.latency).axes[0]
-    assert [label.get_text() for label in plot.get_yticklabels()] == [
-        *("torch 8 x 128", "onnxruntime-cpu 8 x 128", "onnxruntime-cpu-int8 8 x 128 (noisy)"),
-    ]
+    for drawn in found["head-maps.svg"].split('<svg class="map')[1:]:
+        cells = re.findall(r'data-i="(\d),(\d)"/>\s*(<path)?', drawn)
+        assert [(int(head), int(layer)) for layer, head, cross in cells if cross] == [(0, 0), (3, 1), (2, 2)]
+    rows = [text for text in texts["latency.svg"] if "8 x 128" in str(text)]
+    assert rows == ["torch 8 x 128", "onnxruntime-cpu 8 x 128", "onnxruntime-cpu-int8 8 x 128"]
     # The noisy row has a control and no ratio.
-    assert (len(plot.patches), len(plot.containers)) == (3, 5)
-    assert figures.latency([]) is None
-    curves = [axis.lines[0].get_ydata().tolist() for axis in figures.alpha_curve(report).axes]
-    assert curves == [pytest.approx([0.8, 0.85, 0.89]), [0.9, 0.9, 0.9]]
+    assert found["latency.svg"].count('class="control"') == 3
+    assert [text for text in texts["latency.svg"] if text in ("0.830", "0.810", "0.700", "noisy")] == [
+        *("0.830", "0.810", "noisy"),
+    ]
+    assert {"accuracy, on held-out rows; alpha 0.5 was chosen", "0.89", "0.8"} <= set(texts["alpha.svg"])
+    assert "latency.svg" not in draw_report(dataclasses.replace(report, latency=[]))
 
 
 def test_names_cannot_become_markup() -> None:

@@ -30,10 +30,10 @@ from hies_export.generate.questions import read_questions
 from hies_export.onnx.generator import _generation_config
 from hies_export.report.bench import print_bench, read_report, render_bench
 from hies_export.report.card import read_card, render_card
+from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
 from hies_export.report.maps import KEPT, plan_maps
 from hies_export.report.markdown import render_markdown
-from hies_export.report.plots import draw_report
 from hies_export.report.report import Report
 from hies_export.report.terminal import map_text, print_report
 from hies_export.runtimes.llamacpp import read_version
@@ -43,7 +43,7 @@ from hies_export.slim.cut import prune_units
 from hies_export.stream.apply import apply_plan
 from hies_export.stream.skeleton import build_skeleton, read_tensors
 from hies_export.studies.explore import lost_share, predict, read_exploration
-from hies_export.sweep.curves import draw_figures
+from hies_export.sweep.figures import draw_sweep
 from hies_export.sweep.journal import Journal
 from hies_export.sweep.page import read_sweep, render_sweep
 from hies_export.units import Kept
@@ -276,7 +276,7 @@ def _runs(folder: Path) -> list[Read]:
     def draw() -> None:
         found = read_report(drawn)
         if isinstance(found, Report):
-            draw_report(found, folder / "figures")
+            draw_report(found)
 
     def explore() -> None:
         _use(read_exploration(run))
@@ -368,8 +368,8 @@ def _sweeps(folder: Path) -> list[Read]:
     return [
         Read("sweep.json, ui", "json", swept / "sweep.json", explore, 8),
         Read("details.json, ui", "json", swept / "details.json", explore, 8),
-        Read("sweep.json, figures", "json", swept / "sweep.json", lambda: draw_figures(swept), 1),
-        Read("details.json, figures", "json", swept / "details.json", lambda: draw_figures(swept), 1),
+        Read("sweep.json, figures", "json", swept / "sweep.json", lambda: draw_sweep(swept), 1),
+        Read("details.json, figures", "json", swept / "details.json", lambda: draw_sweep(swept), 1),
         Read("sweep.json, page", "json", swept / "sweep.json", show, 4),
         Read("details.json, page", "json", swept / "details.json", show, 4),
         Read("journal of a sweep", "lines", lines, resume, 25),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="matplotlib, the extra 'plots', is not installed")
-
-from hies_export.sweep import curves as figures
+from hies_export.sweep.charts import line_styles
+from hies_export.sweep.figures import draw_sweep
+from hies_export.sweep.page import timed_panels
 from hies_export.sweep.tables import render_markdown, sweep_tables
 
 ROW: dict[str, Any] = {
@@ -40,50 +41,52 @@ def rows(*, criteria: tuple[str, ...] = ("fisher", "kwon")) -> list[dict[str, An
     ]
 
 
+PLAN = {"criterion": "his", "alpha": None, "sparsity": None, "flops_target": 0.8, "modules": "attention+mlp"}
+DETAILS = {
+    "his": {"a": [0.1, 0.4], "a.mlp": [0.2, 0.3, 0.5]},
+    "entropy": {"a": [0.5, 0.4]},
+    "plans": [PLAN | {"kept": {"a": [1], "a.mlp": [0]}}, PLAN | {"modules": "mlp", "kept": {"a": [0, 1]}}],
+}
+
+
+def draw(folder: Path, found: list[dict[str, Any]]) -> dict[str, str]:
+    (folder / "sweep.json").write_text(json.dumps(found))
+    (folder / "details.json").write_text(json.dumps(DETAILS))
+    return draw_sweep(folder)
+
+
 def test_points_are_means_over_seeds_at_the_measured_time() -> None:
-    figure = figures.latency_curves(rows(), "stability")
-    assert [axis.get_title() for axis in figure.axes] == ["scalars", "weighted least squares"]
-    for axis in figure.axes:
-        assert axis.xaxis_inverted()
-        assert len(axis.containers) == 6
-        line, _, bars = axis.containers[0]
-        assert list(line.get_xdata()) == pytest.approx([90, 70])
-        assert list(line.get_ydata()) == pytest.approx([81, 61])
-        across = bars[0].get_segments()
-        assert [tuple(end[0] for end in segment) for segment in across] == [
-            pytest.approx((85, 100)),
-            pytest.approx((65, 80)),
+    panels = timed_panels(rows(), line_styles(rows()))
+    assert [panel.title for panel in panels] == ["scalars", "weighted least squares"]
+    for chart in (panel.charts[0] for panel in panels):
+        # A share of the FLOPs is at the time that is a tenth above it, and less time is on the right.
+        places = {tick.text: tick.place for tick in chart.x}
+        assert places["90"] < places["80"] < places["70"]
+        assert [line.name for line in chart.lines][:3] == [
+            *("fisher, heads only", "fisher, neurons only", "fisher, heads and neurons"),
         ]
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend[:3] == ["fisher, heads only", "fisher, neurons only", "fisher, heads and neurons"]
+        assert len(chart.lines) == 6
+        for line in chart.lines:
+            assert [point.x for point in line.points] == pytest.approx([places["90"], places["70"]])
+            assert [re.search(r"stability (\S+)", point.note)[1] for point in line.points] == ["81.00", "61.00"]  # type: ignore[index]
 
 
 def test_a_colour_per_method_and_a_dash_per_kind() -> None:
-    lines = [container[0] for container in figures.latency_curves(rows(), "quality").axes[0].containers]
-    assert len({line.get_color() for line in lines}) == 2
-    assert [line.get_linestyle() for line in lines] == [":", "--", "-"] * 2
-    alone = figures.latency_curves(rows(criteria=("kwon",)), "quality").axes[0].containers
-    assert len({container[0].get_color() for container in alone}) == 3
+    styles = line_styles(rows())
+    assert len({style.colour for style in styles.values()}) == 2
+    assert [style.dash for style in styles.values()] == ["2 4", "7 4", ""] * 2
 
 
 def test_without_times_there_is_no_such_figure_and_flops_fall_to_the_right(tmp_path: Path) -> None:
-    found = [{name: value for name, value in row.items() if "latency" not in name} for row in rows()]
-    assert figures.latency_curves(found, "quality") is None
-    axis = figures.curves(found, "stability").axes[0]
-    assert axis.xaxis_inverted()
-    assert axis.get_xlabel() == "FLOPs left, %"
-    plan = {"criterion": "his", "alpha": None, "sparsity": None, "flops_target": 0.8, "modules": "attention+mlp"}
-    details = {
-        "his": {"a": [0.1, 0.4], "a.mlp": [0.2, 0.3, 0.5]},
-        "entropy": {"a": [0.5, 0.4]},
-        "plans": [plan | {"kept": {"a": [1], "a.mlp": [0]}}, plan | {"modules": "mlp", "kept": {"a": [0, 1]}}],
+    assert {"quality-latency.svg", "stability-latency.svg"} < set(draw(tmp_path, rows()))
+    found = draw(tmp_path, [{name: value for name, value in row.items() if "latency" not in name} for row in rows()])
+    assert set(found) == {"quality.svg", "stability.svg", "head-maps.svg", "seeds.svg"}
+    ticks = {
+        text: float(x) for x, text in re.findall(r'<text x="([\d.]+)" y="267" [^>]*>(\d+)<', found["stability.svg"])
     }
-    (tmp_path / "sweep.json").write_text(json.dumps(found))
-    (tmp_path / "details.json").write_text(json.dumps(details))
-    names = {path.stem for path in figures.draw_figures(tmp_path)}
-    assert names == {"quality", "stability", "head-maps", "importance-3d", "seeds"}
-    (maps, *_) = figures.head_maps(details).axes
-    assert maps.get_title() == "HIS: 80% of the FLOPs"
+    assert ticks["80"] < ticks["60"]
+    assert "FLOPs left, %" in found["stability.svg"]
+    assert "HIS: 80% of the FLOPs" in found["head-maps.svg"]
 
 
 def test_tables_have_a_column_per_share_of_flops_the_smallest_cut_first() -> None:

@@ -1,0 +1,96 @@
+"""The figures of a run as SVG files, for papers and the card: the drawings of its page, each standing alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..checkpoint.folders import replace_file
+from .drawing import MapFigure, latency_scale
+from .html import alpha_curves, head_figures, neuron_bars
+from .jinja import environment
+from .maps import UnitMap, unit_maps
+from .report import Report
+from .text import held_out_rows
+
+CAPTIONS = {
+    "head-maps.svg": "Numbers of every head, and the plan; crosses mark the heads that were cut",
+    "neurons.svg": "Feed-forward neurons that every layer keeps",
+    "latency.svg": "Time of the slim model relative to the dense one, beside the dense one against itself",
+    "alpha.svg": "Quality and stability by alpha, on rows apart from those scored on",
+}
+# Width of a panel, and the room between two and above one, in units of the SVG.
+_WIDTH, _GAP, _TITLE = 480, 24, 26
+
+
+class Panel(NamedTuple):
+    """A drawing and the text above it."""
+
+    title: str
+    svg: str
+
+
+def draw_report(report: Report) -> dict[str, str]:
+    """Return the figures of `CAPTIONS`, file name -> SVG; one that the run has no numbers for is left out."""
+    heads = next((units for units in unit_maps(report) if isinstance(units, UnitMap)), None)
+    bars = neuron_bars(report, heads=None)
+    chosen = f"on {held_out_rows(report)}; alpha {report.alpha:g} was chosen" if report.alpha is not None else ""
+    curves = alpha_curves(report)
+    panels = {
+        "head-maps.svg": map_panels(head_figures(heads)) if heads else [],
+        "neurons.svg": [Panel(f"{bars.title} {bars.note}", _draw("unit_bars", bars, 16))] if bars else [],
+        "latency.svg": [Panel("", _draw("latency_plot", report.latency, latency_scale(report.latency)))]
+        if report.latency
+        else [],
+        "alpha.svg": [Panel(f"{curve.label}, {chosen}", _draw("curve", curve)) for curve in curves],
+    }
+    return {name: arrange(drawn) for name, drawn in panels.items() if drawn}
+
+
+def map_panels(figures: Sequence[MapFigure]) -> list[Panel]:
+    """Return a panel for every map."""
+    notes = [f"empty: {figure.ends[0]}, full: {figure.ends[1]}" if figure.ends else figure.note for figure in figures]
+    return [
+        Panel(f"{figure.title} ({note})", _draw("unit_map", figure, figure.widest))
+        for figure, note in zip(figures, notes, strict=True)
+    ]
+
+
+def arrange(panels: Sequence[Panel], *, legend: Callable[[int], str] | None = None) -> str:
+    """Return panels, two in a row, and a legend of their whole width below, as one SVG that needs nothing else."""
+    columns = min(2, len(panels))
+    inner, placed, top = columns * (_WIDTH + _GAP) - _GAP, [], _GAP
+    for first in range(0, len(panels), columns):
+        row = panels[first : first + columns]
+        heights = [_height(panel.svg, _WIDTH) for panel in row]
+        for column, (panel, height) in enumerate(zip(row, heights, strict=True)):
+            placed.append((panel, _GAP + column * (_WIDTH + _GAP), top, _WIDTH, height))
+        top += _TITLE + max(heights) + _GAP
+    if legend is not None:
+        placed.append((Panel("", below := legend(inner)), _GAP, top - _TITLE, inner, _height(below, inner)))
+        top += placed[-1][-1] + _GAP
+    template = environment().get_template("figure.svg.j2")
+    return template.render(placed=placed, width=inner + 2 * _GAP, height=top, title=_TITLE)
+
+
+def write_figures(figures: Mapping[str, str], folder: Path) -> list[Path]:
+    """Write figures, each whole or not at all, and return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in figures.items():
+        replace_file(folder / name, text)
+    return [folder / name for name in figures]
+
+
+def _draw(macro: str, *values: Any) -> str:
+    """Return what a macro of the pages draws."""
+    drawn: str = getattr(environment().get_template("macros.html.j2").module, macro)(*values)
+    return drawn
+
+
+def _height(svg: str, width: float) -> int:
+    """Return the height of a drawing that is scaled to a width."""
+    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
+    assert found is not None
+    return round(width * float(found[2]) / float(found[1]))
