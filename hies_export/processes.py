@@ -55,14 +55,9 @@ def _number(variable: str) -> int:
     return int(given) if given.isdecimal() else 1
 
 
-def asked() -> int:
-    """Return how many processes the environment says there are."""
-    return _number("WORLD_SIZE")
-
-
 def is_first() -> bool:
     """Return whether this process prints, also before `together` and after it."""
-    return asked() == 1 or os.environ.get("RANK", "0") == "0"
+    return _number("WORLD_SIZE") == 1 or os.environ.get("RANK", "0") == "0"
 
 
 def own_devices() -> list[int] | None:
@@ -70,7 +65,7 @@ def own_devices() -> list[int] | None:
     import torch
 
     here = _number("LOCAL_WORLD_SIZE")
-    if asked() == 1 or here == 1 or not torch.cuda.is_available():
+    if _number("WORLD_SIZE") == 1 or here == 1 or not torch.cuda.is_available():
         return None
     local, each = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() // here
     return list(range(local * each, (local + 1) * each))
@@ -105,9 +100,7 @@ def add_up(tensors: Iterable[Tensor], owner: int | None = None) -> None:
     """Add up the tensors of all processes, in place: in the owner, or by default in all, to the same bits."""
     if world() == 1:
         return
-    import torch.distributed as dist
-
-    with _exchange() as ours:
+    with _exchange() as (dist, ours):
         for tensor in tensors:
             moved = tensor.to(ours.device).contiguous()
             dist.reduce(moved, dst=owner or 0, group=ours.group)
@@ -124,9 +117,7 @@ def gather(value: T, owner: int | None = None) -> list[T]:
     """
     if world() == 1:
         return [value]
-    import torch.distributed as dist
-
-    with _exchange() as ours:
+    with _exchange() as (dist, ours):
         found: list[Any] = [None] * ours.world
         if owner is None:
             dist.all_gather_object(found, value, group=ours.group)
@@ -145,9 +136,8 @@ def broadcast(tensor: Tensor, owner: int) -> None:
     if world() == 1:
         return
     import torch
-    import torch.distributed as dist
 
-    with _exchange() as ours, torch.no_grad():
+    with _exchange() as (dist, ours), torch.no_grad():
         moved = tensor.detach().to(ours.device).contiguous()
         # As bytes, which every backend knows.
         dist.broadcast(moved.reshape(-1).view(torch.uint8), src=owner, group=ours.group)
@@ -170,11 +160,13 @@ def on_main(function: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _exchange() -> Iterator[_Group]:
-    """Yield the group, and say in one sentence that the processes cannot talk any more."""
+def _exchange() -> Iterator[tuple[Any, _Group]]:
+    """Yield torch.distributed and the group, and say in one sentence if the processes cannot talk any more."""
+    import torch.distributed as dist
+
     assert _group is not None
     try:
-        yield _group
+        yield dist, _group
     except RuntimeError as error:
         if memory_failure(error) is not None:
             raise
@@ -195,7 +187,7 @@ def together() -> Iterator[None]:
         StepError: Another process failed or is gone.
     """
     global _group
-    if _group is not None or asked() == 1:
+    if _group is not None or _number("WORLD_SIZE") == 1:
         if _group is None and _number("SLURM_STEP_NUM_TASKS") > 1:
             logger.warning("srun started several processes, but without WORLD_SIZE each of them does all of the work")
         yield

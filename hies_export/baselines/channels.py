@@ -7,7 +7,7 @@ of o. A head of width w has w channels, so removing w channels removes as many w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -70,8 +70,7 @@ def masked_channels(
     The columns of o then read zeros, so a removed channel has no effect. The head width that scales attention scores,
     and norms over the features of a head, are still those of the dense model.
     """
-    handles = []
-    try:
+    with ExitStack() as stack:
         for module in modules:
             by_group = stay[module.name].view(module.groups, module.unit_width)
             for name in module.producers:
@@ -79,11 +78,8 @@ def masked_channels(
                 mask = torch.ones(features_of(layer)[0])
                 for group, channels in channel_rows(module, name):
                     mask[channels] = by_group[group].float()
-                handles.append(layer.register_forward_hook(_multiply_by(mask.to(weight_of(layer)))))
+                stack.enter_context(layer.register_forward_hook(_multiply_by(mask.to(weight_of(layer)))))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _multiply_by(mask: Tensor) -> Callable[..., Tensor]:

@@ -50,28 +50,23 @@ def mask_gradients(
     if not batches:
         raise DataError("scoring needs at least one sample, got none; raise calibration.samples")
     found: dict[str, list[Tensor]] = {module.name: [] for module in modules}
-    with frozen(model), without_cache(model):
-        for index, batch in enumerate(progress.track(batches, "mask gradients")):
-            for name, gradients in _of_batch(model, batch, modules, index).items():
-                found[name].append(gradients)
-    return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-def _of_batch(
-    model: PreTrainedModel, batch: Mapping[str, Tensor], modules: Sequence[PrunableModule], index: int
-) -> dict[str, Tensor]:
-    """Return the gradients of one batch, module -> (batch, units)."""
-    batch = with_labels(model, {key: value.to(model.device) for key, value in batch.items()})
-    gates = Gates(modules)
+    consumers = {module.name: module.consumer for module in modules}
+    gates, samples = Gates(modules), 0
 
     def masked(name: str, x: Tensor) -> Tensor:
-        return gates.apply(name, x, samples=size_of(batch))
+        return gates.apply(name, x, samples=samples)
 
-    consumers = {module.name: module.consumer for module in modules}
-    with intercept(model, consumers, masked), torch.enable_grad():
-        total, losses = summed_loss(model, batch, index)
-        gradients = torch.autograd.grad(total, list(gates.tensors.values()), allow_unused=True)
-    return gates.per_sample(dict(zip(gates.tensors, gradients, strict=True)), losses, index)
+    with frozen(model), without_cache(model):
+        for index, given in enumerate(progress.track(batches, "mask gradients")):
+            batch = with_labels(model, {key: value.to(model.device) for key, value in given.items()})
+            gates, samples = Gates(modules), size_of(batch)
+            with intercept(model, consumers, masked), torch.enable_grad():
+                total, losses = summed_loss(model, batch, index)
+                gradients = torch.autograd.grad(total, list(gates.tensors.values()), allow_unused=True)
+            per_sample = gates.per_sample(dict(zip(gates.tensors, gradients, strict=True)), losses, index)
+            for name, values in per_sample.items():
+                found[name].append(values)
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def rearranged(selection: Selection, modules: Sequence[Units], gradients: Mapping[str, Tensor]) -> Selection:

@@ -11,7 +11,7 @@ residual connections; here they are not counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +75,7 @@ def collect_bases(
 @contextmanager
 def sliced(model: PreTrainedModel, modules: Sequence[PrunableModule], bases: Bases, *, share: float) -> Iterator[None]:
     """Project what attention reads and writes onto its principal components without a share of them, in the block."""
-    handles = []
-    try:
+    with ExitStack() as stack:
         for module in modules:
             output: Any = model.get_submodule(module.consumer)
             read, written = (
@@ -84,13 +83,9 @@ def sliced(model: PreTrainedModel, modules: Sequence[PrunableModule], bases: Bas
                 for basis in (bases.read[module.name], bases.written[module.name])
             )
             for name in module.producers:
-                layer = model.get_submodule(name)
-                handles.append(layer.register_forward_pre_hook(_project_input(read)))
-            handles.append(output.register_forward_hook(_project_output(written)))
+                stack.enter_context(model.get_submodule(name).register_forward_pre_hook(_project_input(read)))
+            stack.enter_context(output.register_forward_hook(_project_output(written)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

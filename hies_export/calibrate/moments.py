@@ -24,20 +24,9 @@ from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from .readings import Reading, reading
-from .ridge import Moments, SplitMoments, Spread
+from .ridge import SplitMoments
 from .stream import LIMIT_BYTES, Stream
-from .sums import LayerMoments, LayerSums, Sums, TargetSums, check_mix
-
-__all__ = [
-    "LayerMoments",
-    "MomentStream",
-    "Moments",
-    "SplitMoments",
-    "Spread",
-    "bytes_of",
-    "check_mix",
-    "collect_moments",
-]
+from .sums import LayerMoments, LayerSums, Sums, TargetSums
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
 HELD_OUT_EVERY = 5

@@ -31,7 +31,8 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..calibrate.effects import EffectStream, LayerEffects
-from ..calibrate.moments import MomentStream, Spread
+from ..calibrate.moments import MomentStream
+from ..calibrate.ridge import Spread
 from ..calibrate.stream import LIMIT_BYTES
 from ..errors import RecipeError
 from ..kinds import ATTENTION

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibrate.moments import Moments, MomentStream, SplitMoments, check_mix, check_samples, collect_moments
+from ..calibrate.moments import MomentStream, check_samples, collect_moments
+from ..calibrate.ridge import Moments, SplitMoments
 from ..calibrate.stream import LIMIT_BYTES
+from ..calibrate.sums import check_mix
 from ..errors import RecipeError, RequestError
 from ..model.linear import weight_of
 from ..model.threads import threads_for

@@ -19,7 +19,8 @@ from transformers import OPTConfig, OPTForSequenceClassification, PreTrainedMode
 
 from hies_export.calibrate import ridge, sums
 from hies_export.calibrate.effects import EffectStream
-from hies_export.calibrate.moments import Moments, MomentStream, bytes_of, collect_moments
+from hies_export.calibrate.moments import MomentStream, bytes_of, collect_moments
+from hies_export.calibrate.ridge import Moments
 from hies_export.errors import DataError, NonFiniteError, RequestError
 from hies_export.prunable.attention import find_attention
 from hies_export.units import PrunableModule

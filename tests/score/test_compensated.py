@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.effects import EffectStream, LayerEffects
-from hies_export.calibrate.moments import MomentStream, Spread
+from hies_export.calibrate.moments import MomentStream
+from hies_export.calibrate.ridge import Spread
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.pipeline.choose import choose, write_choice
 from hies_export.pipeline.resolve import options_of, resolve

@@ -12,7 +12,7 @@ from support.references import design_formula, kept_columns
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.moments import Moments
+from hies_export.calibrate.ridge import Moments
 from hies_export.errors import DataError, RecipeError, RequestError
 from hies_export.prunable.attention import find_attention
 from hies_export.slim.check import max_abs

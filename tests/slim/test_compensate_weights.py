@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate import ridge
-from hies_export.calibrate.moments import Moments, MomentStream, collect_moments
+from hies_export.calibrate.moments import MomentStream, collect_moments
+from hies_export.calibrate.ridge import Moments
 from hies_export.errors import RecipeError, RequestError
 from hies_export.slim.refit import Compensation, FewTokensWarning, compensate, refit
 from hies_export.units import PrunableModule
