@@ -92,16 +92,8 @@ LAYER = "encoder.layer.0.attention.self"
     ("place", "to", "message"),
     [
         (("linear",), 5, "hies_export.linear must be an object, got 5"),
-        (
-            ("linear",),
-            {"encoder.layer.9.x": [4, 4]},
-            "names 'encoder.layer.9.x', which is not a linear layer",
-        ),
-        (
-            ("linear",),
-            {"embeddings.LayerNorm": [4, 4]},
-            "'embeddings.LayerNorm', which is not a linear",
-        ),
+        (("linear",), {"encoder.layer.9.x": [4, 4]}, "names 'encoder.layer.9.x', which is not a linear layer"),
+        (("linear",), {"embeddings.LayerNorm": [4, 4]}, "'embeddings.LayerNorm', which is not a linear"),
         (("linear",), {f"{LAYER}.query": [4]}, r"query'\] List should have at least 2 items"),
         (("linear",), {f"{LAYER}.query": [0, 48]}, r"query'\]\[0\] must be greater than or equal to 1, got 0"),
         (("attributes",), {"nowhere": {"num_attention_heads": 2}}, "'nowhere', which is not a module of"),

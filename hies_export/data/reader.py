@@ -64,12 +64,7 @@ class Reader(ABC):
     a_row_is_a_sample: ClassVar[bool] = True
 
     def load(
-        self,
-        split: str,
-        *,
-        name: str | None = None,
-        files: Mapping[str, str | Path] | None = None,
-        **drawn: Any,
+        self, split: str, *, name: str | None = None, files: Mapping[str, str | Path] | None = None, **drawn: Any
     ) -> datasets.Dataset:
         """Load rows as `load_rows` does, `check` them, and `draw` samples from them by its options."""
         source: dict[str, Any] = {"name": name, "files": files, "split": split, "numbered": True}

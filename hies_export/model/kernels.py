@@ -78,13 +78,7 @@ def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
     if not call.is_plain:
         return _explicit_output(call, key, value, bias)
     return torch.nn.functional.scaled_dot_product_attention(
-        call.query,
-        key,
-        value,
-        attn_mask=bias,
-        dropout_p=call.dropout,
-        is_causal=call.is_causal,
-        scale=call.scaling,
+        call.query, key, value, attn_mask=bias, dropout_p=call.dropout, is_causal=call.is_causal, scale=call.scaling
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,29 +14,32 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode inside the block, and afterwards back into its own mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+def _switched_off(owners: Iterable[Any], flag: str) -> Iterator[None]:
+    """Set a flag of those that have it to False inside the block, and afterwards back to True."""
+    before = [owner for owner in owners if getattr(owner, flag, False)]
+    for owner in before:
+        setattr(owner, flag, False)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for owner in before:
+            setattr(owner, flag, True)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode inside the block, and afterwards back into its own mode."""
+    with _switched_off(model.modules(), "training"):
+        model.eval()
+        yield
 
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Switch off the cache of keys and values inside the block: it serves a next token that nobody asks for."""
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
-    for config in caching:
-        config.use_cache = False
-    try:
+    with _switched_off(configs.values(), "use_cache"):
         yield
-    finally:
-        for config in caching:
-            config.use_cache = True
 
 
 @contextmanager
@@ -75,13 +78,8 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
     """Put a model into evaluation mode and freeze its weights inside the block, and restore both afterwards."""
     # A model without a problem_type guesses it from the first labels, and writes it into its config.
     problem_type = getattr(model.config, "problem_type", None)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        with evaluating(model):
+    with _switched_off(model.parameters(), "requires_grad"), evaluating(model):
+        try:
             yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-        model.config.problem_type = problem_type
+        finally:
+            model.config.problem_type = problem_type

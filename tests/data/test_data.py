@@ -122,9 +122,7 @@ def word_tokenizer(**options):
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     options = {"pad_token": "[PAD]", "eos_token": "[SEP]"} | options
     return PreTrainedTokenizerFast(
@@ -214,10 +212,7 @@ def test_a_tokenizer_without_padding_gets_the_end_token(caplog):
     assert config.pad_token_id is None
     with caplog.at_level(logging.WARNING, logger="hies_export"):
         (batch,) = text_batches(
-            rows_of({"text": ["a b", "c"]}),
-            config,
-            Columns(text=("text",)),
-            tokenizer=word_tokenizer(pad_token=None),
+            rows_of({"text": ["a b", "c"]}), config, Columns(text=("text",)), tokenizer=word_tokenizer(pad_token=None)
         )
     assert batch["input_ids"].tolist() == [[2, 4, 5, 3], [2, 6, 3, 3]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]

@@ -14,6 +14,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from support.generative import png
 from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor
 from transformers import GPT2Config, LlamaConfig
 
@@ -218,24 +219,13 @@ def test_rows_with_lists_of_questions_become_a_row_per_question() -> None:
     rows = rows_of(question=[["a", "b"], ["c"]], answer=[["yes", "no"], ["d"]], hint=["k", "l"])
     columns = Columns(prompt="{hint} {question}", answer="answer")
     (batch,) = batches_of(rows, columns)
-    assert [words(r[r != 0]) for r in batch["input_ids"]] == [
-        "<s> k a yes </s>",
-        "<s> k b no </s>",
-        "<s> l c d </s>",
-    ]
+    assert [words(r[r != 0]) for r in batch["input_ids"]] == ["<s> k a yes </s>", "<s> k b no </s>", "<s> l c d </s>"]
     uneven = rows_of(question=[["a"], ["b", "c"]], answer=[["d"], ["e"]])
     with pytest.raises(DataError, match="row 1 .* has 'question' 2, 'answer' 1"):
         batches_of(uneven, ASKED)
 
 
 # ---- images, prompts and answers -------------------------------------------------------------------------
-
-
-def png(seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (20, 20, 3), dtype=np.uint8)
-    out = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(out, format="PNG")
-    return out.getvalue()
 
 
 SHOWN = Columns(image="image", prompt="Q {question} A", answer="answer")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import datasets
 import numpy as np
-import PIL.Image
 import pytest
 import tokenizers
+from support.generative import png
 from support.models import generative_tokenizer, llava_processor
 from transformers import BertConfig, LlamaConfig, LlavaConfig, PreTrainedTokenizerFast, ViTConfig
 
@@ -62,10 +61,7 @@ def test_rows_without_numbers_are_counted_as_they_are() -> None:
     assert own_columns(rows) == ["a"]
 
 
-def png(good: bool = True) -> dict[str, Any]:
-    out = io.BytesIO()
-    PIL.Image.new("RGB", (16, 16)).save(out, "PNG")
-    return {"bytes": out.getvalue() if good else b"no image", "path": None}
+IMAGE, NO_IMAGE = ({"bytes": content, "path": None} for content in (png(), b"no image"))
 
 
 def without_special_tokens() -> PreTrainedTokenizerFast:
@@ -90,17 +86,11 @@ CASES: dict[str, tuple[str, Columns, dict[str, Any], dict[str, Any], dict[str, A
     "no label": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}, {"label": None}),
     "label too large": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}, {"label": 2}),
     "hidden label": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}, {"label": -1}),
-    "no image": ("image-classification", Columns(image="image"), {}, {"image": png()}, {"image": None}),
-    "broken image": ("image-classification", Columns(image="image"), {}, {"image": png()}, {"image": png(False)}),
+    "no image": ("image-classification", Columns(image="image"), {}, {"image": IMAGE}, {"image": None}),
+    "broken image": ("image-classification", Columns(image="image"), {}, {"image": IMAGE}, {"image": NO_IMAGE}),
     "no answer": ("text-generation", ASKED, GENERATE, {"question": "a", "answer": "b"}, {"answer": None}),
     "lists": ("text-generation", ASKED, GENERATE, {"question": ["a"], "answer": ["b"]}, {"answer": ["b", "c"]}),
-    "choice": (
-        "text-generation",
-        CHOSEN,
-        GENERATE,
-        {"question": "a", "answer": ["b", "c"], "label": 1},
-        {"label": 2},
-    ),
+    "choice": ("text-generation", CHOSEN, GENERATE, {"question": "a", "answer": ["b", "c"], "label": 1}, {"label": 2}),
     "long answer": (
         "text-generation",
         ASKED,
@@ -119,14 +109,14 @@ CASES: dict[str, tuple[str, Columns, dict[str, Any], dict[str, Any], dict[str, A
         "image-text-to-text",
         SHOWN,
         GENERATE | {"processor": "llava"},
-        {"image": png(), "question": "a", "answer": "yes"},
-        {"image": png(False)},
+        {"image": IMAGE, "question": "a", "answer": "yes"},
+        {"image": NO_IMAGE},
     ),
     "long question": (
         "image-text-to-text",
         SHOWN,
         GENERATE | {"processor": "llava", "max_length": 24},
-        {"image": png(), "question": "a", "answer": "yes"},
+        {"image": IMAGE, "question": "a", "answer": "yes"},
         {"question": "a b c d e f g"},
     ),
 }

@@ -12,6 +12,7 @@ import PIL.Image
 import pytest
 import torch
 import yaml
+from support.generative import png
 from support.models import causal_lm, generative_tokenizer, llava, llava_processor
 
 from hies_export.data.lengths import by_length
@@ -143,11 +144,8 @@ def test_prompts_with_choices_ask_one_question() -> None:
 
 def test_choices_about_images_are_those_of_one_at_a_time() -> None:
     model = llava()
-    processor, rows = llava_processor(), []
-    for seed, row in enumerate(ROWS[:5]):
-        pixels, out = np.random.default_rng(seed).integers(0, 256, (20, 20, 3), dtype=np.uint8), io.BytesIO()
-        PIL.Image.fromarray(pixels).save(out, format="PNG")
-        rows.append({**row, "image": out.getvalue()})
+    processor = llava_processor()
+    rows = [{**row, "image": png(seed)} for seed, row in enumerate(ROWS[:5])]
     columns = Columns(image="image", prompt="Q {question} A", answer="choices", label="label")
     fields: dict[str, Any] = {"columns": columns, "config": model.config, "processor": processor}
     batches = batches_of(reader_for("image-text-to-text", **fields).of_choices(), rows, 4)

@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from support.models import bert
 
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.evaluate.judge import compute_metrics, stability, standard_error
@@ -18,18 +18,8 @@ from hies_export.evaluate.predict import ChoicePredictions, TokenPredictions, pr
 from hies_export.progress import Silent
 
 
-def tiny_bert(num_labels=3):
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=16,
-        num_labels=num_labels,
-        initializer_range=0.5,
-    )
-    return BertForSequenceClassification(config)
+def tiny_bert():
+    return bert(vocab_size=50)
 
 
 def batches(labels=True):

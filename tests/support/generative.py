@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+import PIL.Image
 import torch
 from torch import Tensor
 
@@ -53,3 +56,11 @@ def unpadded(batches: Sequence[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]
             real = batch["attention_mask"][i].bool()
             one = {k: batch[k][i : i + 1, real] for k in ("input_ids", "labels")}
             yield one | {k: v[i : i + 1] for k, v in batch.items() if k == "pixel_values"}
+
+
+def png(seed: int = 0) -> bytes:
+    """Return a random picture of 20 x 20 pixels, as a PNG file has it."""
+    out = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    PIL.Image.fromarray(pixels).save(out, format="PNG")
+    return out.getvalue()
