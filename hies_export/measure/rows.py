@@ -23,32 +23,18 @@ class LatencyRow(Record):
     Fields are the keys of report.json, in its order. Rows of older versions may lack those with a default.
 
     Attributes:
-        runtime: Name of the runtime.
         provider: Device or execution provider that both ran on, as the loaded runtime reports it.
         dtype: Dtype that they computed in; both, joined by " / ", if they differ.
-        phase: "forward"; for a model that generates, "prefill" or "decode".
-        batch: Rows of the batch.
         sequence: Tokens per row, as the attention sees them.
-        dense_ms: Median time of the dense model.
-        slim_ms: Median time of the slim model.
-        ratio: Median of the paired ratios slim / dense.
-        ratio_low: Lower end of its 95 % interval.
-        ratio_high: Upper end of it.
+        dense_ms, slim_ms: Median times.
+        ratio, ratio_low, ratio_high: Median of the paired ratios slim / dense, with a 95 % interval.
         realised: Share of time saved / share of FLOPs saved; None for a decode step, or if no FLOPs were saved.
         flops_ratio: FLOPs slim / dense; None for a decode step.
-        tokens_per_second: Tokens per second over all rows: new ones in a decode step, those read in a prefill; else
-            None.
-        dense_p90_ms: 90th percentile of the dense model's time.
-        dense_p99_ms: 99th percentile of the dense model's time.
-        slim_p90_ms: 90th percentile of the slim model's time.
-        slim_p99_ms: 99th percentile of the slim model's time.
-        control_ratio: Median of the paired ratios of a second copy of the dense model to the first (A/A).
-        control_low: Lower end of its 95 % interval.
-        control_high: Upper end of it.
+        tokens_per_second: Over all rows: new tokens of a decode step, those read of a prefill; else None.
+        control_ratio, control_low, control_high: The same ratio of a second copy of the dense model to the first (A/A).
         noisy: Whether the control shows too much noise for the ratio to be trusted, or the row took longer than one
             with more to compute (`with_contradictions`).
-        repeats: Number of timed runs of each model.
-        loads: Number of times the models were loaded.
+        repeats, loads: Number of timed runs of each model, and of times the models were loaded.
         threads: CPU threads within an operator.
         cuda_graph: Whether replays of CUDA graphs were timed.
         peak_bytes: Peak device memory during a run; None on the CPU.
@@ -137,8 +123,8 @@ class LatencyRow(Record):
 def with_contradictions(rows: Sequence[LatencyRow]) -> list[LatencyRow]:
     """Return the rows, with those called noisy that took clearly longer than one with more to compute.
 
-    A larger batch or a longer sequence cannot take less time in the same phase, dtype and runtime, for the dense or for
-    the slim model. Disturbances add time and never take any away, so the row with less to compute is the wrong one.
+    A larger batch or a longer sequence cannot take less time in the same phase, dtype and runtime, for either model.
+    Disturbances add time and never take any away, so the row with less to compute is the wrong one.
     """
     return [replace(row, noisy=True) if any(_contradicts(row, other) for other in rows) else row for row in rows]
 

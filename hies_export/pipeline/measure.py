@@ -99,19 +99,19 @@ def measure_both(
                     dtype=dtype,
                     progress=progress,
                 )
+    of_gguf = isinstance(exported, GgufExport)
     return Measurements(
         parameters=Both(counts.count_parameters(dense), counts.count_parameters(slim)),
-        bytes=StoredBytes(stored.dense, stored.slim, **_exported_bytes(exported)),
+        bytes=StoredBytes(
+            *(stored.dense, stored.slim),
+            onnx=None if of_gguf else exported.bytes,
+            gguf=exported.bytes if of_gguf else None,
+        ),
         flops=flops[shape],
         flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),
         cache_bytes_per_token=None if cache[0] is None or cache[1] is None else Both(cache[0], cache[1]),
         latency=latency,
     )
-
-
-def _exported_bytes(exported: Exported) -> dict[str, int | None]:
-    of_gguf = isinstance(exported, GgufExport)
-    return {"onnx": None if of_gguf else exported.bytes, "gguf": exported.bytes if of_gguf else None}
 
 
 def _export_both(

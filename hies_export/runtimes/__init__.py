@@ -19,7 +19,7 @@ To add a runtime, write one module and name it in one line:
 1. A subclass of `Runtime` under `@register_runtime("name")`. Its constructor takes `(source, *, threads)`. It defines
    `provider`, `dtype`, `prepare`, `run` and `fetch`; for decoders also `decodes` and `prepare_step`; for a device with
    its own clock also `time_ns`. A runtime of ONNX Runtime should subclass `OnnxRuntime`; another one that reads ONNX
-   graphs takes from `ort.py` what a folder has and what its inputs default to, as `openvino.py` does.
+   graphs should subclass `GraphRuntime`, as `openvino.py` does.
 2. The module's name in the import of `registry.py`.
 
 Recipes, `bench`, latency budgets and the report then accept it, and a test compares every registered runtime with

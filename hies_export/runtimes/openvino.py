@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ExportError, require_package
-from .base import Runtime, last_token, register_runtime
-from .ort import cache_sizes, input_array, onnx_file
+from .base import register_runtime
+from .ort import GraphRuntime, cache_sizes, input_array, onnx_file
 
 _DEVICE = "CPU"
 _PRECISIONS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -25,7 +25,7 @@ _NAMES = {short: name for name, short in _PRECISIONS.items()}
 
 
 @register_runtime("openvino")
-class OpenVinoRuntime(Runtime):
+class OpenVinoRuntime(GraphRuntime):
     """An ONNX file in OpenVINO on the CPU, with an infer request of its own for each feed."""
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
@@ -79,11 +79,6 @@ class OpenVinoRuntime(Runtime):
         precision = self._model.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         return _NAMES.get(precision, precision)
 
-    @property
-    def decodes(self) -> bool:
-        """Whether the graph takes a key/value cache."""
-        return any(name.startswith("past_key_values.") for name in self.inputs)
-
     def prepare(self, batch: Mapping[str, Any]) -> Any:
         """Set the inputs of a new infer request; what the batch lacks is filled in as for ONNX Runtime."""
         import openvino
@@ -95,13 +90,6 @@ class OpenVinoRuntime(Runtime):
             # The request keeps the tensor, and the tensor its own copy of the values.
             request.set_tensor(name, openvino.Tensor(array))
         return request
-
-    def prepare_step(self, batch: Mapping[str, Any]) -> Any:
-        """Run all tokens but the last to fill the cache, and set the last token with that cache."""
-        prompt, step = last_token(batch)
-        past = self.fetch(self.run(self.prepare(prompt)))
-        cache = {name: past[name.replace("past_key_values", "present", 1)] for name in self._cache_sizes}
-        return self.prepare({**step, **cache})
 
     def run(self, feed: Any) -> Any:
         """Run the graph on the inputs of a request, and return the request, which holds the outputs."""

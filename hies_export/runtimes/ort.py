@@ -46,8 +46,31 @@ class BoundFeed:
     options: Any = None
 
 
+class GraphRuntime(Runtime):
+    """What runtimes of ONNX graphs share; `inputs` and `outputs` are the names of the graph's."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    _cache_sizes: dict[str, tuple[int, int]]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the graph takes a key/value cache."""
+        return any(name.startswith("past_key_values.") for name in self.inputs)
+
+    def prepare_step(self, batch: Mapping[str, Any]) -> Any:
+        """Run all tokens but the last to fill the cache, and prepare the last token with that cache."""
+        prompt, step = last_token(batch)
+        past = self._past(prompt)
+        cache = {name: past[name.replace("past_key_values", "present", 1)] for name in self._cache_sizes}
+        return self.prepare({**step, **cache})
+
+    def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
+        return self.fetch(self.run(self.prepare(prompt)))
+
+
 @register_runtime("onnxruntime-cpu")
-class OnnxRuntime(Runtime):
+class OnnxRuntime(GraphRuntime):
     """An ONNX file in ONNX Runtime on the CPU, with inputs that are bound once.
 
     `requested` is the execution provider that it must run on, `device` ONNX Runtime's name for the device of inputs and
@@ -116,11 +139,6 @@ class OnnxRuntime(Runtime):
         """The dtype of the graph's first output."""
         return _NAMES.get(self._session.get_outputs()[0].type, self._session.get_outputs()[0].type)
 
-    @property
-    def decodes(self) -> bool:
-        """Whether the graph takes a key/value cache."""
-        return any(name.startswith("past_key_values.") for name in self.inputs)
-
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind the inputs; fill in missing masks, token types, positions and an empty cache, as torch does.
 
@@ -141,13 +159,6 @@ class OnnxRuntime(Runtime):
         for name in self.outputs:
             binding.bind_output(name, self.device)
         return BoundFeed(binding, tuple(values))
-
-    def prepare_step(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """Run all tokens but the last to fill the cache, and bind the last token with that cache."""
-        prompt, step = last_token(batch)
-        past = self._past(prompt)
-        cache = {name: past[name.replace("past_key_values", "present", 1)] for name in self._cache_sizes}
-        return self.prepare({**step, **cache})
 
     def _past(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
         # The prompt is run only once, so not through a subclass's `prepare`, which may capture a CUDA graph.
