@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,7 +48,6 @@ def compare_latency(
     phase: Phase = "forward",
     seed: int = 0,
     control: Runtime | None = None,
-    progress: Callable[[int, int], object] | None = None,
     **timing: Any,
 ) -> LatencyComparison:
     """Time two loaded models, interleaved in one process, with an A/A control.
@@ -65,7 +64,6 @@ def compare_latency(
         seed: Seed of the bootstrap.
         control: The dense model loaded a second time; by default `dense` itself, which hides differences between
             copies.
-        progress: Called with (rounds done, total rounds, which may grow with `min_seconds`).
         **timing: `repeats` (30), `warmup` (5) and `min_seconds` (0), as in `Timing`.
 
     Returns:
@@ -84,7 +82,7 @@ def compare_latency(
         True
     """
     runners = (dense, slim, control or dense)
-    rounds = time_rounds(runners, batch=batch, timing=Timing(**timing), phase=phase, progress=progress)
+    rounds = time_rounds(runners, batch=batch, timing=Timing(**timing), phase=phase)
     return compare_rounds([rounds], seed=seed)
 
 

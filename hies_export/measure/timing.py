@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,7 +82,6 @@ def time_rounds(
     batch: Mapping[str, Any],
     timing: Timing,
     phase: Phase = "forward",
-    progress: Callable[[int, int], object] | None = None,
 ) -> Rounds:
     """Time dense, slim and control, which may be the same object as dense, in turns; see `compare_latency`."""
     if phase == "decode" and not all(runner.decodes for runner in runners):
@@ -92,7 +91,7 @@ def time_rounds(
     feeds = [runner.prepare_step(batch) if phase == "decode" else runner.prepare(batch) for runner in runners]
     _check_alike(runners)
     _warm_up(runners, feeds, timing.warmup)
-    times_ns = _run_in_turns(runners, feeds, timing, progress)
+    times_ns = _run_in_turns(runners, feeds, timing)
     # The model that is loaded first also accounts for the runtime's kernels, so dense memory is read from the control.
     peaks = [runners[index].peak_memory_bytes(feeds[index]) for index in (2, 1)]
     clock_mhz = None if None in peaks else gpu_facts().get("clocks.sm")
@@ -144,7 +143,6 @@ def _run_in_turns(
     runners: Sequence[Runtime],
     feeds: Sequence[Any],
     timing: Timing,
-    progress: Callable[[int, int], object] | None,
 ) -> list[list[int]]:
     """Return the times in nanoseconds, one list per round, in the order of `runners`."""
     rounds: list[list[int]] = []
@@ -159,8 +157,6 @@ def _run_in_turns(
                 elapsed_ns[index] = runners[index].time_ns(feeds[index])
             rounds.append(elapsed_ns)
             total_ns += sum(elapsed_ns)
-            if progress is not None:
-                progress(len(rounds), max(timing.repeats, len(rounds)))
     finally:
         if collecting:
             gc.enable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,7 +76,6 @@ def export_onnx(
     provider: Provider = "cpu",
     dtype: str = "float32",
     overwrite: bool = False,
-    progress: Callable[[int, int], object] | None = None,
 ) -> OnnxExport:
     """Write a model as ONNX graphs with Optimum's file names, and compare them with torch.
 
@@ -103,7 +102,6 @@ def export_onnx(
         dtype: Dtype of weights and of floating inputs and outputs, `float32` or `float16`. Outputs must agree with
             torch in float32 within 1e-3, or for `float16` within 2e-2 times max(1, largest output).
         overwrite: Replace an existing folder.
-        progress: Called with (steps done, total steps).
 
     Returns:
         The files that were written, and the largest difference of their outputs from torch's.
@@ -131,25 +129,18 @@ def export_onnx(
     if model.main_input_name not in given:
         raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
     kind, given = _kind(model, given)
-    report = progress or (lambda done, total: None)
-
-    report(0, 3)
     reference = _float32_copy(model)
     traced = _traceable_copy(reference, provider, DTYPES[dtype])
     with new_folder(target, overwrite=overwrite) as staging:
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
             programs, batches = _trace(kind, traced, given, FUSIONS[provider])
-        report(1, 3)
-        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
             for name, program in programs.items():
                 _save(program, staging / name)
         size = sum(file.stat().st_size for file in staging.iterdir())
         _write_companions(staging, traced, processor)
-        report(2, 3)
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
             check = check_parity if kind == "encoder" else check_generation
             max_abs, checked_on = check(staging, reference, batches, dtype)
-    report(3, 3)
     main = next(reversed(programs))
     nodes = [node for program in programs.values() for node in program.graph.all_nodes()]
     return OnnxExport(

@@ -15,6 +15,7 @@ from .repair import flatten_gemm_inputs, share_tied_weights
 
 # The provider whose fused operators the exporter may use; None for operators of the ONNX standard only.
 Fusions = Literal["cpu", "cuda"] | None
+_TOKEN_AXES = {0: "batch", 1: "sequence"}
 
 
 def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -39,14 +40,12 @@ def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> d
     return {name: rows[name] for name in accepted if name in rows}
 
 
-def _dynamic_axes(name: str, tensor: torch.Tensor) -> dict[int, str]:
-    fixed = name in ("pixel_values", "input_features") or tensor.ndim < 2
-    return {0: "batch"} if fixed else {0: "batch", 1: "sequence"}
-
-
 def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Fusions) -> Any:
     """Trace an encoder to an `onnx_ir.Model`, fused, with named dynamic axes."""
-    axes = {name: _dynamic_axes(name, tensor) for name, tensor in sample.items()}
+    axes: dict[str, dict[int, str]] = {
+        name: {0: "batch"} if name in ("pixel_values", "input_features") or tensor.ndim < 2 else _TOKEN_AXES
+        for name, tensor in sample.items()
+    }
     flags: dict[str, Any] = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
     program = export_program(model, sample, fusions, axes=axes, flags=flags)
     name_axes(program, axes)
