@@ -64,12 +64,7 @@ class Exporter:
         if options.format == "gguf":
             return export_gguf(model, folder, tokenizer=self.processor, dtype=options.dtype)
         return export_onnx(
-            model,
-            folder,
-            batch=self.sample,
-            processor=self.processor,
-            provider=options.provider,
-            dtype=options.dtype,
+            model, folder, batch=self.sample, processor=self.processor, provider=options.provider, dtype=options.dtype
         )
 
     def source(self, runtime: str, model: PreTrainedModel, folder: Path) -> PreTrainedModel | Path:

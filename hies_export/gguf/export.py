@@ -54,12 +54,7 @@ class GgufExport:
 
 
 def export_gguf(
-    model: PreTrainedModel,
-    folder: str | Path,
-    *,
-    tokenizer: Any,
-    dtype: str = "float32",
-    overwrite: bool = False,
+    model: PreTrainedModel, folder: str | Path, *, tokenizer: Any, dtype: str = "float32", overwrite: bool = False
 ) -> GgufExport:
     """Write a decoder as `folder/model.gguf`, for stock llama.cpp and what is built on it.
 

@@ -18,13 +18,11 @@ class LatencyComparison(Conditions):
     """The latency of a dense and a slim model, timed together, and the conditions of the measurement.
 
     Attributes:
-        dense: Latency of the dense model.
-        slim: Latency of the slim model.
+        dense, slim: Percentiles of either model.
         ratio: Ratio of slim to the mean of dense and control, with an interval over rounds, copies and loads.
         control: Ratio of a second copy of the dense model to the first, timed in the same rounds (A/A). Its distance
             from 1 is noise.
-        repeats: Number of timed runs of each model.
-        loads: Number of times the models were loaded.
+        repeats, loads: Number of timed runs of each model, and of times the models were loaded.
     """
 
     dense: Percentiles

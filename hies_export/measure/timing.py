@@ -77,11 +77,7 @@ class Rounds(Conditions):
 
 
 def time_rounds(
-    runners: Sequence[Runtime],
-    *,
-    batch: Mapping[str, Any],
-    timing: Timing,
-    phase: Phase = "forward",
+    runners: Sequence[Runtime], *, batch: Mapping[str, Any], timing: Timing, phase: Phase = "forward"
 ) -> Rounds:
     """Time dense, slim and control, which may be the same object as dense, in turns; see `compare_latency`."""
     if phase == "decode" and not all(runner.decodes for runner in runners):
@@ -139,11 +135,7 @@ def _check_finite(outputs: Mapping[str, np.ndarray], *, name: str, provider: str
             )
 
 
-def _run_in_turns(
-    runners: Sequence[Runtime],
-    feeds: Sequence[Any],
-    timing: Timing,
-) -> list[list[int]]:
+def _run_in_turns(runners: Sequence[Runtime], feeds: Sequence[Any], timing: Timing) -> list[list[int]]:
     """Return the times in nanoseconds, one list per round, in the order of `runners`."""
     rounds: list[list[int]] = []
     total_ns = 0

@@ -130,10 +130,8 @@ def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Seq
             continue
         what, other = _EXPORTED[format]
         for runtime in runtimes:
-            if RUNTIMES[runtime].reads_models:
-                raise RequestError(f"runtime {runtime} needs a checkpoint, but {folder} is {what}; use {other}")
-            if RUNTIMES[runtime].format != format:
-                needed, _ = _EXPORTED[RUNTIMES[runtime].format]
+            if RUNTIMES[runtime].reads_models or RUNTIMES[runtime].format != format:
+                needed = "a checkpoint" if RUNTIMES[runtime].reads_models else _EXPORTED[RUNTIMES[runtime].format][0]
                 raise RequestError(f"runtime {runtime} needs {needed}, but {folder} is {what}; use {other}")
         if dtypes:
             raise RequestError(f"a dtype can be chosen for checkpoints, but {folder} is {what} with its own")

@@ -91,13 +91,7 @@ def measure_both(
             for name in runtimes:
                 sources: Any = exports.get(name) or [convert(model, dtype=own) for model in (dense, slim)]
                 latency += time_on(
-                    name,
-                    *sources,
-                    batches=batches,
-                    flops=flops,
-                    timing=options.timing,
-                    dtype=dtype,
-                    progress=progress,
+                    name, *sources, batches=batches, flops=flops, timing=options.timing, dtype=dtype, progress=progress
                 )
     of_gguf = isinstance(exported, GgufExport)
     return Measurements(
