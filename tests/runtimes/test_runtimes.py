@@ -183,28 +183,20 @@ def test_positions_count_what_is_not_padding():
     assert positions_of(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_onnxruntime_fills_in_positions_and_an_empty_cache(tmp_path, named):
-    heads = "key_value_heads.0" if named else 2
-    floats, integers = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
-    shapes = {"input_ids": ["b", "s"], "attention_mask": ["b", "t"], "position_ids": ["b", "s"]}
-    inputs = [onnx.helper.make_tensor_value_info(name, integers, shape) for name, shape in shapes.items()]
-    inputs.append(onnx.helper.make_tensor_value_info("past_key_values.0.key", floats, ["b", heads, "p", 4]))
-    outputs = [
-        onnx.helper.make_tensor_value_info("logits", integers, ["b", "s"]),
-        onnx.helper.make_tensor_value_info("present.0.key", floats, ["b", heads, "p", 4]),
-    ]
-    nodes = [
-        onnx.helper.make_node("Add", ["input_ids", "position_ids"], ["logits"]),
-        onnx.helper.make_node("Identity", ["past_key_values.0.key"], ["present.0.key"]),
-    ]
-    model = onnx.helper.make_model(
-        onnx.helper.make_graph(nodes, "g", inputs, outputs), opset_imports=[onnx.helper.make_opsetid("", 20)]
-    )
-    model.ir_version = 10
-    if named:
-        onnx.helper.set_model_props(model, {"hies_export.cache_sizes": '{"past_key_values.0.key": [2, 4]}'})
-    onnx.save(model, tmp_path / "model.onnx")
+# logits = input_ids + position_ids, and a cache that stays as it is.
+CACHED = """<ir_version: 10, opset_import: ["" : 20] METADATA>
+g (int64[b, s] input_ids, int64[b, t] attention_mask, int64[b, s] position_ids,
+   float[b, HEADS, p, 4] "past_key_values.0.key") => (int64[b, s] logits, float[b, HEADS, p, 4] "present.0.key") {
+  logits = Add(input_ids, position_ids)
+  "present.0.key" = Identity("past_key_values.0.key")
+}"""
+SIZES = r""", metadata_props: ["hies_export.cache_sizes" : "{\"past_key_values.0.key\": [2, 4]}"]"""
+
+
+@pytest.mark.parametrize(("heads", "metadata"), [("2", ""), ("heads", SIZES)], ids=["sizes in shapes", "in metadata"])
+def test_onnxruntime_fills_in_positions_and_an_empty_cache(tmp_path, heads, metadata):
+    graph = onnx.parser.parse_model(CACHED.replace("HEADS", heads).replace("METADATA", metadata))
+    onnx.save(graph, tmp_path / "model.onnx")
     runtime = load_runtime("onnxruntime-cpu", tmp_path)
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     result = runtime.run(runtime.prepare({"input_ids": IDS, "attention_mask": mask}))
@@ -302,6 +294,12 @@ def test_a_converted_model_computes_nearly_the_same_and_leaves_the_other_alone(m
     assert [id(p) for p in same.parameters()] == [id(p) for p in model.parameters()]
 
 
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """Of `model`, which is the same in every test: one for each provider."""
+    return tmp_path_factory.mktemp("exports")
+
+
 # Eight bits, on logits of about 1.
 TOLERANCE = {"onnxruntime-cpu-int8": 0.05}
 
@@ -315,11 +313,13 @@ TOLERANCE = {"onnxruntime-cpu-int8": 0.05}
         if runtime.format != "gguf"  # decoders alone, and probabilities alone: tests/gguf_export/test_llamacpp.py
     ],
 )
-def test_every_runtime_computes_what_torch_does(model, tmp_path, name):
+def test_every_runtime_computes_what_torch_does(model, exports, name):
     skip_without(name)
     batch, source = {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, model.eval()
     if not RUNTIMES[name].reads_models:
-        source = export_onnx(model, tmp_path / "onnx", batch=batch, provider=RUNTIMES[name].fused_for).folder
+        source = exports / RUNTIMES[name].fused_for
+        if not source.exists():
+            export_onnx(model, source, batch=batch, provider=RUNTIMES[name].fused_for)
     runtime = load_runtime(name, source, threads=1)
     got = runtime.fetch(runtime.run(runtime.prepare(batch)))["logits"]
     with torch.no_grad():

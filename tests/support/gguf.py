@@ -132,3 +132,18 @@ def sentence_piece_tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
+
+
+# Models, and the architecture of llama.cpp that carries them.
+CASES: dict[str, Any] = {
+    "llama": (llama, "llama"),
+    "llama, uneven": (lambda: cut(llama()), "deci"),
+    "llama, uniform": (lambda: cut(llama(), uniform=True), "llama"),
+    "llama, all biases, uneven": (lambda: cut(llama(attention_bias=True, mlp_bias=True)), "deci"),
+    "mistral, uneven": (lambda: cut(mistral()), "deci"),
+    "mistral, heads wider than the model": (lambda: mistral(head_dim=24), "llama"),
+    "qwen2": (qwen2, "qwen2"),
+    "qwen2, uneven": (lambda: cut(qwen2()), "deci"),
+    "qwen2, uniform": (lambda: cut(qwen2(), uniform=True), "llama"),
+    "qwen3, uniform": (lambda: cut(qwen3(), uniform=True), "qwen3"),
+}
