@@ -10,6 +10,6 @@ image processor; out come dictionaries of tensors for `model(**batch)`. In the o
   questions about images. To add a task, describe it in `hies_export/tasks.py` and register its reader.
 - What they use: `labels.py`, `prompts.py` and `text_blocks.py` read columns; `images.py` opens images; `tokens.py`
   settles padding, length and vocabulary.
-- `batches.py` says what a batch is, and checks those that a caller made. `lengths.py` orders batches by length.
-  `targets.py` reads finished batches, and is all that scoring needs of this folder.
+- `batches.py` says what a batch is, checks those that a caller made, and orders them by length. `targets.py` reads
+  finished batches, and is all that scoring needs of this folder.
 """

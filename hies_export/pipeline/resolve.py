@@ -13,9 +13,8 @@ from typing import Any
 import datasets
 
 from ..checkpoint.classes import load_config
-from ..data.batches import Batch
+from ..data.batches import Batch, by_length
 from ..data.generation import GenerationReader
-from ..data.lengths import by_length
 from ..data.processors import load_processor
 from ..data.reader import Columns, Reader
 from ..data.registry import reader_for

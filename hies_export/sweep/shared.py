@@ -14,7 +14,7 @@ from ..baselines.names import CHANNELS, OWN_SAMPLES
 from ..baselines.slicing import Bases, collect_bases
 from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ..calibrate.moments import MomentStream
-from ..data.lengths import by_length
+from ..data.batches import by_length
 from ..evaluate.judge import Judge
 from ..evaluate.predict import Predictions, predict
 from ..measure.counts import count_flops

@@ -15,7 +15,7 @@ import yaml
 from support.generative import png
 from support.models import causal_lm, generative_tokenizer, llava, llava_processor
 
-from hies_export.data.lengths import by_length
+from hies_export.data.batches import by_length
 from hies_export.data.reader import Columns
 from hies_export.data.registry import reader_for
 from hies_export.data.targets import samples_of

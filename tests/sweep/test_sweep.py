@@ -22,7 +22,7 @@ from hies_export.baselines.slicing import collect_bases, fine_tuned, sliced
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.moments import collect_moments
 from hies_export.cli.main import main
-from hies_export.data.lengths import by_length
+from hies_export.data.batches import by_length
 from hies_export.errors import OutputExistsError, RecipeError, RequestError
 from hies_export.evaluate.judge import compute_metrics, stability
 from hies_export.evaluate.predict import predict, references
