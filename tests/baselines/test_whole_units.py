@@ -39,6 +39,13 @@ def loss_of(model: Any, sample: dict[str, Tensor], module: PrunableModule, mask:
         handle.remove()
 
 
+def assert_diagonal_is_fisher(found: dict[str, Tensor], model: Any, batches: list[dict[str, Tensor]]) -> None:
+    """Assert that the diagonal of the Fisher information is the statistic of that name."""
+    fisher = collect_statistics(model, batches, units_of(model, batches[0]))["fisher"]
+    for name, gradients in found.items():
+        assert_near(gradients.square().mean(0), fisher[name])
+
+
 def test_mask_gradients_are_those_of_every_sample_by_itself() -> None:
     model = bert()
     batches = [text_batch(3, 10), text_batch(2, 8)]
@@ -51,10 +58,7 @@ def test_mask_gradients_are_those_of_every_sample_by_itself() -> None:
             loss_of(model, sample, module, mask).backward()
             expected.append(mask.grad)
         torch.testing.assert_close(found[module.name], torch.stack(expected).double(), rtol=1e-4, atol=1e-6)
-    # The diagonal of the Fisher information is the statistic of that name.
-    fisher = collect_statistics(model, batches, modules)["fisher"]
-    for name, gradients in found.items():
-        assert_near(gradients.square().mean(0), fisher[name])
+    assert_diagonal_is_fisher(found, model, batches)
     assert all(parameter.requires_grad for parameter in model.parameters())
     with pytest.raises(DataError, match="at least one sample, got none"):
         mask_gradients(model, [], modules)
@@ -67,11 +71,7 @@ def test_the_loss_of_a_text_is_the_mean_over_its_own_tokens(labelled: bool) -> N
     batch["input_ids"] %= 32
     if labelled:
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    modules = units_of(model, batch)
-    found = mask_gradients(model, [batch], modules)
-    fisher = collect_statistics(model, [batch], modules)["fisher"]
-    for name, gradients in found.items():
-        assert_near(gradients.square().mean(0), fisher[name])
+    assert_diagonal_is_fisher(mask_gradients(model, [batch], units_of(model, batch)), model, [batch])
 
 
 def naively_exchanged(gradients: np.ndarray, count: int) -> list[int]:
@@ -190,12 +190,7 @@ def test_a_mean_in_place_of_a_channel_costs_what_the_metric_says() -> None:
     lost = torch.stack([((x[:, j] - x[:, j].mean())[:, None] * weight[:, j]).square().sum() for j in range(x.shape[1])])
     found = fluctuations(model, MomentStream(model, [module], batches))[module.name]
     assert found.argsort().tolist() == lost.argsort().tolist()
-
-
-def test_equal_channels_have_no_spread_to_standardise_by() -> None:
-    model = bert()
-    batches = [text_batch(8, 12, labels=False)]
-    module = neurons(model)[0]
+    # Equal channels have no spread to standardise by.
     with torch.no_grad():
         model.get_submodule(module.consumer).weight.zero_()
     found = fluctuations(model, MomentStream(model, [module], batches))[module.name]

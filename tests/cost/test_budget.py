@@ -121,18 +121,15 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
         where = TimedOn("torch", batch, Timing(repeats=2), Exporter(ExportOptions(dtype=dtype), batch))
         return latency_table(model, sites, where, cache=tmp_path)
 
-    first = table(12)
+    first, kept = table(12), [(12,), (13,), (13, "float16")]
     assert table(12) == first
-    assert len(list(tmp_path.glob("*.json"))) == 1
-    table(13)
-    assert len(list(tmp_path.glob("*.json"))) == 2
-    table(13, "float16")
-    assert len(list(tmp_path.glob("*.json"))) == 3
+    for number, key in enumerate(kept, start=1):
+        table(*key)
+        assert len(list(tmp_path.glob("*.json"))) == number
     file = next(tmp_path.glob("*.json"))
     file.write_text("not json")
-    table(12)
-    table(13)
-    table(13, "float16")
+    for key in kept:
+        table(*key)
     assert "not json" not in file.read_text()
 
 
@@ -174,11 +171,15 @@ def run(project: Path, budget: dict[str, Any], *settings: str) -> int:
     return main(["run", str(project / "recipe.yaml"), "--set", f"prune.budget={json.dumps(budget)}", *extra])
 
 
+def report_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    report = json.loads((folder / "report.json").read_text())
+    return report, report["details"]["budget"]
+
+
 @pytest.mark.usefixtures("untraced")
 def test_a_run_by_flops_with_alpha_chosen(project: Path) -> None:
     assert run(project, {"flops": 0.9}, "prune.alpha=auto") == 0
-    report = json.loads((project / "out" / "report.json").read_text())
-    budget = report["details"]["budget"]
+    report, budget = report_of(project / "out")
     assert budget["measured"] == pytest.approx(budget["predicted"], abs=1e-9)
     assert budget["measured"] == report["flops"]["slim"] / report["flops"]["dense"]
     assert 0.86 < budget["measured"] <= 0.9
@@ -193,8 +194,7 @@ def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: p
     monkeypatch.setattr("hies_export.cost.latency._read", lambda file, key: cuts)
     latency = {"ratio": 0.85, "runtime": "torch", "batch": 3, "sequence": 20}
     assert run(project, {"latency": latency}) == 0
-    report = json.loads((project / "out" / "report.json").read_text())
-    budget = report["details"]["budget"]
+    report, budget = report_of(project / "out")
     assert 0.8 < budget["predicted"] <= 0.85
     row = next(r for r in report["latency"] if (r["batch"], r["sequence"]) == (3, 20))
     assert budget["measured"] == row["ratio"]
@@ -205,8 +205,7 @@ def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: p
 @pytest.mark.usefixtures("untraced")
 def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}) == 0
-    report = json.loads((project / "out" / "report.json").read_text())
-    budget = report["details"]["budget"]
+    report, budget = report_of(project / "out")
     assert budget["samples"] == 52
     assert budget["dense"] - budget["slim"] <= 0.05 + 1e-9
     assert budget["slim"] == pytest.approx(budget["masked"])
@@ -216,7 +215,7 @@ def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypa
     compensated = ("prune.compensation={samples: 60}", f"output={project / 'compensated'}")
     assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}, *compensated) == 0
     assert len(passes) == 1
-    refitted = json.loads((project / "compensated" / "report.json").read_text())["details"]["budget"]
+    _, refitted = report_of(project / "compensated")
     assert refitted["slim"] == pytest.approx(refitted["refitted"])
     assert refitted["dense"] == budget["dense"]
     more = [row for row in budget["judged"] if row["removed"] == report["heads"]["removed"] + 1]
