@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # One process may export and measure for hours while the others wait.
 LONGEST_WAIT = timedelta(days=7)
 # Seconds in which the first process says what all fail with, and the launcher ends the others.
-HEAD_START = 1.0
+HEAD_START = 5.0
 # What a process must find in its environment.
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

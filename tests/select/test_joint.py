@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,11 @@ def effects_of(modules: Sequence[Units], seed: int) -> dict[str, torch.Tensor]:
 
 def scores_of(effects: Mapping[str, torch.Tensor], *, ranked: tuple[str, ...] = ()) -> Scores:
     return Scores("fisher", {}, effects, effects, ranked)
+
+
+def chosen(effects: Mapping[str, torch.Tensor], modules: Sequence[Units], ratio: float, **how: Any) -> Selection:
+    """Return what stays when units of these effects, and of the usual prices, are removed."""
+    return select_units(scores_of(effects), modules, table=table_of(modules, PRICE), ratio=ratio, **how)
 
 
 def cost(selection: Selection, modules: Sequence[Units]) -> float:
@@ -107,7 +113,7 @@ CONSTRAINTS = {
 @pytest.mark.parametrize("seed", range(3))
 def test_no_other_choice_loses_less(case: str, seed: int) -> None:
     modules, constraints = CONSTRAINTS[case]
-    effects, table = effects_of(modules, seed), table_of(modules, PRICE)
+    effects = effects_of(modules, seed)
     choices = [
         (
             sum(PRICE[m.kind] * len(kept[m.name]) for m in modules),
@@ -120,7 +126,7 @@ def test_no_other_choice_loses_less(case: str, seed: int) -> None:
     for share in (0.05, 0.4, 0.8):
         # Between two costs that choices have: at one of them, the rounding of costs decides.
         ratio = (int((least + share * (1 - least)) * total) + 0.5) / total
-        found = select_units(scores_of(effects), modules, table=table, ratio=ratio, constraints=constraints)
+        found = chosen(effects, modules, ratio, constraints=constraints)
         assert cost(found, modules) <= ratio + 1e-9
         best = min(loss for price, loss in choices if price <= ratio * total + 1e-6)
         assert lost(found, effects) == pytest.approx(best)
@@ -132,7 +138,7 @@ def test_no_other_choice_loses_less(case: str, seed: int) -> None:
 def test_the_loss_is_that_of_a_knapsack_over_counts(exact: bool, multiple: int, seed: int) -> None:
     constraints, effects = Constraints(neurons_multiple_of=multiple), effects_of(LARGE, seed)
     ratio = random.Random(seed).uniform(0.3, 0.9)
-    found = select_units(scores_of(effects), LARGE, table=table_of(LARGE, PRICE), ratio=ratio, constraints=constraints)
+    found = chosen(effects, LARGE, ratio, constraints=constraints)
     total = sum(int(PRICE[m.kind]) * m.units for m in LARGE)
     assert cost(found, LARGE) <= ratio + 1e-9
     options = removable_counts(LARGE, constraints)
@@ -264,9 +270,7 @@ def test_multiples_of_both_kinds_are_kept(seed: int) -> None:
     constraints = Constraints(multiple_of=2, neurons_multiple_of=16, min_heads=5, keep_layers=(1,))
     effects = effects_of(modules, seed)
     for ratio in (0.9, 0.75, 0.64):
-        found = select_units(
-            scores_of(effects), modules, table=table_of(modules, PRICE), ratio=ratio, constraints=constraints
-        )
+        found = chosen(effects, modules, ratio, constraints=constraints)
         assert cost(found, modules) <= ratio
         assert [len(found[name].removed) for name in ("a1", "m1")] == [0, 0]
         for module in modules:
@@ -295,12 +299,9 @@ def test_query_heads_leave_all_groups_alike() -> None:
 def test_uniform_takes_the_smallest_share_that_is_enough() -> None:
     modules = tuple(m for i in range(2) for m in (heads(f"a{i}", 8), block(f"m{i}", 40)))
     effects = effects_of(modules, 4)
-    table = table_of(modules, PRICE)
     shares = []
     for ratio in (0.95, 0.7, 0.5, 0.3):
-        found = select_units(
-            scores_of(effects), modules, table=table, ratio=ratio, constraints=Constraints(allocation="uniform")
-        )
+        found = chosen(effects, modules, ratio, constraints=Constraints(allocation="uniform"))
         assert cost(found, modules) <= ratio
         (of_heads,) = {len(found[f"a{i}"].removed) for i in range(2)}
         (of_neurons,) = {len(found[f"m{i}"].removed) for i in range(2)}
@@ -338,7 +339,7 @@ def test_uniform_follows_chains_too() -> None:
 def test_modules_that_are_not_scored_keep_everything() -> None:
     scored = LARGE[:2]
     effects = effects_of(scored, 0)
-    found = select_units(scores_of(effects), LARGE, table=table_of(LARGE, PRICE), ratio=0.8)
+    found = chosen(effects, LARGE, 0.8)
     assert list(found) == [m.name for m in LARGE]
     assert [len(found[m.name].units) for m in LARGE[2:]] == [m.units for m in LARGE[2:]]
     assert found["a0"].removed
@@ -359,29 +360,29 @@ def test_modules_that_are_not_scored_keep_everything() -> None:
     ],
 )
 def test_a_budget_that_cannot_be_met_says_the_least_there_is(constraints: Constraints, message: str) -> None:
-    effects, table = effects_of(LARGE, 0), table_of(LARGE, PRICE)
+    effects = effects_of(LARGE, 0)
     with pytest.raises(
         PlanError, match="the budget asks for FLOPs at most 0.05 of dense, but cutting all heads and neurons " + message
     ) as error:
-        select_units(scores_of(effects), LARGE, table=table, ratio=0.05, constraints=constraints)
+        chosen(effects, LARGE, 0.05, constraints=constraints)
     # What is said to be in reach is.
     least = float(str(error.value).partition("gives ")[2].partition(",")[0]) + 5e-4
-    found = select_units(scores_of(effects), LARGE, table=table, ratio=least, constraints=constraints)
+    found = chosen(effects, LARGE, least, constraints=constraints)
     assert cost(found, LARGE) <= least
 
 
 @pytest.mark.parametrize(("modules", "what"), [(LARGE[::2], "heads"), (LARGE[1::2], "neurons")])
 def test_a_budget_that_cannot_be_met_names_the_kinds_there_are(modules: Sequence[Units], what: str) -> None:
     with pytest.raises(PlanError, match=rf"cutting all {what} that may go gives"):
-        select_units(scores_of(effects_of(modules, 0)), modules, table=table_of(modules, PRICE), ratio=0.01)
+        chosen(effects_of(modules, 0), modules, 0.01)
 
 
 @pytest.mark.usefixtures("exact")
 def test_the_least_cost_there_is_can_be_reached() -> None:
-    effects, table = effects_of(LARGE, 0), table_of(LARGE, PRICE)
+    effects = effects_of(LARGE, 0)
     least = 3 * (6 + 1) / (3 * 88)
     for ratio in (least + 1e-9, least + 1e-4):
-        found = select_units(scores_of(effects), LARGE, table=table, ratio=ratio)
+        found = chosen(effects, LARGE, ratio)
         assert {len(kept.units) for kept in found.values()} == {1}
 
 
@@ -419,9 +420,7 @@ def test_smaller_budgets_keep_a_part_of_what_larger_ones_keep(seed: int, monkeyp
     monkeypatch.setattr(joint, "MOST_OPTIONS", 0)
     effects = effects_of(LARGE, seed)
     edges = sum(map(len, chains_of(scores_of(effects), LARGE)))
-    plans = [
-        select_units(scores_of(effects), LARGE, table=table_of(LARGE, PRICE), ratio=0.95 - 0.05 * i) for i in range(17)
-    ]
+    plans = [chosen(effects, LARGE, 0.95 - 0.05 * i) for i in range(17)]
     assert edges == 3 * 48
     for more, less in itertools.pairwise(plans):
         assert all(set(less[m.name].units) <= set(more[m.name].units) for m in LARGE)
@@ -430,7 +429,7 @@ def test_smaller_budgets_keep_a_part_of_what_larger_ones_keep(seed: int, monkeyp
 @pytest.mark.usefixtures("exact")
 def test_equal_inputs_give_equal_selections_and_ties_go_to_the_later_unit() -> None:
     same = {m.name: torch.ones(m.units, dtype=torch.float64) * PRICE[m.kind] for m in LARGE}
-    plans = [select_units(scores_of(same), LARGE, table=table_of(LARGE, PRICE), ratio=0.6) for _ in range(2)]
+    plans = [chosen(same, LARGE, 0.6) for _ in range(2)]
     assert plans[0] == plans[1]
     for kept in plans[0].values():
         assert kept.units == tuple(range(len(kept.units)))
@@ -453,12 +452,10 @@ def test_many_neurons_are_no_trouble() -> None:
 
 
 def test_what_is_out_of_range_is_refused() -> None:
-    effects, table = effects_of(LARGE, 0), table_of(LARGE, PRICE)
+    effects = effects_of(LARGE, 0)
     with pytest.raises(RecipeError, match="2 problems") as error:
-        select_units(
-            scores_of(effects), LARGE, table=table, ratio=0.5, constraints=Constraints(min_heads=0, keep_layers=(3,))
-        )
+        chosen(effects, LARGE, 0.5, constraints=Constraints(min_heads=0, keep_layers=(3,)))
     assert "keep_layers must name layers 0 to 2, got 3" in str(error.value)
     effects["m1"][7] = float("nan")
     with pytest.raises(NonFiniteError, match="every score must be a finite number, but neuron 7 of m1 has nan; check"):
-        select_units(scores_of(effects), LARGE, table=table, ratio=0.5)
+        chosen(effects, LARGE, 0.5)
