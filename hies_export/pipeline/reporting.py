@@ -18,7 +18,7 @@ from ..report.card import read_card, render_card
 from ..report.html import render_html
 from ..report.maps import head_map, neuron_counts
 from ..report.markdown import render_markdown
-from ..report.report import Quality, Report, plan_counts
+from ..report.report import FirstMetric, Report, plan_counts
 from ..slim.config import is_slim
 from ..slim.siblings import families
 from ..tasks import TASKS
@@ -63,7 +63,7 @@ def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float
         bytes=measured.bytes,
         flops=measured.flops,
         cache_bytes_per_token=measured.cache_bytes_per_token,
-        quality=Quality(metric=metric, **asdict(evaluation.metrics[metric])),
+        quality=FirstMetric(metric=metric, **asdict(evaluation.metrics[metric])),
         stability=evaluation.stability,
         cut_max_abs=done.result.slim.cut_max_abs,
         reload_max_abs=done.saved.reload_max_abs,

@@ -34,13 +34,7 @@ _BENCH = Rule("a bench must be the JSON of 'hies-export bench --json'", "measure
 
 @dataclass(frozen=True)
 class BenchTable:
-    """Comparisons of one kind.
-
-    Attributes:
-        title: What is compared.
-        names: Names of the two that are compared.
-        rows: The comparisons.
-    """
+    """Comparisons of one kind, of the models `names`."""
 
     title: str
     names: tuple[str, str]
@@ -49,14 +43,7 @@ class BenchTable:
 
 @dataclass(frozen=True)
 class Bench:
-    """Comparisons, what was not measured and why, and the environment.
-
-    Attributes:
-        title: What was measured.
-        tables: The comparisons.
-        missing: A sentence for each comparison that was asked for and not measured.
-        environment: Hardware and library versions.
-    """
+    """Comparisons, a sentence for each that was asked for and not measured, and the environment."""
 
     title: str
     tables: Sequence[BenchTable]
@@ -65,15 +52,7 @@ class Bench:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, where: str | Path = "it") -> Bench:
-        """Read what `hies-export bench --json` prints, or what bench/gpu.py writes.
-
-        Args:
-            values: The fields of the JSON.
-            where: The file, for messages.
-
-        Raises:
-            RequestError: A row is none.
-        """
+        """Read what `hies-export bench --json` prints or bench/gpu.py writes; `where` names the file in refusals."""
         if "tables" in values:
             title, parts, missing = values["title"], values["tables"], values["missing"]
         else:
@@ -86,14 +65,7 @@ class Bench:
 
 
 def read_report(path: str | Path) -> Report | Bench:
-    """Read a run's report, or what a bench wrote.
-
-    Args:
-        path: A run's folder, its report.json, or the JSON of `hies-export bench --json`.
-
-    Raises:
-        RequestError: It is none of these.
-    """
+    """Read a run's report, from its folder or report.json, or the JSON of `hies-export bench --json`."""
     path = Path(path)
     if path.is_dir():
         return Report.from_file(path)

@@ -11,7 +11,7 @@ from ..measure.rows import LatencyRow
 from .maps import CUT, UnitBars, UnitMap
 
 
-class Cell(NamedTuple):
+class UnitCell(NamedTuple):
     """A unit in a map: how full its cell is, from 0 to 1, and whether it was cut."""
 
     shade: float
@@ -22,17 +22,14 @@ class Cell(NamedTuple):
 class MapFigure:
     """A map of all units, layers down and units across.
 
-    Attributes:
-        kind: CSS class: "plan", or the name of the numbers that are shown.
-        title, note: What is shown, and how to read it.
-        rows: The cells of every layer.
-        ends: The numbers of an empty and of a full cell; empty for the plan.
+    `kind` is the CSS class: "plan", or the name of the numbers that are shown. `ends` are the numbers of an empty and
+    of a full cell; empty for the plan.
     """
 
     kind: str
     title: str
     note: str
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[UnitCell]]
     ends: tuple[str, ...] = ()
 
     @property
@@ -53,10 +50,8 @@ class Bar(NamedTuple):
 class BarFigure:
     """A bar per layer, layers down.
 
-    Attributes:
-        title, note: What is shown, and how to read it.
-        rows: The bars; None leaves a row free, where the map beside it has a module and there is no bar.
-        text_width: Width of the longest text beside a bar, in units of the map.
+    None leaves a row free, where the map beside it has a module and there is no bar. `text_width` is that of the
+    longest text beside a bar, in units of the map.
     """
 
     title: str
@@ -76,11 +71,7 @@ class Dot(NamedTuple):
 
 @dataclass(frozen=True)
 class Scale:
-    """Where a share of the dense model's goes: an axis from 0 that all bars of a chart have in common.
-
-    Attributes:
-        high: The share at its end, at least 1.
-    """
+    """Where a share of the dense model's goes: an axis from 0 to `high`, at least 1, that all bars of a chart share."""
 
     high: float
 
@@ -129,7 +120,7 @@ class Curve:
 
 def plan_figure(units: UnitMap) -> MapFigure:
     """Return the map of which units stay."""
-    rows = [[Cell(float(mark != CUT), mark == CUT) for mark in line] for line in units.marks.values()]
+    rows = [[UnitCell(float(mark != CUT), mark == CUT) for mark in line] for line in units.marks.values()]
     return MapFigure("plan", "Plan", "filled: kept; crossed: cut", rows)
 
 
@@ -143,27 +134,18 @@ def number_figure(units: UnitMap, kind: str, *, title: str, note: str) -> MapFig
     return MapFigure(kind, title, note, shaded(units.marks, shades), (f"{low:.2g}", f"{high:.2g}"))
 
 
-def shaded(marks: Mapping[str, str], shades: Sequence[Sequence[float]]) -> list[list[Cell]]:
-    """Return the cells of a map; a module without numbers has empty ones.
-
-    Args:
-        marks: As in `UnitMap`.
-        shades: Per module one number in [0, 1] for each unit.
-    """
+def shaded(marks: Mapping[str, str], shades: Sequence[Sequence[float]]) -> list[list[UnitCell]]:
+    """Return the cells of a map from a number in [0, 1] per unit; a module without numbers has empty ones."""
     return [
-        [Cell(row[unit] if unit < len(row) else 0.0, mark == CUT) for unit, mark in enumerate(line)]
+        [UnitCell(row[unit] if unit < len(row) else 0.0, mark == CUT) for unit, mark in enumerate(line)]
         for line, row in zip(marks.values(), shades, strict=True)
     ]
 
 
 def bar_figure(bars: UnitBars, *, beside: Sequence[str] = ()) -> BarFigure:
-    """Return the bars, each at the height of its layer in the map beside them.
+    """Return the bars, each at the height of its layer in the map `beside` them.
 
     Where layers do not match, the bars stand one below the other.
-
-    Args:
-        bars: What stays of every module.
-        beside: Modules of that map, in its order.
     """
     lines = bars.lines
     same = len({line.total for line in lines}) == 1
@@ -187,10 +169,9 @@ def bar_figure(bars: UnitBars, *, beside: Sequence[str] = ()) -> BarFigure:
 
 
 def _places(modules: Sequence[str], beside: Sequence[str]) -> list[int]:
-    """Return for each module the first row that is of its layer: the one whose name begins most like its own.
+    """Return for each module the row of its layer: the one whose name begins most like its own.
 
-    Returns:
-        The rows, ascending; nothing if two modules share one or their order differs.
+    Nothing if two modules share a row or their order differs.
     """
     if not beside:
         return []
@@ -219,14 +200,7 @@ def latency_scale(rows: Sequence[LatencyRow]) -> Scale:
 def curve_places(
     values: Sequence[float], *, left: int, height: int, scale: float = 1.0
 ) -> tuple[Callable[[float, float], tuple[float, float]], list[tuple[float, str]]]:
-    """Return where a point (share, value) of a `Curve` goes, and its `ends`.
-
-    Args:
-        values: What the vertical axis has to span.
-        left: Where the axis begins.
-        height: Of the span.
-        scale: The share at the end of the axis.
-    """
+    """Return where a point (share, value) of a `Curve` goes, and its `ends`; the axis ends at the share `scale`."""
     low, high, top = min(values), max(values), 20
 
     def place(share: float, value: float) -> tuple[float, float]:

@@ -36,12 +36,7 @@ MAPS = {
 
 
 def render_html(report: Report, *, location: str = "slim") -> str:
-    """Return the report as one self-contained HTML page.
-
-    Args:
-        report: What to show.
-        location: The folder or Hub id that the slim checkpoint is loaded from.
-    """
+    """Return the report as one self-contained HTML page; `location` is the folder or Hub id to load the model from."""
     heads = next((units for units in unit_maps(report) if isinstance(units, UnitMap)), None)
     return render_report(
         "report.html.j2",

@@ -70,11 +70,7 @@ def render_report(template: str, report: Report, **values: Any) -> str:
 
 @cache
 def environment(*packages: str) -> Environment:
-    """Return the environment of the report's templates.
-
-    Args:
-        packages: Dotted names of packages that have a folder `templates` of their own, which is searched too.
-    """
+    """Return the environment of the report's templates, and of those in `templates/` of further packages."""
     loaders = [PackageLoader(package) for package in (*packages, "hies_export.report")]
     made = Environment(
         loader=ChoiceLoader(loaders),

@@ -25,13 +25,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitMap:
-    """Which units of every module stay, and what was computed of each.
-
-    Attributes:
-        unit: What a mark stands for.
-        marks: Module -> one mark per unit, `KEPT` or `CUT`.
-        numbers: Module -> name -> one number per unit; what was not computed is missing.
-    """
+    """Which units of every module stay, a mark each, and what was computed of each: module -> name -> numbers."""
 
     unit: str
     marks: Mapping[str, str]
@@ -45,12 +39,7 @@ class UnitMap:
 
 @dataclass(frozen=True)
 class UnitBars:
-    """How many units of every module stay, where there are too many for a mark each.
-
-    Attributes:
-        unit: What is counted.
-        counts: Module -> number of units that stay, and number of units of the dense model.
-    """
+    """How many units of every module stay and there were, where there are too many for a mark each."""
 
     unit: str
     counts: Mapping[str, tuple[int, int]]

@@ -54,7 +54,7 @@ def plan_counts(plan: PruningPlan) -> tuple[UnitCounts, UnitCounts | None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Quality(Record):
+class FirstMetric(Record):
     """The first metric of the recipe, by name, and its value for both models."""
 
     metric: str
@@ -106,7 +106,7 @@ class Report:
     parameters: Both[int]
     bytes: StoredBytes
     flops: FlopCount
-    quality: Quality
+    quality: FirstMetric
     stability: float
     cut_max_abs: float
     reload_max_abs: float

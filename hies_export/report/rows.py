@@ -137,12 +137,7 @@ def environment_table(environment: Mapping[str, Any]) -> Table:
 
 
 def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> Table:
-    """Return medians, the paired ratio beside the control's, and what else the rows know; empty columns are left out.
-
-    Args:
-        rows: Of a report or a bench.
-        names: What the two models are called.
-    """
+    """Return medians, the paired ratio beside the control's, and what else the rows know; no empty columns."""
     first, second = names
     columns: dict[str, Callable[[LatencyRow], str]] = {
         "": lambda row: row.get("model", ""),
@@ -184,12 +179,7 @@ def percentile_table(rows: Sequence[LatencyRow]) -> Table:
 
 
 def layer_table(dense: Sequence[Mapping[str, Any]], slim: Sequence[Mapping[str, Any]] | None = None) -> Table:
-    """Return the MFLOPs of every layer, and their sums.
-
-    Args:
-        dense: From `flops_per_layer`.
-        slim: The same of the slim model; a cell then shows both numbers, "dense → slim".
-    """
+    """Return the MFLOPs of every layer of one model, or of both as "dense → slim", and their sums."""
     models = [list(rows) for rows in (dense, slim) if rows is not None]
     # Older reports know no feed-forward part, and a model may lack another.
     parts = [part for part in FLOP_PARTS if any(row.get(part) for rows in models for row in rows)]

@@ -291,18 +291,7 @@ SweepFile = Annotated[list[SweepRow], Field(min_length=1)]
 
 
 class SweepAbout(Schema):
-    """`about` of details.json of a sweep: the model and data of its rows; older sweeps lack it.
-
-    Attributes:
-        model: Path or Hub id of the dense model.
-        task: Task of the recipe.
-        calibration_split: Where calibration samples are drawn from.
-        evaluation_split: Where evaluation samples are from.
-        evaluation_samples, evaluation_of: How many of how many there are.
-        evaluation_rows: Which: "drawn" or "first".
-        shape: Batch and sequence at which FLOPs are counted.
-        environment: Hardware and library versions.
-    """
+    """`about` of details.json of a sweep: what the rows are of. `shape`: batch and sequence of the FLOPs."""
 
     model: str = ""
     task: str = ""

@@ -56,10 +56,7 @@ def map_text(units: Map) -> Text:
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
-    """Return a table for the terminal: no frame, the first column left, the others right.
-
-    A cell that is a string is shown as it is, brackets included.
-    """
+    """Return a table for the terminal, without a frame; a string is shown as it is, brackets included."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(header):
         table.add_column(Text(name), justify="right" if index else "left", no_wrap=bool(index))

@@ -24,10 +24,7 @@ def model_name(report: Report) -> str:
 
 
 def removed_text(heads: UnitCounts, neurons: UnitCounts | None = None) -> str:
-    """Return how much was removed, such as "20 of 72 heads and 4,300 of 9,216 neurons removed".
-
-    A kind without units is left out.
-    """
+    """Return how much was removed: "20 of 72 heads and 4,300 of 9,216 neurons removed"; no kind without units."""
     counts = [(heads, "heads"), (neurons, "neurons")]
     shown = [f"{units.removed:,} of {units.total:,} {name}" for units, name in counts if units and units.total]
     return f"{' and '.join(shown) or 'nothing'} removed"

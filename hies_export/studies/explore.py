@@ -200,26 +200,13 @@ def fit(lost: Sequence[float], values: Sequence[float], *, higher_is_better: boo
     assumption is that quality does not rise as more importance is removed.
 
     Source: https://scikit-learn.org/stable/modules/isotonic.html
-
-    Args:
-        lost: Share of HIS that each measured plan removes, in [0, 1].
-        values: Metric or stability of each measured plan.
-        higher_is_better: Whether larger values are better.
-
-    Returns:
-        The function from a share of HIS removed to the fitted value.
     """
     model = IsotonicRegression(increasing=not higher_is_better, out_of_bounds="clip").fit(lost, values)
     return lambda at: float(model.predict([at])[0])
 
 
 def estimate(lost: Sequence[float], values: Sequence[float], at: float, *, higher_is_better: bool = True) -> Estimate:
-    """Estimate a metric or stability with `fit`, and its error by leaving out one plan at a time.
-
-    Args:
-        lost, values, higher_is_better: As in `fit`.
-        at: Share of HIS removed at which to estimate, in [0, 1].
-    """
+    """Estimate a metric or stability with `fit`, and its error by leaving out one plan at a time."""
     value = fit(lost, values, higher_is_better=higher_is_better)(at)
     bound = ""
     if not min(lost) <= at <= max(lost):
@@ -240,11 +227,7 @@ def lost_share(his: Mapping[str, torch.Tensor], plan: PruningPlan) -> float:
 
 
 def read_exploration(folder: str | Path) -> Exploration:
-    """Read the folder of a finished run or sweep.
-
-    Raises:
-        RequestError: The folder is neither, or its files cannot be read.
-    """
+    """Read the folder of a finished run or sweep; refuse one that is neither, or whose files do not fit."""
     folder = Path(folder)
     try:
         if (folder / "sweep.json").is_file():
@@ -314,11 +297,7 @@ def _of_run(folder: Path) -> Exploration:
 
 
 def _check_units(statistics: Statistics, plan: PruningPlan) -> None:
-    """Check that statistics are of the units of a plan.
-
-    Raises:
-        ValueError: They are of other units.
-    """
+    """Raise ValueError where statistics are not of the units of a plan."""
     for statistic, found in statistics.values.items():
         for name, values in found.items():
             kept = plan.kept.get(name)
@@ -336,10 +315,7 @@ def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def _flops_per_unit(report: Report, plan: PruningPlan) -> tuple[float, float]:
-    """Return the share of the dense model's FLOPs that a head and a neuron cost.
-
-    It is averaged over the removed units; over all units where none was removed.
-    """
+    """Return the share of the dense FLOPs of a head and of a neuron, averaged over those removed, or over all."""
     dense, slim = report.flops.dense, report.flops.slim
     if not plan.neurons:
         return (1 - slim / dense) / max(1, plan.removed), 0.0

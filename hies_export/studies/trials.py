@@ -14,13 +14,7 @@ _REMOVES = {"attention": "heads only", "mlp": "neurons only", "attention+mlp": "
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of a plan.
-
-    Attributes:
-        how: The models and rows, in words; as in `Measured` where it is one of these.
-        quality: The metric; None where there is none.
-        stability: Share of predictions that equal the dense model's.
-    """
+    """What was measured of a plan; `how` says in words on which models and rows, as in `Measured`."""
 
     how: str
     quality: float | None
@@ -34,14 +28,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan that was evaluated.
-
-    Attributes:
-        plan: The plan.
-        label: What it is called.
-        results: What was measured: one for every compensation.
-        flops_ratio: FLOPs of its model as a share of the dense model's; None where they were not counted.
-    """
+    """A plan that was evaluated, with a result for every compensation; no FLOPs where they were not counted."""
 
     plan: PruningPlan
     label: str

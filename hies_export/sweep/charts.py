@@ -67,14 +67,9 @@ class Tick(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over an axis.
+    """Lines over an axis, grey ones first, so that the others lie above them.
 
-    Attributes:
-        title: What the vertical axis shows.
-        across: What the horizontal axis shows.
-        lines: Grey ones first, so that the others lie above them.
-        x, y: Ticks of both axes.
-        dense: Height of the dense model; None where it has no line.
+    `dense` is the height of the dense model; None where it has no line.
     """
 
     title: str
@@ -89,13 +84,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Axis:
-    """The horizontal axis of a chart.
-
-    Attributes:
-        at: Where a row goes.
-        ticks: Numbers on it, with two texts.
-        title: What they are.
-    """
+    """The horizontal axis of a chart: where a row goes, the numbers on it, each with two texts, and what they are."""
 
     at: Callable[[Row], float]
     ticks: Sequence[tuple[float, str, str]]
@@ -180,15 +169,7 @@ def chart(
     *,
     name: Callable[[Row], str],
 ) -> Chart:
-    """Return the chart of "quality" or "stability".
-
-    Args:
-        rows: What is drawn.
-        quantity: The vertical axis.
-        axis: The horizontal one.
-        styles: Name of a line -> how it is drawn; rows of other names are left out.
-        name: Name of the line of a row.
-    """
+    """Return the chart of "quality" or "stability"; rows whose line, by `name`, has no style are left out."""
     metric, dense = rows[0]["metric"], rows[0]["quality_dense"]
     scale = 100.0 if quantity == "stability" else percent(metric)
     found: dict[tuple[str, float], list[Row]] = {}
@@ -245,10 +226,7 @@ def _across(places: Sequence[float]) -> Callable[[float], float]:
 def _heights(values: Iterable[float], *, share: bool, may_be_log: bool) -> tuple[Callable[[float], float], list[Tick]]:
     """Return where a value goes, and the ticks of the vertical axis.
 
-    Args:
-        values: What it has to span.
-        share: The values are percentages, which end at 100.
-        may_be_log: Use logarithms where the values span several times the smallest.
+    A `share` is a percentage, which ends at 100. `may_be_log` allows logarithms for values far apart.
     """
     known = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(known), max(known)

@@ -46,16 +46,7 @@ def weighted_area(removed: Sequence[float], values: Sequence[float]) -> float:
 class Chooser:
     """The units that the cells of a grid keep.
 
-    Args:
-        shared: What the cells have in common.
-        grid: The grid.
-        journal: Where the curves of alpha are kept.
-        clock: Where the time goes.
-        progress: Shows what is left out.
-
-    Raises:
-        PlanError: The constraints do not allow a budget.
-        RecipeError: `kwon` removes whole key/value groups, and the recipe does not.
+    Budgets that the constraints do not allow are refused at once; curves of alpha are kept in the journal.
     """
 
     def __init__(self, shared: Shared, grid: SweepGrid, journal: Journal, clock: Clock, progress: Progress):
@@ -72,11 +63,7 @@ class Chooser:
                 progress.stage(f"{modules}: {', '.join(out)} of the FLOPs left out, the lowest is {lowest:.3f}")
 
     def _check_groups(self) -> None:
-        """Refuse Kwon's rearrangement, of whole key/value groups, where query heads are removed inside of them.
-
-        Raises:
-            RecipeError: It is asked for.
-        """
+        """Refuse Kwon's rearrangement, of whole key/value groups, where query heads are removed inside of them."""
         grouped = any(module.group_size > 1 for module in self._base.scored)
         if KWON in self._grid.criteria and grouped and self._constraints.unit == "query":
             raise RecipeError(
@@ -85,11 +72,7 @@ class Chooser:
 
     @cached_property
     def _lowest(self) -> dict[str, float]:
-        """The lowest share of FLOPs that cuts of the grid's modules reach; empty without budgets of FLOPs.
-
-        Raises:
-            PlanError: One of the grid's budgets is reached by none of them.
-        """
+        """The lowest share of FLOPs that cuts of the grid's modules reach; empty without budgets of FLOPs."""
         if self._targets is None:
             return {}
         found = {}
@@ -157,12 +140,7 @@ class Chooser:
         return score_units(statistics, modules, criterion=criterion, **options)
 
     def alpha(self, cell: Cell, refit: Refit | None) -> float | None:
-        """Return the alpha of a cell; "auto" and "auto-area" choose it on held-out rows.
-
-        Args:
-            cell: The cell.
-            refit: Refits a model that was cut, as the cell says; None to mask it.
-        """
+        """Return the alpha of a cell; "auto" and "auto-area" choose it on held-out rows, refitted or masked."""
         if not isinstance(cell.alpha, str):
             return cell.alpha
         if cell.alpha == "auto":

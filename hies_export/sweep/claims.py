@@ -30,9 +30,7 @@ _PREFIX = ".claim-"
 class Claims:
     """The claims on the work in a sweep's folder, as one worker sees them.
 
-    Args:
-        folder: Folder of the sweep.
-        lease_seconds: Seconds without a sign of life after which a claim may be taken over; the same for all workers.
+    After `lease_seconds` without a sign of life, the same for all workers, a claim may be taken over.
     """
 
     def __init__(self, folder: Path, *, lease_seconds: float = LEASE_SECONDS):
@@ -72,11 +70,7 @@ class Claims:
         return None if owner is None else f"process {owner.pid} on {owner.hostname}"
 
     def refuse_others(self) -> None:
-        """Refuse to discard what workers that are alive have begun.
-
-        Raises:
-            OutputExistsError: One of them holds a claim in this folder.
-        """
+        """Refuse to discard what workers that are alive have begun."""
         for path in sorted(self._folder.glob(f"{_PREFIX}*.lock")):
             lease = SoftFileLease(path, lease_duration=self._lease_seconds)
             owner = lease.owner
@@ -110,10 +104,7 @@ class Claims:
 
 
 def _flush(path: Path) -> None:
-    """Write a claim through to the file system, which may be on a network.
-
-    Until then others would see an empty file, which nobody takes over should this machine be lost.
-    """
+    """Write a claim through to a file system that may be on a network; others would see an empty file until then."""
     file = os.open(path, os.O_RDWR)
     try:
         os.fsync(file)

@@ -71,26 +71,13 @@ _VALUES = {"row": _Row, "alpha": _Alpha, "latency": _Timing}
 
 
 def parse_first(line: bytes, path: Path) -> dict[str, str]:
-    """Return `asked` of a journal's first line.
-
-    Raises:
-        RequestError: It is no such line.
-    """
+    """Return `asked` of a journal's first line, or refuse it."""
     asked: dict[str, str] = parse_json(line, _First, RULE, where=f"line 1 of {path}")["asked"]
     return asked
 
 
 def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Return what another line of a journal holds.
-
-    Args:
-        line: Its bytes.
-        path: The journal.
-        number: Of the line, from 1.
-
-    Raises:
-        RequestError: It is no such line.
-    """
+    """Return what another line of a journal holds, or refuse it; lines are numbered from 1."""
     where = f"line {number} of {path}"
     entry: dict[str, Any] = parse_json(line, _Line, RULE, where=where)
     check(entry["value"], _VALUES.get(entry["kind"], dict[str, Any]), RULE, where=where)

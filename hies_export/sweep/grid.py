@@ -172,12 +172,7 @@ class Cell:
         return self.sparsity if self.sparsity is not None else 1 - self.flops  # type: ignore[operator]
 
     def key(self, grid: SweepGrid, *, shape: object = None) -> str:
-        """Return the cell's name in the journal; under "auto-area" it includes all budgets, which decide alpha.
-
-        Args:
-            grid: The grid of the cell.
-            shape: Shape at which FLOPs are counted.
-        """
+        """Return the cell's name in the journal; under "auto-area" it includes all budgets, which decide alpha."""
         own = (self.criterion, self.alpha, self.sparsity, self.seed, self.samples, self.compensation)
         # Cells of sparsities are named as they were before there were others, so that journals stay valid.
         more = () if self.flops is None else (f"flops {self.flops}", self.modules, shape)

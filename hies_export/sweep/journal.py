@@ -27,22 +27,9 @@ FORMAT = 1
 class Journal:
     """The journals in a sweep's folder, and the one that this worker writes, open inside a `with` block.
 
-    The first line of a journal has a digest of every field that decides the results. They must match: the journal of
-    another recipe is refused.
-
-    Attributes:
-        rows: Entries of the finished cells, by `Cell.key`.
-        alphas: Finished alpha curves, by `Cell.key`.
-        latency: Finished timings, by `Stopwatch.key`.
-
-    Args:
-        folder: Folder of the journals; created if it does not exist.
-        asked: The fields that decide the results, with values that JSON can hold.
-        overwrite: Discard existing journals.
-
-    Raises:
-        OutputExistsError: The folder holds something, but no journal.
-        RequestError: A journal belongs to another recipe, or is not readable; the message says which.
+    The first line of a journal has a digest of every field that decides the results, `asked`. They must match: the
+    journal of another recipe is refused, and so is a folder that holds something, but no journal. `rows` and `alphas`
+    are by `Cell.key`, `latency` by `Stopwatch.key`.
     """
 
     def __init__(self, folder: Path, *, asked: Mapping[str, Any], overwrite: bool = False):
@@ -93,11 +80,7 @@ class Journal:
         return key in self.rows
 
     def refresh(self) -> Journal:
-        """Read what other workers have written since the last time, and return the journal.
-
-        Raises:
-            RequestError: As for the class.
-        """
+        """Read what other workers have written since the last time, and return the journal."""
         for path in sorted(self._folder.glob(NAMES)):
             if path != self._path:
                 self._read(path)

@@ -18,7 +18,6 @@ from .charts import Chart, Style, alpha_axis, budget_axis, chart, line_styles, t
 from .tables import (
     COMPENSATIONS,
     Row,
-    SweepTable,
     budget_name,
     budget_of,
     budgets_of,
@@ -28,6 +27,7 @@ from .tables import (
     of_first_size,
     percent,
     sweep_tables,
+    table_lines,
 )
 
 PAGE = "sweep.html"
@@ -40,14 +40,6 @@ class Panel(NamedTuple):
 
     title: str
     charts: Sequence[Chart]
-
-
-class Cell(NamedTuple):
-    """An entry of a table: its text, what follows in small, and its rank: 0 for the best, 1 for the second, or None."""
-
-    text: str
-    small: str
-    rank: int | None
 
 
 def read_sweep(folder: Path) -> tuple[list[Row], SweepAbout]:
@@ -74,13 +66,7 @@ def write_page(folder: Path) -> Path:
 
 
 def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
-    """Return the page.
-
-    Args:
-        rows: As in sweep.json.
-        about: What the rows are of.
-        name: Name of the sweep, where it does not know its model.
-    """
+    """Return the page; `name` is the sweep's, where it does not know its model."""
     quality, stability = sweep_tables(rows)
     shown = drawn_rows(rows)
     styles = line_styles(shown)
@@ -99,7 +85,7 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
             alphas=alphas,
             alpha_styles={line.name: line.style for panel in alphas for line in panel.charts[0].lines},
             left_out=len({line_name(r, rows) for r in rows}) - len(styles),
-            tables=[(table, _cells(table)) for table in (quality, stability)],
+            tables=[(table, table_lines(table, "gain of {} over his")) for table in (quality, stability)],
             removed=_removed_table(rows),
             every=_every_row(rows),
             method=_method_text(rows, about),
@@ -208,25 +194,6 @@ def alpha_panels(rows: Sequence[Row]) -> list[Panel]:
             ]
             panels.append(Panel(title, charts))
     return panels
-
-
-def _cells(table: SweepTable) -> list[tuple[str, list[Cell]]]:
-    """Return the lines of a table: label and cells."""
-    lines = []
-    for method, entries in table.entries.items():
-        cells = []
-        for column, entry in enumerate(entries):
-            if entry is None:
-                cells.append(Cell("–", "", None))
-                continue
-            spread = "" if entry.deviation is None else f"± {entry.deviation:.2f}"
-            cells.append(Cell(f"{entry.mean:.2f}", spread, table.rank(method, column)))
-        lines.append((method, cells))
-    for method, changes in table.over_his.items():
-        lines.append(
-            (f"gain of {method} over his", [Cell("–" if c is None else f"{c:+.1f}%", "", None) for c in changes])
-        )
-    return lines
 
 
 def _removed_table(rows: Sequence[Row]) -> Table | None:

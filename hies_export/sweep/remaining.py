@@ -21,12 +21,6 @@ def remaining(
     The caller writes the row of a cell to its journal before it asks for another. When all cells left are claimed by
     others, this waits: it ends when every cell is in a journal, and yields those whose worker is gone. A worker stays
     with a seed, whose statistics it has, and then goes to the one on which the fewest others work.
-
-    Args:
-        cells: The cells of the grid, by `Cell.key`.
-        journal: This worker's journal, which reads those of the others.
-        claims: The claims on the cells, by `Cell.key`.
-        progress: Shows once that this worker waits, and for whom.
     """
     seed: int | None = None
     said = False

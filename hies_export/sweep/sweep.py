@@ -221,11 +221,7 @@ class _Runner:
         self._progress.stage(f"{name}: {done} of {wanted} rows done{left}")
 
     def details(self) -> dict[str, Any]:
-        """Return the content of details.json.
-
-        It has the statistics and selections of the first seed and calibration size, all alpha curves, and what the rows
-        are of.
-        """
+        """Return details.json: statistics and selections of the first seed and size, alpha curves, what rows are of."""
         seed, size = self._grid.seeds[0], self._grid.calibration_sizes[0]
         _, statistics = self._shared.calibrated(seed, size)
         plans = {}
@@ -332,11 +328,7 @@ class _Runner:
         }
 
     def _evaluate_baseline(self, cell: Cell) -> tuple[str, dict[str, Any]]:
-        """Evaluate a baseline that does not remove heads: without channels, or with sliced inputs.
-
-        Returns:
-            A name that is equal for equal models, and the result.
-        """
+        """Evaluate a baseline without channels or with sliced inputs; return a name, the same for equal models, too."""
         model, modules = self._base.model, self._base.scored
         assert cell.sparsity is not None
         stay: dict[str, Tensor] = {}
@@ -386,11 +378,7 @@ class _Runner:
         return refitted
 
     def _check_biases(self) -> None:
-        """Refuse to refit biases that are not there.
-
-        Raises:
-            RequestError: A consumer has no bias, and the grid has the compensation "bias".
-        """
+        """Refuse to refit biases that are not there."""
         for module in self._base.scored if "bias" in self._grid.compensations else ():
             if getattr(self._base.model.get_submodule(module.consumer), "bias", None) is None:
                 raise RequestError(

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -47,18 +47,20 @@ class Entry:
     deviation: float | None
 
 
+class TableCell(NamedTuple):
+    """A mean or a gain as text, empty where there is none; the deviation over seeds; and the rank, see `SweepTable`."""
+
+    text: str
+    spread: str = ""
+    rank: int | None = None
+
+
 @dataclass(frozen=True)
 class SweepTable:
     """A table of one quantity: a row per method, a column per budget.
 
-    Attributes:
-        title: Title of the table.
-        budget: What the columns are shares of: "heads removed" or "FLOPs left".
-        budgets: The columns.
-        entries: Method -> one entry per budget; None where the sweep has no such row.
-        higher_is_better: Whether larger values are better.
-        over_his: HIES method -> its relative improvement over HIS at each budget, in percent; None where unknown.
-        differences: Criterion -> how it differs from the published method of that name.
+    `entries` has None where the sweep has no such row. `over_his` is the relative improvement of a HIES method over HIS
+    at each budget, in percent; None where unknown. `differences`: criterion -> how it differs from the published one.
     """
 
     title: str
@@ -132,12 +134,7 @@ def method_label(row: Row, rows: Sequence[Row]) -> str:
 
 
 def line_name(row: Row, rows: Sequence[Row]) -> str:
-    """Return the label of a row's method without compensation and number of samples.
-
-    Args:
-        row: The row.
-        rows: All rows; if their modules differ, the label says which are meant.
-    """
+    """Return the label of a row's method without compensation and samples; with its modules, if rows differ there."""
     label = method_label({**row, "compensation": "none"}, [row])
     several = len({r.get("modules") for r in rows}) > 1
     return f"{label}, {modules_label(row)}" if several else label
@@ -150,12 +147,7 @@ def of_first_size(rows: Sequence[Row]) -> list[Row]:
 
 
 def grouped(rows: Sequence[Row], quantity: str) -> dict[str, dict[float, list[float]]]:
-    """Return the values of all seeds, method -> budget -> values, in the order of the rows.
-
-    Args:
-        rows: Rows of a sweep.
-        quantity: "quality" or "stability".
-    """
+    """Return "quality" or "stability" of all seeds: method -> budget -> values, in the order of the rows."""
     found: dict[str, dict[float, list[float]]] = {}
     for row in rows:
         found.setdefault(method_label(row, rows), {}).setdefault(budget_of(row), []).append(row[quantity])
@@ -285,19 +277,31 @@ def _cells(
     table: SweepTable, marks: Mapping[int | None, Callable[[str], str]], plus_minus: str, missing: str
 ) -> list[tuple[str, list[str]]]:
     """Return the lines of a table, each a label and one text per budget, with `marks` applied by rank."""
-    found = []
+
+    def text(cell: TableCell) -> str:
+        return marks[cell.rank](cell.text or missing) + (f" {plus_minus} {cell.spread}" if cell.spread else "")
+
+    return [(label, [text(cell) for cell in cells]) for label, cells in table_lines(table, "gain of {}")]
+
+
+def table_lines(table: SweepTable, gain: str) -> list[tuple[str, list[TableCell]]]:
+    """Return label and cells of every line: the methods, then their gains over HIS, whose label is `gain`."""
+    lines = []
     for method, entries in table.entries.items():
-        cells = []
-        for column, entry in enumerate(entries):
-            if entry is None:
-                cells.append(missing)
-                continue
-            text = marks[table.rank(method, column)](f"{entry.mean:.2f}")
-            cells.append(text if entry.deviation is None else f"{text} {plus_minus} {entry.deviation:.2f}")
-        found.append((method, cells))
+        cells = [
+            TableCell("")
+            if entry is None
+            else TableCell(
+                f"{entry.mean:.2f}",
+                "" if entry.deviation is None else f"{entry.deviation:.2f}",
+                table.rank(method, column),
+            )
+            for column, entry in enumerate(entries)
+        ]
+        lines.append((method, cells))
     for method, changes in table.over_his.items():
-        found.append((f"gain of {method}", [missing if c is None else f"{c:+.1f}%" for c in changes]))
-    return found
+        lines.append((gain.format(method), [TableCell("" if c is None else f"{c:+.1f}%") for c in changes]))
+    return lines
 
 
 def _escape(text: str) -> str:

@@ -32,11 +32,7 @@ MEASURED = "Measured, of this plan itself"
 
 
 def require_gradio() -> None:
-    """Check that the page can be shown.
-
-    Raises:
-        MissingRuntimeError: Gradio is not installed.
-    """
+    """Raise MissingRuntimeError where Gradio is not installed."""
     require_package("gradio", who="the page needs", package="Gradio", extra="ui")
 
 
@@ -65,13 +61,7 @@ def show(folder: str | Path, *, port: int | None = None, open_browser: bool = Fa
 
 
 def serve(page: Any, *, port: int | None = None, open_browser: bool = False) -> None:
-    """Serve a Gradio page to the browsers of this machine, and answer no other site; see `Guard`.
-
-    Args:
-        page: The page.
-        port: Where to listen; a free one from 7860 by default.
-        open_browser: Open the page at once.
-    """
+    """Serve a Gradio page to the browsers of this machine, and answer no other site; see `Guard`."""
     import gradio
     from starlette.middleware import Middleware
 
@@ -172,10 +162,7 @@ def draw(
 ) -> str:
     """Return as HTML what a plan keeps, its cost, and its measured or predicted quality; or why there is no such plan.
 
-    Args:
-        exploration: The finished run or sweep.
-        alpha, sparsity, allocation, neurons: See `Exploration.plan_at`.
-        chosen: Label of a plan that was measured, instead of these.
+    The plan is that of `Exploration.plan_at`, or the measured one with the label `chosen`.
     """
     try:
         plan = _plan(exploration, alpha, sparsity, allocation, neurons, chosen)
@@ -214,11 +201,7 @@ def draw(
 def _plan(
     exploration: Exploration, alpha: float, sparsity: float, allocation: str, neurons: float | None, chosen: str
 ) -> PruningPlan:
-    """Return the plan of the sliders, or the measured one that was chosen.
-
-    Raises:
-        PlanError: The allocation does not allow the share of heads.
-    """
+    """Return the plan of the sliders, or the measured one that was chosen."""
     if chosen == BY_SLIDERS:
         return exploration.plan_at(alpha, sparsity, allocation, neurons=neurons)
     return next(trial.plan for trial in exploration.trials if trial.label == chosen)
@@ -302,14 +285,7 @@ def _compensation_note(exploration: Exploration, plan: PruningPlan) -> str:
 
 @dataclass(frozen=True)
 class _Prediction:
-    """What one kind of measurement says of a plan.
-
-    Attributes:
-        title: What the table shows: what was measured of the plan itself, or what is predicted.
-        how: The models and rows.
-        table: The numbers.
-        curves: Name of a number -> what was measured of it, and the line that the prediction lies on.
-    """
+    """What one kind of measurement says of a plan; `curves` has what was measured, and the line of the prediction."""
 
     title: str
     how: str
@@ -320,11 +296,7 @@ class _Prediction:
 def _predicted(exploration: Exploration, measured: Measured, lost: float, exact: Result | None) -> _Prediction:
     """Return what one kind of measurement says of a plan that removes the share `lost` of the importance.
 
-    Args:
-        exploration: The finished run or sweep.
-        measured: The kind of measurement.
-        lost: Share of the importance.
-        exact: What was measured of the plan itself, if it was.
+    `exact` is what was measured of the plan itself, if it was.
     """
     kinds = (
         (
@@ -391,12 +363,7 @@ def _curve(
 ) -> Curve:
     """Return what was measured by the share of importance removed, the fitted line, and the plan.
 
-    Args:
-        name: What was measured.
-        lost, values: The measured plans.
-        share: Share of importance that the plan removes.
-        higher_is_better: As in `fit`.
-        at: What was measured of the plan; None to place it on the line.
+    The plan is at `share`, at the height `at`; None places it on the line.
     """
     line = fit(lost, values, higher_is_better=higher_is_better)
     left, height, most = 60, 84, max(*lost, share) or 1.0

@@ -15,7 +15,7 @@ from hies_export.report.drawing import Scale, latency_scale
 from hies_export.report.html import render_html
 from hies_export.report.lead import asked_row, lead_text
 from hies_export.report.markdown import render_markdown
-from hies_export.report.report import Quality, Report
+from hies_export.report.report import FirstMetric, Report
 from hies_export.report.terminal import print_report
 from hies_export.report.text import alpha_text, tried_text
 
@@ -109,17 +109,17 @@ def test_predictions_that_stay_are_never_rounded_to_all(stability: float, said: 
 def test_the_sentence_names_what_is_predicted() -> None:
     tokens = make_report(stability_of="next token")
     assert "97 % of the next tokens stay; perplexity 6.66 → 12.3" in lead_text(
-        dataclasses.replace(tokens, quality=Quality("perplexity", 6.658, 12.34))
+        dataclasses.replace(tokens, quality=FirstMetric("perplexity", 6.658, 12.34))
     )
     assert "perplexity 1,235 → 2,346." in lead_text(
-        dataclasses.replace(tokens, quality=Quality("perplexity", 1234.6, 2345.6))
+        dataclasses.replace(tokens, quality=FirstMetric("perplexity", 1234.6, 2345.6))
     )
     assert "accuracy 1.000 → 0.950." in lead_text(
-        dataclasses.replace(make_report(), quality=Quality("accuracy", 0.9996, 0.95))
+        dataclasses.replace(make_report(), quality=FirstMetric("accuracy", 0.9996, 0.95))
     )
     regression = make_report(stability_tolerance=0.25)
     assert "predictions stay within 0.25; Pearson 0.903 → 0.901." in lead_text(
-        dataclasses.replace(regression, quality=Quality("pearson", 0.9034, 0.9013))
+        dataclasses.replace(regression, quality=FirstMetric("pearson", 0.9034, 0.9013))
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from support.reports import make_report
 
 from hies_export.errors import RequestError
-from hies_export.report.report import Quality, Report
+from hies_export.report.report import FirstMetric, Report
 from hies_export.report.text import method_text
 
 
@@ -74,7 +74,7 @@ def test_rows_that_the_model_knows_are_suspected(quality: float | None, slim: fl
     data |= {"held_out_samples": 256, "held_out_split": "train[:90%]"}
     curve = [{"alpha": alpha, "quality": quality, "stability": 0.5} for alpha in (0.0, 0.5)]
     changed = replace(report, alpha=0.5, details=report.details | {"data": data, "alpha_curve": curve, "tried": None})
-    found = method_text(replace(changed, quality=Quality(metric=metric, dense=0.3, slim=slim)))
+    found = method_text(replace(changed, quality=FirstMetric(metric=metric, dense=0.3, slim=slim)))
     said = "further rows of train[:90%], and has"
     assert (said in found) is warned
 
