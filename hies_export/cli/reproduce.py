@@ -37,7 +37,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         return (row.name, row.recorded, row.again, *numbers, verdict)
 
     console.print(plain_table(("", "recorded", "again", "difference", "allowed", "holds"), [*map(cells, found.rows)]))
-    where = "the same machine and versions: all must be equal"
+    where = "the same machine and versions: units must be equal, and numbers to rounding"
     if not found.same_machine:
         where = "another machine or other versions: small differences are allowed"
     console.print(f"\n{where}; written to {found.output}", markup=False, soft_wrap=True)

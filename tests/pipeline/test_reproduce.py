@@ -1,15 +1,17 @@
-"""A run repeated from its report: the same machine gives the same, and whatever was changed is said."""
+"""A run repeated from its report: the same machine keeps the same units, and whatever was changed is said."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models import save_project
+from support.numbers import assert_same_plan, assert_same_text
 from support.runs import hies, without_tracing
 
 from hies_export.errors import ReproductionError
@@ -17,6 +19,7 @@ from hies_export.pipeline import reproduce as reproducing
 from hies_export.pipeline.reproduce import reproduce
 from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
+from hies_export.values import PruningPlan
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,9 @@ def edit(file: Path, *path: str | int, value: Any) -> None:
 
 
 @pytest.mark.usefixtures("untraced")
-def test_on_the_same_machine_everything_is_equal(made: Path, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_the_same_machine_units_are_equal_and_numbers_near(
+    made: Path, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.move(made / "model", made / "elsewhere")  # it must be the moved project that is read
     try:
         assert hies("reproduce", project / "out") == 0
@@ -77,12 +82,18 @@ def test_on_the_same_machine_everything_is_equal(made: Path, project: Path, caps
     judged = [line for line in printed.splitlines() if line.rstrip().endswith((" yes", " NO"))]
     assert len(judged) >= 12
     assert not [line for line in judged if line.rstrip().endswith("NO")]
-    assert all(line.split()[-3:-1] == ["0", "0"] for line in judged), "differences of 0, of which 0 are allowed"
+    allowed = {line[:30].strip(): line.split()[-2] for line in judged}
+    assert {name for name in allowed if allowed[name] == "0.0001"} == {
+        *("scores", "stability", "accuracy, dense", "accuracy, slim"),
+    }
+    assert set(allowed.values()) == {"0", "0.0001"}
+    assert table["refitted layers"].endswith("shown only")
     assert any("shown only" in line for line in table.values() if line.startswith("time slim / dense, torch"))
-    assert "the same machine and versions: all must be equal" in printed
+    assert "the same machine and versions: units must be equal, and numbers to rounding" in printed
     again = project / "out-again"
-    for name in ("plan.json", "scores.json"):
-        assert (again / name).read_bytes() == (made / "out" / name).read_bytes()
+    plans = [replace(PruningPlan.from_file(f / "plan.json"), compensation={}) for f in (again, made / "out")]
+    assert_same_plan(*plans)
+    assert_same_text((again / "scores.json").read_text(), (made / "out" / "scores.json").read_text())
     # The recipe was the recorded one, with what --set had changed, and is recorded once more.
     record = json.loads((again / "report.json").read_text())["details"]["run"]
     assert record["recipe"]["prune"]["min_heads"] == 2
@@ -103,12 +114,15 @@ def test_on_the_same_machine_everything_is_equal(made: Path, project: Path, caps
         ("report.json", ("details", "metrics", "f1", "slim"), lambda v: 2.0, "f1, slim"),
         ("plan.json", ("kept", "bert.encoder.layer.0.attention.self", "units"), lambda v: v[1:], "units kept"),
         ("plan.json", ("calibration", "fingerprint"), lambda v: "0" * 64, "calibration batches"),
-        ("plan.json", ("compensation", "refit"), lambda v: "0" * 64, "refitted layers"),
-        ("scores.json", ("scores", "bert.encoder.layer.1.attention.self", 0), lambda v: v + 1e-12, "scores"),
+        ("plan.json", ("compensation", "refit"), lambda v: "0" * 64, None),
+        ("scores.json", ("scores", "bert.encoder.layer.1.attention.self", 0), lambda v: v + 1e-3, "scores"),
+        ("scores.json", ("scores", "bert.encoder.layer.1.attention.self", 0), lambda v: v + 1e-6, None),
     ],
 )
 @pytest.mark.usefixtures("repeated")
-def test_what_was_edited_is_named(project: Path, file: str, path: tuple[Any, ...], change: Any, named: str) -> None:
+def test_what_was_edited_is_named(
+    project: Path, file: str, path: tuple[Any, ...], change: Any, named: str | None
+) -> None:
     value = json.loads((project / "out" / file).read_text())
     if "f1" in path:
         edit(project / "out" / file, "details", "metrics", "f1", value={"dense": 0.5, "slim": 0.5})
@@ -118,6 +132,9 @@ def test_what_was_edited_is_named(project: Path, file: str, path: tuple[Any, ...
     edit(project / "out" / file, *path, value=change(value))
     found = reproduce(project / "out", project / "again")
     names = [row.name for row in found.rows if not row.holds]
+    if named is None:  # within rounding, or shown only
+        assert names == []
+        return
     assert named in names
     assert len(names) == (2 if "f1" in path else 1)
     with pytest.raises(ReproductionError, match=f"what its report says, but .*{named}.* came out different"):
