@@ -56,8 +56,8 @@ class Conditions:
         threads: CPU threads within an operator.
         provider: Device or execution provider that both ran on.
         dtypes: Dtypes that dense and slim computed in.
+        peak_bytes: Their peak device memory during a run; None on the CPU.
         cuda_graph: Whether replays of CUDA graphs were timed.
-        peak_bytes: Peak device memory of dense and of slim during a run; None on the CPU.
         clock_mhz: The GPU's clock right after the last run; None on the CPU.
     """
 

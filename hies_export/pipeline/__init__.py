@@ -11,7 +11,7 @@ In the order of reading:
 - `search.py`: find alpha or the largest allowed cut on held-out rows; `quality.py`: evaluate pruned models.
 - `budgets.py`: the budget in the report: what was asked for, predicted and measured.
 - `prune.py`: cut by a plan, compensate, save and check; `refitting.py`: how to compensate.
-- `export.py`: write the ONNX or GGUF folder; `measure.py`: count and time the dense and the slim model.
+- `measure.py`: export the dense model too, and count and time both.
 - `reporting.py`: what all of them found, as a `Report` and its files.
 - `bench.py`: `hies-export bench`, which times any two folders.
 - `quickstart.py`: train the small model of `hies-export quickstart`.

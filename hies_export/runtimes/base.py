@@ -23,10 +23,9 @@ GPU_WIDTH_STEP = 64
 
 
 def register_runtime(name: str) -> Callable[[type[Runtime]], type[Runtime]]:
-    """Register a `Runtime` subclass under `name`, by which recipes select it:
+    """Return a decorator that registers a `Runtime` subclass under `name`, by which recipes select it.
 
-    @register_runtime("mlx")
-    class MlxRuntime(Runtime): ...
+    The class is built as `cls(source, threads=threads)`; its constructor raises if the device in its name is missing.
     """
 
     def register(cls: type[Runtime]) -> type[Runtime]:

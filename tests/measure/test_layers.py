@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.neurons import bert_case, block, llama_case
 from torch import nn
@@ -26,6 +28,12 @@ def test_layers_show_their_feed_forward_blocks() -> None:
             feed_forward=2 * tokens * 2 * hidden * neurons,
         )
     assert outside == LayerFlops("", projections=0, products=0, other=2 * 2 * hidden * (hidden + 3))
+    # Of heads alone, what the blocks compute is other.
+    *of_heads, rest = flops_per_layer(slim, batch, modules[:3])
+    assert of_heads == [replace(row, other=row.feed_forward, feed_forward=0) for row in layers]
+    assert rest == outside
+    total = sum(row.projections + row.products + row.other for row in (*of_heads, rest))
+    assert total == count_flops(slim, batch)
     # Blocks alone define the layers too; what they do not know of is other.
     alone = flops_per_layer(slim, batch, modules[3:])
     assert [(row.layer, row.feed_forward) for row in alone] == [
