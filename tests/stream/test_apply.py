@@ -32,7 +32,7 @@ from hies_export.checkpoint.settings import complete_settings
 from hies_export.checkpoint.tensors import read_blocks, read_header, read_tensor
 from hies_export.cli.main import main
 from hies_export.errors import OutputExistsError, PlanError, RequestError, StepError
-from hies_export.kinds import KINDS, MLP
+from hies_export.kinds import ATTENTION, KINDS, MLP
 from hies_export.model.tokens import synthetic_batch
 from hies_export.prunable.attention import find_attention
 from hies_export.prunable.find import find_modules
@@ -40,30 +40,47 @@ from hies_export.slim.check import first_output
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
 from hies_export.slim.fingerprint import fingerprint
-from hies_export.stream.apply import MAX_SHARD_SIZE, apply_plan
+from hies_export.stream.apply import MAX_SHARD_SIZE, Applied, apply_plan
 from hies_export.stream.shards import ShardWriter
 from hies_export.units import Kept
 from hies_export.values import PruningPlan
 
 
-def in_memory(source: Path, target: Path, plan: PruningPlan | None = None, **options: Any) -> PruningPlan:
+def in_memory(
+    source: Path,
+    target: Path,
+    plan: PruningPlan | None = None,
+    *,
+    kinds: Sequence[str] = (ATTENTION,),
+    uniform: bool = False,
+    **options: Any,
+) -> PruningPlan:
     """Load, cut and save a checkpoint; return the plan."""
     model = load(source)
-    modules = find_attention(model, batch_for(model))
-    plan = plan or random_plan(modules, uniform=options.pop("uniform", False))
+    modules = find_modules(model, batch_for(model), kinds=kinds)
+    if kinds == (ATTENTION,):
+        plan = plan or random_plan(modules, uniform=uniform)
+    else:
+        plan = PruningPlan("random", kept=random_neurons(modules, uniform=uniform))
     slim = prune_units(model, plan, modules)
     slim.save_pretrained(target, **options)
     complete_settings(slim, target)
     return plan
 
 
+def cut_both_ways(folder: Path, **options: Any) -> tuple[PruningPlan, Applied]:
+    """Cut folder/dense in memory and on disk, and compare the files of both, byte for byte."""
+    plan = in_memory(folder / "dense", folder / "memory", **options)
+    applied = apply_plan(plan, folder / "dense", folder / "disk")
+    assert digests(folder / "disk") == digests(folder / "memory")
+    return plan, applied
+
+
 @pytest.mark.parametrize("uniform", [False, True], ids=["uneven", "uniform"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_files_are_those_of_the_model_in_memory(name: str, uniform: bool, tmp_path: Path) -> None:
     MODELS[name]().save_pretrained(tmp_path / "dense")
-    plan = in_memory(tmp_path / "dense", tmp_path / "memory", uniform=uniform)
-    applied = apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
-    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+    plan, applied = cut_both_ways(tmp_path, uniform=uniform)
     assert PruningPlan.from_file(tmp_path / "disk" / "hies_plan.json") == plan
 
     one, other = load(tmp_path / "disk"), load(tmp_path / "memory")
@@ -77,20 +94,15 @@ def test_the_files_are_those_of_the_model_in_memory(name: str, uniform: bool, tm
 @pytest.mark.parametrize("name", ["llama groups", "gpt2, transposed", "mixtral, merged experts"])
 def test_many_blocks_of_a_tensor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     MODELS[name]().save_pretrained(tmp_path / "dense")
-    plan = in_memory(tmp_path / "dense", tmp_path / "memory")
     monkeypatch.setattr("hies_export.checkpoint.tensors.BLOCK_BYTES", 1000)
-    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
-    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+    cut_both_ways(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["llama groups", "vit, older names", "mixtral, merged experts"])
 def test_shards_in_and_out(name: str, tmp_path: Path) -> None:
     MODELS[name]().save_pretrained(tmp_path / "dense", max_shard_size="30KB")
     assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 2
-    plan = in_memory(tmp_path / "dense", tmp_path / "memory")
-    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
-    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
-
+    plan, _ = cut_both_ways(tmp_path)
     in_memory(tmp_path / "dense", tmp_path / "memory small", plan, max_shard_size="20KB")
     apply_plan(plan, tmp_path / "dense", tmp_path / "disk small", max_shard_size="20KB")
     assert len(digests(tmp_path / "disk small")) > 4
@@ -110,15 +122,9 @@ def test_shards_are_as_large_as_those_of_transformers() -> None:
 )
 def test_the_files_of_a_cut_of_neurons(name: str, uniform: bool, kinds: tuple[str, ...], tmp_path: Path) -> None:
     MODELS[name]().save_pretrained(tmp_path / "dense")
-    model = load(tmp_path / "dense")
-    modules = find_modules(model, batch_for(model), kinds=kinds)
-    plan = PruningPlan(kept=random_neurons(modules, uniform=uniform), criterion="random")
-    slim = prune_units(model, plan, modules)
-    slim.save_pretrained(tmp_path / "memory")
-    complete_settings(slim, tmp_path / "memory")
-    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
-    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
-    again = find_modules(load(tmp_path / "disk"), batch_for(model), kinds=kinds)
+    plan, _ = cut_both_ways(tmp_path, kinds=kinds, uniform=uniform)
+    slim = load(tmp_path / "disk")
+    again = find_modules(slim, batch_for(slim), kinds=kinds)
     assert [(m.name, m.units) for m in again] == [(name, len(kept.units)) for name, kept in plan.kept.items()]
 
 
@@ -143,7 +149,7 @@ def test_rows_and_columns_by_hand(tmp_path: Path) -> None:
     decoder("Llama")().save_pretrained(tmp_path / "dense")
     kept = Kept((0, 1, 4, 5), total=6, groups=3)
     names = [f"model.layers.{i}.self_attn" for i in range(3)]
-    plan = PruningPlan(kept=dict.fromkeys(names, kept), criterion="by hand", alpha=None, seed=0)
+    plan = PruningPlan("by hand", kept=dict.fromkeys(names, kept))
     apply_plan(plan, tmp_path / "dense", tmp_path / "slim")
     dense, slim = (load_file(tmp_path / n / "model.safetensors") for n in ("dense", "slim"))
     assert list(dense) == list(slim)
@@ -163,18 +169,14 @@ def test_both_of_two_tied_weights_in_the_file(same: bool, tmp_path: Path) -> Non
     embedding = state["model.embed_tokens.weight"]
     state["lm_head.weight"] = embedding.clone() if same else embedding + 1
     save_file(state, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
-    plan = in_memory(tmp_path / "dense", tmp_path / "memory")
-    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
-    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+    cut_both_ways(tmp_path)
     assert ("lm_head.weight" in load_file(tmp_path / "disk" / "model.safetensors")) is not same
 
 
 def test_the_dtype_of_the_config_counts(tmp_path: Path) -> None:
     decoder("Llama")().save_pretrained(tmp_path / "dense")
     change_config(tmp_path / "dense", dtype="bfloat16")
-    plan = in_memory(tmp_path / "dense", tmp_path / "memory")
-    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
-    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+    cut_both_ways(tmp_path)
     assert {t.dtype for t in load_file(tmp_path / "disk" / "model.safetensors").values()} == {torch.bfloat16}
 
 
@@ -185,9 +187,7 @@ def test_names_of_old_checkpoints_and_tensors_that_are_not_needed(tmp_path: Path
     state = {next((n.replace(a, b) for a, b in old.items() if a in n), n): t for n, t in state.items()}
     state["bert.embeddings.position_ids"] = torch.arange(64)
     save_file(state, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
-    plan = in_memory(tmp_path / "dense", tmp_path / "memory")
-    apply_plan(plan, tmp_path / "dense", tmp_path / "disk")
-    assert digests(tmp_path / "disk") == digests(tmp_path / "memory")
+    cut_both_ways(tmp_path)
 
 
 def test_a_slim_checkpoint_is_cut_again(tmp_path: Path) -> None:
@@ -203,8 +203,7 @@ def test_a_slim_checkpoint_is_cut_again(tmp_path: Path) -> None:
 def test_the_tokenizer_comes_along_and_the_card_stays(tmp_path: Path) -> None:
     dense = save_text_model(tmp_path / "dense")
     (dense / "README.md").write_text("about the dense model")
-    plan = in_memory(dense, tmp_path / "memory")
-    apply_plan(plan, dense, tmp_path / "disk")
+    apply_plan(plan_for(dense), dense, tmp_path / "disk")
     assert (tmp_path / "disk" / "tokenizer.json").read_bytes() == (dense / "tokenizer.json").read_bytes()
     assert not (tmp_path / "disk" / "README.md").exists()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "disk")
@@ -274,10 +273,22 @@ def test_the_command_with_a_model_of_the_hub(
 # What can be wrong. Nothing may be left behind.
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PruningPlan]:
+    """A checkpoint in shards, and a plan for it."""
+    folder = tmp_path_factory.mktemp("made")
+    decoder("Llama")().save_pretrained(folder, max_shard_size="30KB")
+    return folder, plan_for(folder)
+
+
 @pytest.fixture
-def dense(tmp_path: Path) -> Path:
-    decoder("Llama")().save_pretrained(tmp_path / "dense", max_shard_size="30KB")
-    return tmp_path / "dense"
+def plan(made: tuple[Path, PruningPlan]) -> PruningPlan:
+    return made[1]
+
+
+@pytest.fixture
+def dense(made: tuple[Path, PruningPlan], tmp_path: Path) -> Path:
+    return shutil.copytree(made[0], tmp_path / "dense")
 
 
 def plan_for(folder: Path) -> PruningPlan:
@@ -290,104 +301,60 @@ def change_config(folder: Path, **values: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | values))
 
 
-def shard_of(folder: Path, name: str) -> Path:
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    return folder / index["weight_map"][name]
+NORM = "model.norm.weight"
 
 
-def without_shard(folder: Path) -> None:
-    sorted(folder.glob("*.safetensors"))[1].unlink()
-
-
-def cut_short(folder: Path) -> None:
-    shard = sorted(folder.glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-10])
-
-
-def not_safetensors(folder: Path) -> None:
-    sorted(folder.glob("*.safetensors"))[1].write_bytes(b"<html>not found</html>")
-
-
-def half_a_header(folder: Path) -> None:
-    shard = sorted(folder.glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:100])
-
-
-def no_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text("{}")
-
-
-def pickled(folder: Path) -> None:
-    for path in folder.glob("model*"):
-        path.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"")
-
-
-def no_weights(folder: Path) -> None:
-    for path in folder.glob("model*"):
-        path.unlink()
-
-
-def rewrite(folder: Path, name: str, change: Callable[[dict[str, Tensor]], object]) -> None:
-    shard = shard_of(folder, name)
-    state = load_file(shard)
-    change(state)
-    save_file(state, shard, metadata={"format": "pt"})
-
-
-def without_tensor(folder: Path) -> None:
-    rewrite(folder, "model.norm.weight", lambda state: state.pop("model.norm.weight"))
-
-
-def without_tensor_and_entry(folder: Path) -> None:
-    without_tensor(folder)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    del index["weight_map"]["model.norm.weight"]
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def other_shape(folder: Path) -> None:
-    rewrite(folder, "model.norm.weight", lambda state: state.update({"model.norm.weight": torch.ones(5)}))
-
-
-def quantised(folder: Path) -> None:
-    change_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-
-
-def unknown_dtype(folder: Path) -> None:
-    shard = shard_of(folder, "model.norm.weight")
-    shard.write_bytes(shard.read_bytes().replace(b'"F32"', b'"F4 "', 1))
-
-
-def no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
+def spoil(folder: Path, what: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    second, with_norm = sorted(folder.glob("*.safetensors"))[1], folder / listed["weight_map"][NORM]
+    state = load_file(with_norm)
+    if what == "a shard less":
+        second.unlink()
+    elif what in ("cut short", "half a header", "no safetensors"):
+        content = {"cut short": second.read_bytes()[:-10], "half a header": second.read_bytes()[:100]}
+        second.write_bytes(content.get(what, b"<html>not found</html>"))
+    elif what == "empty index":
+        index.write_text("{}")
+    elif what in ("pickled", "no weights"):
+        for path in folder.glob("model*"):
+            path.unlink()
+        if what == "pickled":
+            (folder / "pytorch_model.bin").write_bytes(b"")
+    elif what == "unknown dtype":
+        with_norm.write_bytes(with_norm.read_bytes().replace(b'"F32"', b'"F4 "', 1))
+    elif what == "quantised":
+        change_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    elif what == "no config":
+        (folder / "config.json").unlink()
+    else:
+        norm = {NORM: torch.ones(5)} if what == "another shape" else {}
+        save_file({n: t for n, t in state.items() if n != NORM} | norm, with_norm, metadata={"format": "pt"})
+        if what == "a tensor and its entry less":
+            del listed["weight_map"][NORM]
+            index.write_text(json.dumps(listed))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("what", "message"),
     [
-        (without_shard, r"shards are named in .*, but 1 of them are missing: 'model-00002-of"),
-        (cut_short, r"must have the \d+ bytes its header tells of, but has \d+; it is cut short"),
-        (not_safetensors, "must be a safetensors file, but .* is not: its header is longer"),
-        (half_a_header, "must be a safetensors file, but .* is not: its header is longer"),
-        (
-            no_index,
-            "the index of a sharded checkpoint must name the file of every tensor, but .* weight_map is missing",
-        ),
-        (pickled, r"must have model.safetensors .* has pytorch_model.bin; convert it once"),
-        (no_weights, "has no weights; convert it once"),
-        (without_tensor, "1 are not where it says: 'model.norm.weight'"),
-        (without_tensor_and_entry, "1 are not so: model.norm.weight: absent. A part that was never trained"),
-        (other_shape, r"1 are not so: model.norm.weight: \(5,\), not \(48,\)"),
-        (quantised, "is quantised; dequantise it first"),
-        (unknown_dtype, "but 'model.*' .*F4"),
-        (no_config, "must be a folder with a config.json or a Hub id"),
+        ("a shard less", r"shards are named in .*, but 1 of them are missing: 'model-00002-of"),
+        ("cut short", r"must have the \d+ bytes its header tells of, but has \d+; it is cut short"),
+        ("half a header", "must be a safetensors file, but .* is not: its header is longer"),
+        ("no safetensors", "must be a safetensors file, but .* is not: its header is longer"),
+        ("empty index", "the index of a sharded checkpoint must name the file of every .* weight_map is missing"),
+        ("pickled", r"must have model.safetensors .* has pytorch_model.bin; convert it once"),
+        ("no weights", "has no weights; convert it once"),
+        ("a tensor less", f"1 are not where it says: '{NORM}'"),
+        ("a tensor and its entry less", f"1 are not so: {NORM}: absent. A part that was never trained"),
+        ("another shape", rf"1 are not so: {NORM}: \(5,\), not \(48,\)"),
+        ("quantised", "is quantised; dequantise it first"),
+        ("unknown dtype", "but 'model.*' .*F4"),
+        ("no config", "must be a folder with a config.json or a Hub id"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_bad_checkpoints_are_refused(spoil: Callable[[Path], None], message: str, dense: Path, tmp_path: Path) -> None:
-    plan = plan_for(dense)
-    spoil(dense)
+def test_bad_checkpoints_are_refused(what: str, message: str, plan: PruningPlan, dense: Path, tmp_path: Path) -> None:
+    spoil(dense, what)
     with pytest.raises(RequestError, match=message):
         apply_plan(plan, dense, tmp_path / "slim")
     assert [p.name for p in tmp_path.iterdir()] == ["dense"]
@@ -403,9 +370,9 @@ def test_a_plan_for_another_model(dense: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "slim").exists()
 
 
-def test_a_plan_for_other_weights(dense: Path, tmp_path: Path) -> None:
+def test_a_plan_for_other_weights(plan: PruningPlan, dense: Path, tmp_path: Path) -> None:
     model = load(dense)
-    plan = replace(plan_for(dense), model=fingerprint(model, find_attention(model, batch_for(model))))
+    plan = replace(plan, model=fingerprint(model, find_attention(model, batch_for(model))))
     apply_plan(plan, dense, tmp_path / "slim")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
     apply_plan(plan, tmp_path / "half", tmp_path / "half slim")
@@ -420,13 +387,12 @@ def test_a_plan_for_other_weights(dense: Path, tmp_path: Path) -> None:
     assert_same_plan(written, replace(plan, model=fingerprint(model, find_attention(model, batch_for(model)))))
 
 
-def test_a_model_that_is_nowhere(dense: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_nowhere(plan: PruningPlan, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="must be on this machine, on the Hub or .* but someone/nothing is not here"):
-        apply_plan(plan_for(dense), "someone/nothing", tmp_path / "slim")
+        apply_plan(plan, "someone/nothing", tmp_path / "slim")
 
 
-def test_an_existing_folder(dense: Path, tmp_path: Path) -> None:
-    plan = plan_for(dense)
+def test_an_existing_folder(plan: PruningPlan, dense: Path, tmp_path: Path) -> None:
     (tmp_path / "slim").mkdir()
     (tmp_path / "slim" / "mine").touch()
     for overwrite in (False, True):
@@ -455,29 +421,30 @@ class Watcher:
             yield item
 
 
-def test_interrupted_in_the_middle(dense: Path, tmp_path: Path) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt("at the sixth")
-
-    with pytest.raises(KeyboardInterrupt, match="at the sixth"):
-        apply_plan(plan_for(dense), dense, tmp_path / "slim", progress=Watcher(interrupt))
-    assert [p.name for p in tmp_path.iterdir()] == ["dense"]
-
-
-def test_a_file_that_shrinks_in_the_middle(dense: Path, tmp_path: Path) -> None:
-    def shrink() -> None:
+@pytest.mark.parametrize(
+    ("shrinks", "error", "match"),
+    [(False, KeyboardInterrupt, "at the sixth"), (True, StepError, "ended too early; was it changed meanwhile")],
+)
+def test_stopped_in_the_middle(
+    shrinks: bool, error: type[BaseException], match: str, plan: PruningPlan, dense: Path, tmp_path: Path
+) -> None:
+    def act() -> None:
+        if not shrinks:
+            raise KeyboardInterrupt("at the sixth")
         for shard in dense.glob("*.safetensors"):
             os.truncate(shard, shard.stat().st_size // 2)
 
-    with pytest.raises(StepError, match="ended too early; was it changed meanwhile"):
-        apply_plan(plan_for(dense), dense, tmp_path / "slim", progress=Watcher(shrink))
+    with pytest.raises(error, match=match):
+        apply_plan(plan, dense, tmp_path / "slim", progress=Watcher(act))
     assert [p.name for p in tmp_path.iterdir()] == ["dense"]
 
 
-def test_the_command_refuses(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses(
+    plan: PruningPlan, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["apply", str(tmp_path / "none.json"), str(dense), "-o", str(tmp_path / "slim")]) == 2
     assert "there is no file" in capsys.readouterr().err
-    (tmp_path / "plan.json").write_text(plan_for(dense).to_json())
+    (tmp_path / "plan.json").write_text(plan.to_json())
     assert main(["apply", str(tmp_path / "plan.json"), str(dense), "-o", str(dense)]) == 2
     assert "--overwrite" in capsys.readouterr().err
 
@@ -509,7 +476,8 @@ def test_two_labels_with_default_names_are_written(tmp_path: Path) -> None:
     architecture("Bart", num_labels=2, vocab_size=32)().save_pretrained(tmp_path / "dense")
     labels = {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}
     change_config(tmp_path / "dense", **labels)
-    modules = find_attention(load(tmp_path / "dense"), synthetic_batch(load(tmp_path / "dense"), batch=2, sequence=8))
+    model = load(tmp_path / "dense")
+    modules = find_attention(model, synthetic_batch(model, batch=2, sequence=8))
     apply_plan(random_plan(modules, uniform=False), tmp_path / "dense", tmp_path / "disk")
     assert load(tmp_path / "disk").config.num_labels == 2
 
