@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -127,10 +126,9 @@ def _same_bytes(one: Step, other: Step, tensors: Mapping[str, StoredTensor]) -> 
 
 def _with_tied(model: PreTrainedModel, steps: Mapping[str, Step]) -> dict[str, Step]:
     """Return the step of every name; the names of tied parameters share one."""
-    names = list(model.state_dict())
+    tensors = {name: id(model.get_parameter_or_buffer(name)) for name in model.state_dict()}
     by_tensor: dict[int, Step] = {}
-    tensors: dict[str, Tensor] = {name: model.get_parameter_or_buffer(name) for name in names}
-    for name in names:
+    for name, tensor in tensors.items():
         if name in steps:
-            by_tensor.setdefault(id(tensors[name]), steps[name])
-    return {name: by_tensor[id(tensors[name])] for name in names if id(tensors[name]) in by_tensor}
+            by_tensor.setdefault(tensor, steps[name])
+    return {name: by_tensor[tensor] for name, tensor in tensors.items() if tensor in by_tensor}

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cuts import random_cut
 from support.models import bert, image_batch, text_batch, vit
-from transformers import PreTrainedModel
+from transformers import BertForSequenceClassification, PreTrainedModel
 
 from hies_export.checkpoint.classes import load_config
 from hies_export.checkpoint.folders import new_folder
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.errors import OutputExistsError, ReloadMismatchError, RequestError
+from hies_export.model import modeling_hies
 from hies_export.slim.check import first_output
 from hies_export.values import PruningPlan
 
@@ -61,27 +64,16 @@ def test_a_fresh_process_without_this_package(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.load(tmp_path / name / "output.pt"), expected[name], atol=1e-5, rtol=1e-5)
 
 
-def test_without_trust_the_load_fails_loudly(tmp_path: Path) -> None:
+def test_without_trust_stock_classes_fail_loudly_and_load_runs_no_code(tmp_path: Path) -> None:
     slim, plan, _ = random_cut(bert(), text_batch())
     save_slim(slim, tmp_path / "slim", plan=plan, batch=text_batch())
-    from transformers import BertForSequenceClassification
-
     with pytest.raises(RuntimeError, match="size mismatch|ignore_mismatched_sizes"):
         BertForSequenceClassification.from_pretrained(tmp_path / "slim")
-
-
-def test_load_does_not_execute_the_folders_code(tmp_path: Path) -> None:
-    slim, plan, _ = random_cut(bert(), text_batch())
-    save_slim(slim, tmp_path / "slim", plan=plan, batch=text_batch())
     (tmp_path / "slim" / "modeling_hies.py").write_text("raise RuntimeError('executed')")
     load(tmp_path / "slim")
 
 
 def test_the_shipped_code_imports_only_torch_and_transformers() -> None:
-    import ast
-
-    from hies_export.model import modeling_hies
-
     tree = ast.parse(Path(modeling_hies.__file__).read_text())
     imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -163,23 +155,26 @@ def test_an_existing_folder_is_refused_or_replaced_whole(tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="a model must be a folder with a config.json or a Hub id"):
-        load(tmp_path / "nothing")
-    for config, message in (
-        ({"model_type": "bert"}, "names none"),
-        ({"model_type": "bert", "architectures": ["BertForEverything"]}, "BertForEverything"),
-    ):
+BERT = {"model_type": "bert"}
+WHOLE = bert().config.to_dict() | {"architectures": ["BertForSequenceClassification"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "read", "message"),
+    [
+        (None, load, "a model must be a folder with a config.json or a Hub id"),
+        (BERT, load, "names none"),
+        (BERT | {"architectures": ["BertForEverything"]}, load, "BertForEverything"),
+        ({"model_type": "unheard-of"}, load_config, "unheard-of"),
+        (WHOLE, load, "cannot be loaded"),
+    ],
+    ids=["no config", "no class", "unknown class", "unknown type", "no weights"],
+)
+def test_a_folder_without_a_model_is_refused(config: Any, read: Any, message: str, tmp_path: Path) -> None:
+    if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(RequestError, match=message):
-            load(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
-    with pytest.raises(RequestError, match="unheard-of"):
-        load_config(tmp_path)
-    config = bert().config.to_dict() | {"architectures": ["BertForSequenceClassification"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RequestError, match="cannot be loaded"):
-        load(tmp_path)
+    with pytest.raises(RequestError, match=message):
+        read(tmp_path if config is not None else tmp_path / "nothing")
 
 
 def test_dtype_is_the_checkpoints_own_unless_asked(tmp_path: Path) -> None:
