@@ -232,6 +232,14 @@ def default_metrics(
     return ("pearson", "spearman") if kind == "numbers" else ("accuracy",)
 
 
+_PREDICTING = {
+    "numbers": "a regression",
+    "classes": "a classifier",
+    "tokens": "generated text",
+    "choices": "choices among answers (data.label)",
+}
+
+
 def check_metrics(
     names: Sequence[str], *, regression: bool = False, task: str = "text-classification", choices: bool = False
 ) -> None:
@@ -241,10 +249,6 @@ def check_metrics(
         RecipeError: A metric does not exist or does not fit; all problems at once.
     """
     kind = _kind_of(task, regression=regression, choices=choices)
-    model = {
-        **{"numbers": "a regression", "classes": "a classifier"},
-        **{"tokens": "generated text", "choices": "choices among answers (data.label)"},
-    }[kind]
     problems: list[str] = []
     for name in names:
         try:
@@ -254,7 +258,9 @@ def check_metrics(
             continue
         if metric.of != kind:
             fitting = ", ".join(known for known, other in METRICS.items() if other.of == kind)
-            problems.append(f"the metrics of {model} must be among {fitting}, got {name!r}, which is for {metric.of}")
+            problems.append(
+                f"the metrics of {_PREDICTING[kind]} must be among {fitting}, got {name!r}, which is for {metric.of}"
+            )
     if problems:
         raise RecipeError(problems)
 

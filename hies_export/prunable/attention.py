@@ -153,16 +153,19 @@ def _features(found: FoundAttention, refuse: Refusal) -> _Owned:
         if not found.heads_of[role]:
             raise refuse(f"no linear layer in front of it gives the {role}")
         widths = [0] * count
-        for layer, (head_of, used) in found.heads_of[role].items():
+        for layer, (head_of, _) in found.heads_of[role].items():
             per_head = owned.setdefault(layer, {}).setdefault(role != "query", [set() for _ in range(count)])
-            for head in range(count):
-                features = ((head_of == head) & used).nonzero().flatten().tolist()
+            for head, features in enumerate(_by_head(head_of, count)):
                 per_head[head].update(features)
                 widths[head] += len(features)
         if count > 1 and (len(set(widths)) > 1 or not widths[0] or (role in _WHOLE and widths[0] != width)):
             layers = " and ".join(sorted(found.heads_of[role]))
             raise refuse(f"the {role} heads do not have features of their own in {layers} (they are mixed or shared)")
     return owned
+
+
+def _by_head(head_of: Tensor, heads: int) -> list[list[int]]:
+    return [(head_of == head).nonzero().flatten().tolist() for head in range(heads)]
 
 
 def _parameters(found: FoundAttention, refuse: Refusal) -> list[Slice]:
@@ -173,9 +176,8 @@ def _parameters(found: FoundAttention, refuse: Refusal) -> list[Slice]:
         if (of_row != of_row[:, :1]).any():
             raise refuse(f"the parameter {parameter} has values for every head, but not in rows,")
         count = (found.key if per_group else found.query).shape[1]
-        rows = [(of_row[:, 0] == head).nonzero().flatten().tolist() for head in range(count)]
-        name = f"{found.name}.{parameter}".lstrip(".")
-        slices.append(Slice(name, 0, spans_of(rows), per_group=per_group, parameter=True))
+        rows = spans_of(_by_head(of_row[:, 0], count))
+        slices.append(Slice(f"{found.name}.{parameter}".lstrip("."), 0, rows, per_group=per_group, parameter=True))
     return slices
 
 
@@ -194,8 +196,8 @@ def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
         if (head_of[used] == -1).any():
             raise refuse(f"features of {layer} gate several heads")
         per_head = owned.setdefault(layer, {}).setdefault(False, [set() for _ in range(heads)])
-        for head in range(heads):
-            per_head[head].update((head_of == head).nonzero().flatten().tolist())
+        for head, features in enumerate(_by_head(head_of, heads)):
+            per_head[head].update(features)
 
 
 def _head_counts(module: PrunableModule) -> Meanings:
