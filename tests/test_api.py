@@ -1,7 +1,5 @@
 """The public names: documented in full, with examples that run."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The pages: their commands and links work, their tables follow the code, and the site is built without a warning."""
 
-from __future__ import annotations
-
 import ast
 import html
 import importlib.util

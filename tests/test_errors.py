@@ -1,7 +1,5 @@
 """The tree of errors that is drawn, and what it promises."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

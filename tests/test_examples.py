@@ -1,7 +1,5 @@
 """The example scripts, as a newcomer starts them: no arguments, no network, in a folder of their own."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

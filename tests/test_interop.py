@@ -3,8 +3,6 @@
 `scripts/interop` makes the environment and runs this; `HIES_INTEROP_PYTHON` names its interpreter.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The scripts of the paper's tables, reduced, and the numbers they show beside."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

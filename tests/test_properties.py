@@ -1,7 +1,5 @@
 """Whatever happens to a file that the tool reads, it is read, or refused in a sentence; see also `scripts/fuzz`."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

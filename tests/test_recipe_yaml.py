@@ -1,7 +1,5 @@
 """Recipe files that are damaged or hostile, against PyYAML for those that are neither."""
 
-from __future__ import annotations
-
 import random
 import string
 from pathlib import Path

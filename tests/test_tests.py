@@ -1,7 +1,5 @@
 """What holds of every test file: where it stands, what it imports, which errors it expects."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `scripts/vllm` makes the environment and runs this; `HIES_VLLM_PYTHON` names its interpreter.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, field

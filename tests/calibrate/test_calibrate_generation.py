@@ -1,7 +1,5 @@
 """Scoring of language and vision-language models against eager attention, one unpadded sample at a time."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

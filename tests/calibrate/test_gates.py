@@ -1,7 +1,5 @@
 """Gates by hand: what they multiply, the gradient of each sample's own loss, and what is refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

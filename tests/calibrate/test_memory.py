@@ -1,7 +1,5 @@
 """Memory of calibration grows with a sample's length, and not with its square."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Statistics of neurons beside heads against loops over samples, with masks that autograd differentiates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What may be replaced, and what is left of a process that was killed while it wrote."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """A command that does what a test says, run by the real `main`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The recipe a command runs: the file's, changed by `--set` and `-o`."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """bench/gpu.sh on the CPU: the code that runs on a GPU, with tiny models."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

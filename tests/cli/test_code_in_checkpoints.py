@@ -1,7 +1,5 @@
 """Code in a checkpoint is never run and never asked about, whatever command reads it and whatever is typed."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """What an error becomes: a line on standard error and an exit code, or a traceback where we are at fault."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`--help`: complete for every command, and answered at once."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """`inspect` on models, plans and runs: both kinds of units, and why one of them cannot be cut."""
 
-from __future__ import annotations
-
 import json
 from functools import wraps
 from pathlib import Path

@@ -3,8 +3,6 @@
 That nothing half-written stays is tested with a whole run, in tests/pipeline.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

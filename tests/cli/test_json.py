@@ -1,7 +1,5 @@
 """`--json`: one line, last on standard output, whatever was printed before."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

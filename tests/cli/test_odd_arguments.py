@@ -1,7 +1,5 @@
 """Values that no command can use end in a sentence and exit code 2, before anything is loaded."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`optimum-cli hies ...` and `optimum-cli export hies ...`: the same program under Optimum's command line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """--overwrite replaces results, never what a command reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Commands that are given the folder of a run, or of something else, where they need a part of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Standard error: stages, our warnings and log records; of the libraries only what `--verbose` asks for."""
 
-from __future__ import annotations
-
 import io
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """Budgets of FLOPs, time and quality: against brute force, the counter, the masked model and a run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Costs of heads and neurons in one table: against cut models, and against formulas."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

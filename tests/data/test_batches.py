@@ -1,7 +1,5 @@
 """Batches that did not come from our readers: lists, loaders and encodings of a caller."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

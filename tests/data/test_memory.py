@@ -1,7 +1,5 @@
 """Reading many rows takes as much memory as reading few, and reading in chunks gives what reading as a whole does."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tracemalloc

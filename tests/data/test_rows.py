@@ -1,7 +1,5 @@
 """Rows against files written and read by hand."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

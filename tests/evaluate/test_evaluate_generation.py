@@ -1,7 +1,5 @@
 """Predictions and metrics of generated text against the whole logits, torch's loss and greedy decoding."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Judge against loops over the samples, and the warnings it logs."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any

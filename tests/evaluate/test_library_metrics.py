@@ -1,7 +1,5 @@
 """Metrics of the `evaluate` library, from scripts in a local folder, against numpy."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from collections.abc import Iterator

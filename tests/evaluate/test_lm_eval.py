@@ -1,7 +1,5 @@
 """Benchmarks of lm-eval against likelihoods written out; skipped, visibly, where the extra is not installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

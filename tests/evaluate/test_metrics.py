@@ -1,7 +1,5 @@
 """The metrics against formulas written out in numpy and against scikit-learn."""
 
-from __future__ import annotations
-
 import logging
 import math
 

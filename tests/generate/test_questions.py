@@ -1,7 +1,5 @@
 """Answers to files of questions, and VQA accuracy against its definition over sets of nine."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

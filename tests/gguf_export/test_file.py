@@ -3,8 +3,6 @@
 The folder is not called gguf: `tests` is on the path, where it would stand for the package that is not installed.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

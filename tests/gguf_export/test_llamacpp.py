@@ -3,8 +3,6 @@
 `scripts/llamacpp` installs it and runs this; `HIES_NODE_LLAMA_CPP` names the folder that has it.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

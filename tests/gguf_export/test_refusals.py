@@ -1,7 +1,5 @@
 """What no GGUF file can hold is refused in a sentence, with exit code 2, before anything is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

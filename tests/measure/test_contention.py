@@ -1,7 +1,5 @@
 """What other work used, from counters of the system that are written here."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention and its entropy against explicit attention maps, and the attention function replaced and restored."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

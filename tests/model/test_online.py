@@ -1,7 +1,5 @@
 """Models and data sets of a Hub that does not answer: from the cache, or refused at once."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

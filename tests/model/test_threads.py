@@ -1,7 +1,5 @@
 """Small work on one thread, by a rule that time does not enter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How long a sequence may be, against what the models themselves can run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

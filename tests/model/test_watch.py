@@ -1,7 +1,5 @@
 """Watched and replaced inputs of layers, against hooks written by hand, plain arithmetic and autograd."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

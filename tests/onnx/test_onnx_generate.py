@@ -1,7 +1,5 @@
 """The generator, the command and the timing of exported decoders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The choice of alpha against judgements given by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Which two models `bench` compares, and on what."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """prune() on objects in memory: it leaves the model alone, chooses as a run does, saves, exports, and refuses early."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Quickstart's training, on one thread whatever the number of threads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The real thing: fine-tuned models on real data, and the quickstart."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

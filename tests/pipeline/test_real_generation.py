@@ -1,7 +1,5 @@
 """A real pretrained LLaMA on real stories, and real questions about pictures, by the stage functions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run repeated from its report: the same machine keeps the same units, and whatever was changed is said."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

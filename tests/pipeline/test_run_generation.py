@@ -1,7 +1,5 @@
 """The whole line on a language model and on a vision-language model, tiny ones always and real data where it is."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -4,8 +4,6 @@ By default of the types in tests/support/representatives.py; `-m architectures` 
 and `-m exports` exports all that can be.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """What find_attention says of known layouts, and which plans for them are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.cuts import plan_of

@@ -1,7 +1,5 @@
 """What find_mlp says of known layouts, that its cuts equal the masked model, and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Models that no checkpoint has: what is refused, what is found all the same, and that finding changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

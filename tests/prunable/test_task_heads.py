@@ -1,7 +1,5 @@
 """Classes of several tasks for one model type each; `scripts/task_heads` proves all of them."""
 
-from __future__ import annotations
-
 import runpy
 import warnings
 from collections.abc import Iterator

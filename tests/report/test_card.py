@@ -1,7 +1,5 @@
 """What a slim checkpoint's card takes from the card of its dense model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What renderings say of a slim model that was written as another stock family."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console

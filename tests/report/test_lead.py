@@ -1,7 +1,5 @@
 """The sentence that leads, and the sentences on why something was chosen."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run that removes heads and neurons writes: report.json against its plan and its slim model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

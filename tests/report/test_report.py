@@ -1,7 +1,5 @@
 """report.json: written, read, and read by its keys as by its fields."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ONNX Runtime on a GPU, where there is none: its code on the CPU's provider, and its refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """OpenVINO on graphs of `export_onnx`: its outputs, what it computes in, its cache, and its refusals."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every criterion by hand on a few numbers, and heads and neurons scored together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Convex hulls of removal curves, and chains merged by their slopes, against brute force."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

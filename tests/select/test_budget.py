@@ -1,7 +1,5 @@
 """How many bundles each module loses within a budget of cost: against brute force."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

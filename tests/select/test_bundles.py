@@ -1,7 +1,5 @@
 """Which units go together and in what order, by hand: means, ties, and queries that leave all groups alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Constraints of heads and of neurons, and the messages of those that cannot hold."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Pruning in steps against a loop over masked models, sample by sample."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

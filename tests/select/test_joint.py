@@ -1,7 +1,5 @@
 """Heads and neurons under one budget: against the best of all choices, and against rules that a choice must keep."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence

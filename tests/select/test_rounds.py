@@ -1,7 +1,5 @@
 """The rounds of a budget, and selections and values of one round after another, by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

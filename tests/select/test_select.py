@@ -1,7 +1,5 @@
 """What goes under a share of heads: by hand, and against all choices."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

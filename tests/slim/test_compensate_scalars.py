@@ -1,7 +1,5 @@
 """Scalars of kept units, against NumPy's least squares over the tokens themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

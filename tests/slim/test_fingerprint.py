@@ -1,7 +1,5 @@
 """Whether a plan knows the weights it was made for from those of another fine-tuning of the same base."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

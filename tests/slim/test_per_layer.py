@@ -1,7 +1,5 @@
 """What the config of an uneven cut says of its layers, in the schema of transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `apply` takes along beside the weights: files of a tokenizer or processor, and nothing that links lead to."""
 
-from __future__ import annotations
-
 import re
 from fnmatch import fnmatch
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Refitted layers written into a checkpoint on disk, against the same in memory; and those that are refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

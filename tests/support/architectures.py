@@ -1,7 +1,5 @@
 """Build a tiny random model of every model type of transformers, with a batch for it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

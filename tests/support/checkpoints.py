@@ -1,7 +1,5 @@
 """Tiny models whose checkpoints differ in how they name, fuse and tie their tensors, and digests of their files."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

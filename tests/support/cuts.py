@@ -1,7 +1,5 @@
 """Make cuts that depend on nothing but a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 

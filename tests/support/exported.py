@@ -1,7 +1,5 @@
 """Models that are exported to ONNX with their cache, and prompts for them."""
 
-from __future__ import annotations
-
 import torch
 from transformers import (
     CLIPVisionConfig,

@@ -1,7 +1,5 @@
 """Tiny models of any family of transformers, all of one size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import transformers

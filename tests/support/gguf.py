@@ -1,7 +1,5 @@
 """Make tiny decoders with trained tokenizers of the two kinds that llama.cpp knows, and cut them unevenly."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

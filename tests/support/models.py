@@ -1,7 +1,5 @@
 """Make the tiny models, tokenizers, batches and projects that test files share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Damage files as disks, editors and attackers do: bytes flipped or lost, values of another type, size or place."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Find and cut the feed-forward neurons of tiny models by their names: by hand, without the package's own finder."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@
 FOLDER holds inputs.npz and asked.json, and gets output.npz and answers.json.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -42,7 +42,7 @@ from hies_export.slim.check import check_selection
 from hies_export.slim.cut import prune_units
 from hies_export.stream.apply import apply_plan
 from hies_export.stream.skeleton import build_skeleton, read_tensors
-from hies_export.studies.explore import lost_share, predict, read_exploration
+from hies_export.studies.explore import estimate, lost_share, read_exploration
 from hies_export.sweep.figures import draw_sweep
 from hies_export.sweep.journal import Journal
 from hies_export.sweep.page import read_sweep, render_sweep
@@ -299,7 +299,7 @@ def _use(explored: Any) -> None:
     for measured in explored.measured:
         for values in (measured.quality, measured.stability):
             if values:
-                predict(measured.lost, values, lost_share(explored.statistics["his"], plan))
+                estimate(measured.lost, values, lost_share(explored.statistics["his"], plan))
 
 
 def _sweeps(folder: Path) -> list[Read]:

@@ -1,7 +1,5 @@
 """Compute the formulas of the paper and of DESIGN the slow way; only the places of the heads come from the package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

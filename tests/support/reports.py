@@ -1,7 +1,5 @@
 """Make reports without a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hies_export.report.maps import CUT, KEPT

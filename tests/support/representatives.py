@@ -1,7 +1,5 @@
 """Name the model types that every test run covers: each layout of attention once, each reason for a refusal once."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run the command line and scripts in this process, because a new process takes seconds to import torch."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """What the processes of tests/test_processes.py do: spawned processes import it by name."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -3,8 +3,6 @@
 It prints the key of every cell that it begins, and in the middle of number STOP, from 1, it sleeps until it is killed.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

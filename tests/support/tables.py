@@ -3,8 +3,6 @@
 `scripts/reference` writes them between markers in the pages, and tests/test_docs.py holds the pages to them.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import types

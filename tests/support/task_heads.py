@@ -1,7 +1,5 @@
 """Prove the classes that transformers has for a model type and a task: find, cut, compare, save, load, compare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

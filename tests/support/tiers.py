@@ -1,7 +1,5 @@
 """Run what a tier of tests runs in an environment of its own, and show what it found."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@
 FOLDER holds prompts.json, lists of token ids, and options.json, for `vllm.LLM`; it gets answers.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

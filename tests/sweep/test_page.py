@@ -1,7 +1,5 @@
 """sweep.html: that points lie where the numbers say, what the page leads with, and how a real browser shows it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

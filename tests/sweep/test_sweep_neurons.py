@@ -1,7 +1,5 @@
 """Sweeps over heads and neurons: rows against runs of their own, baselines by hand, times, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The page answers its own requests, and none that another site makes the browser send."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import urllib.error

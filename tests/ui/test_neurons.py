@@ -1,7 +1,5 @@
 """Exploring runs that removed neurons: what the sliders choose, what it costs, and what is drawn."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

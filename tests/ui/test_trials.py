@@ -1,7 +1,5 @@
 """The page on plans that a sweep or a run measured: all criteria, both kinds of units, and what was measured."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -12,7 +10,7 @@ from support.models import save_project
 from support.runs import without_tracing
 
 from hies_export.cli.main import main
-from hies_export.studies.explore import Exploration, lost_share, predict, read_exploration
+from hies_export.studies.explore import Exploration, estimate, lost_share, read_exploration
 from hies_export.ui.page import BY_SLIDERS, MEASURED, _trial_table, draw, save
 from hies_export.values import PruningPlan
 
@@ -135,7 +133,7 @@ def test_the_dot_of_a_measured_plan_is_where_it_was_measured(swept: Path) -> Non
     values = [*measured.stability, result.stability]
     low, high = min(values), max(values)
     assert heights[1] == pytest.approx(20 + 84 * (high - result.stability) / (high - low or 1), abs=0.1)
-    line = predict(measured.lost, measured.stability, lost).value
+    line = estimate(measured.lost, measured.stability, lost).value
     if line != result.stability:
         assert heights[1] != pytest.approx(20 + 84 * (high - line) / (high - low or 1), abs=0.01)
 

@@ -1,7 +1,5 @@
 """Exploring a finished run or sweep: plans as `run` makes them, FLOPs as counted, predictions, and the page itself."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json
