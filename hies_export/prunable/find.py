@@ -34,5 +34,10 @@ def find_modules(
 
     Raises:
         UnsupportedModelError: Some module cannot be cut; the message says which and why.
+
+    Examples:
+        >>> modules = find_modules(model, batches[0], kinds=("attention", "mlp"))
+        >>> [(module.kind, module.units) for module in modules][::3]
+        [('attention', 6), ('mlp', 64)]
     """
     return tuple(module for kind in kinds for module in FINDERS[kind](model, batch))
