@@ -62,6 +62,22 @@ class Clock:
 
 
 @contextlib.contextmanager
+def without_reports() -> Iterator[None]:
+    """Keep transformers from showing bars and reports of what it loads and saves while the block runs."""
+    from transformers.utils import logging as transformers_logging
+
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
 def quiet(*, verbose: bool = False) -> Iterator[None]:
     """Discard warnings, log records and prints while the block runs, unless `verbose`.
 

@@ -23,7 +23,7 @@ from ..hub.push import push_folder
 from ..measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..model.modes import evaluating
 from ..onnx.export import OnnxExport, export_onnx
-from ..progress import SILENT, Clock, Progress
+from ..progress import SILENT, Clock, Progress, without_reports
 from ..recipe import CompensationSection, PruneSection, sentences
 from ..report.maps import plan_maps
 from ..report.report import plan_counts
@@ -116,7 +116,8 @@ class PruneResult:
             RequestError: There is no token for the push, or it may not write there; the folder is written.
             PushError: The push did not finish; the folder is written.
         """
-        save(self.slim, self.prepared, folder, processor=processor or self.prepared.processor, overwrite=overwrite)
+        with without_reports():
+            save(self.slim, self.prepared, folder, processor=processor or self.prepared.processor, overwrite=overwrite)
         if push_to_hub:
             push_folder(folder, repo_id or Path(folder).resolve().name, private=private)
 
@@ -158,7 +159,8 @@ class PruneResult:
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
         for units in plan_maps(self.plan):
-            console.print(map_text(units), "")
+            console.print(map_text(units))
+            console.print()
         console.print(plain_table(*self._table()))
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))

@@ -27,6 +27,7 @@ from support.models import (
 from support.runs import without_tracing
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel, PreTrainedModel
+from transformers.utils import logging
 
 import hies_export
 from hies_export import HiesError, PruningPlan, PruningRecipe, prune
@@ -228,6 +229,19 @@ def test_rows_of_a_data_set_become_batches_by_their_columns(tmp_path: Path) -> N
     # A data set that was tokenised is padded by the tokenizer, and takes no columns.
     ready = data.map(lambda row: tokenizer(row["premise"]), remove_columns=["premise", "note", "length"])
     assert prune(model, ready, processor=tokenizer, budget={"heads": 0.5}).plan.kept == named.plan.kept
+
+
+def test_saving_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = prune(vit(), images(), budget={"heads": 0.5})
+    logging.enable_progress_bar()
+    try:
+        capfd.readouterr()
+        result.save_pretrained(tmp_path / "slim")
+        assert capfd.readouterr() == ("", "")
+        vit().save_pretrained(tmp_path / "dense")  # after it, transformers speaks again
+        assert "model shards" in capfd.readouterr().err
+    finally:
+        logging.disable_progress_bar()
 
 
 def test_the_folder_is_pushed_when_asked(hub: Hub, tmp_path: Path) -> None:
