@@ -1,7 +1,5 @@
 """Fixtures that several folders use, and an environment without network."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

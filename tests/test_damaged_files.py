@@ -1,7 +1,5 @@
 """What the tool says of files that were damaged in ways that people reported."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Uneven ones carry custom code, uniform ones are stock; each is used as it comes back from disk.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

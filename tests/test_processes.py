@@ -1,7 +1,5 @@
 """Several processes on the CPU: they keep the units that one keeps, by scores within 1e-6, and fail together."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import time

@@ -1,7 +1,5 @@
 """Baselines that do not remove heads, against weights zeroed by hand, singular values and training written out."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Kwon's and FLAP's choices against loops over samples, tokens and pairs of units."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Moments, fits and splits of `calibrate/ridge.py` against the tokens themselves."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

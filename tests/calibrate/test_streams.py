@@ -1,7 +1,5 @@
 """Moments and effects, whole and in groups, against loops over samples and tokens with autograd and numpy."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checkpoints that are saved in another dtype than the model has; files and dtypes of checkpoints."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Slim checkpoints written, loaded in every way, and refused; folders that appear whole or not at all."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import json

@@ -1,7 +1,5 @@
 """Settings that transformers leaves out of a saved folder, and that are added for readers who need them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints as transformers 4 leaves them, made by hand, against the dense model with the same heads masked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A classifier with a decoder, which reads the last end-of-text token, through every command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

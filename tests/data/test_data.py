@@ -1,7 +1,5 @@
 """Checks and batches against values worked out by hand."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Batches of text to generate, against tokens counted by hand and the model's own processor."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import itertools

@@ -1,7 +1,5 @@
 """An error names the row of the file, however rows were drawn: against plain lists of numbers."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

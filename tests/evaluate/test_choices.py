@@ -1,7 +1,5 @@
 """Choices judged by their log-likelihood, against a loop over one choice at a time."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Prediction and comparison against a hand-written loop and numpy."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

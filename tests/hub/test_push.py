@@ -1,7 +1,5 @@
 """Push a run to a Hub on the loopback interface with the real client, and load it from there."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """FLOPs by layer where heads and neurons are known: against formulas."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Decoders and vision-language models in ONNX, run by hand in ONNX Runtime and compared with one torch forward."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Heads and neurons under one budget through the whole line, and what `criterion: auto` chooses, again by hand."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import dataclass, replace

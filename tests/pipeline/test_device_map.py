@@ -1,7 +1,5 @@
 """Models that accelerate has spread over devices, as far as one CPU can show it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The whole line on tiny models, through the command line, as a user types it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a run saves: the dtype and the bytes of its checkpoint, and the refitted layers that make `apply` repeat it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Reports of runs that removed neurons: counts by hand, in every rendering, with and without heads."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """report.html: what it says, that it loads nothing, and how a real browser shows it."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Greedy removal against loops that build every compensated layer anew, token by token."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What `slim/check.py` compares and refuses: plans, weights, and the outputs of a cut model."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

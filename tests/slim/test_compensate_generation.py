@@ -1,7 +1,5 @@
 """Compensation and compensated scores of decoders and LLaVA, against unpadded samples one at a time and numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

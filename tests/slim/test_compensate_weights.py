@@ -1,7 +1,5 @@
 """Refits from streamed moments and with weighted tokens, against scikit-learn and the prediction itself."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a cut keeps and refuses; that it holds for every architecture is in test_architectures.py."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Uniform cuts that a model's own config refuses, written as another stock family that computes the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

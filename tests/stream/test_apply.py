@@ -1,7 +1,5 @@
 """Cutting on disk against loading, cutting and saving, byte for byte; and the checkpoints that are refused."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """Norms, moments and loss increases against torch.linalg, numpy, and models with columns of zeros."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

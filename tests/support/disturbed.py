@@ -6,8 +6,6 @@ do where MKL computes differently in other memory. Units, plans and counts must 
 `support.numbers` says how far numbers may.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Make batches of text for models that generate."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 

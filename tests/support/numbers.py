@@ -7,8 +7,6 @@ involved, however small the others are. Hence one rule: numbers differ by at mos
 `HIES_DISTURB` (support/disturbed.py) shows which tests hold by that.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Figures of quality and stability against measured time, on rows made by hand."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

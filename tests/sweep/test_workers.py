@@ -1,7 +1,5 @@
 """Several processes share a sweep: every cell is computed once, and those of a process that is gone are taken over."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
