@@ -133,15 +133,7 @@ class PushError(StepError):
 
 
 def require_package(module: str, *, who: str, package: str, extra: str, otherwise: str = "") -> None:
-    """Refuse to go on without a package of an optional extra, by a `MissingRuntimeError`; it is not imported.
-
-    Args:
-        module: Name it is imported by.
-        who: Subject and verb of the message: "figures need".
-        package: Name in the message.
-        extra: Extra of hies-export that installs it.
-        otherwise: End of the message: what to do instead of installing it.
-    """
+    """Refuse to go on without a package of an optional extra, by a `MissingRuntimeError`; it is not imported."""
     if find_spec(module) is None:
         raise MissingRuntimeError(
             f'{who} {package}, which is not installed; install it with: pip install "hies-export[{extra}]"{otherwise}'

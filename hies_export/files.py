@@ -55,12 +55,7 @@ class Rule:
 
 
 def read_json(path: str | Path, schema: Any, rule: Rule) -> Any:
-    """Return what a JSON file holds, as it stands there, after checking it against a schema.
-
-    Raises:
-        RequestError: Of the rule's class: there is no such file, it is too large, is no JSON in UTF-8, is nested more
-            than 200 deep, or does not fit the schema, a pydantic model or any type that pydantic checks.
-    """
+    """Return what a JSON file holds, as it stands there, after checking it against a schema."""
     try:
         with Path(path).open("rb") as stream:
             data = stream.read(rule.megabytes * MEGABYTE + 1)

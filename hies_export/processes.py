@@ -181,10 +181,6 @@ def together() -> Iterator[None]:
     """Join the processes that the environment names, for the length of the block.
 
     Without a WORLD_SIZE above one in the environment, or inside another such block, nothing is done.
-
-    Raises:
-        RequestError: The environment does not say how to meet, or there are fewer GPUs than processes.
-        StepError: Another process failed or is gone.
     """
     global _group
     if _group is not None or _number("WORLD_SIZE") == 1:

@@ -45,7 +45,6 @@ class Gates:
         Args:
             gradients: Module -> gradient of the sum over all losses of the batch; None if nothing reads the module.
             losses: (batch,) number of these losses that belong to each sample.
-            index: Number of the batch, for messages.
         """
         found = {}
         for name, gate in self.tensors.items():

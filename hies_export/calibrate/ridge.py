@@ -56,9 +56,6 @@ class Moments:
 
         Ridges are relative to the mean of the diagonal of the moments of x. If `centred`, a bias (outputs,) is fitted
         as well, from centred moments; else it is None.
-
-        Raises:
-            torch.linalg.LinAlgError: The moments of x are singular.
         """
         mean_x, xx, yx = self.x / self.tokens, self.xx / self.tokens, self.yx / self.tokens
         if centred:

@@ -30,11 +30,7 @@ def find_model_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
 
 
 def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedModel]:
-    """Return the class that a config.json names, or its slim version where the checkpoint is slim.
-
-    Raises:
-        RequestError: It names none of transformers'.
-    """
+    """Return the class that a config.json names, or its slim version where the checkpoint is slim."""
     names = config.get("architectures") or []
     stock = getattr(transformers, names[0], None) if len(names) == 1 else None
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
@@ -66,11 +62,7 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
 
 
 def load_config(path: str | Path, **hub: Any) -> Any:
-    """Return the `PreTrainedConfig` of a folder or Hub id, without executing code from it.
-
-    Raises:
-        RequestError: There is none, or this transformers does not know its model type.
-    """
+    """Return the `PreTrainedConfig` of a folder or Hub id, without executing code from it."""
     config = read_config(path, **hub)
     try:
         return AutoConfig.for_model(**config)

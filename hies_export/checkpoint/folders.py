@@ -49,8 +49,6 @@ def refuse_existing(
     What killed processes left beside the folder is cleaned up first.
 
     Args:
-        folder: The output.
-        overwrite: Whether it may be replaced.
         inputs: What is read and must stay, such as "model" -> its folder; Hub ids are ignored.
     """
     clean_up(Path(folder))

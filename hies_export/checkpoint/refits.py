@@ -84,12 +84,7 @@ def refit_beside(plan: PruningPlan, file: Path) -> Path | None:
 
 
 def read_refit(plan: PruningPlan, file: Path) -> RefittedLayers:
-    """Return where the refitted parameters of a plan are; their bytes are read once, for the digest.
-
-    Raises:
-        RequestError: The file is damaged.
-        PlanError: There is no such file, it is not of this plan, or the plan names none.
-    """
+    """Return where the refitted parameters of a plan are; their bytes are read once, for the digest."""
     if plan.refit is None:
         raise PlanError(
             f"refitted layers must be those of the plan, but this plan names none, got {file}; leave them out "

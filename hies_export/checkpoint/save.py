@@ -81,20 +81,7 @@ def save_slim(
 
 
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
-    """Load a folder by this package, by the Auto classes of its task and as `AutoModel`, and compare the outputs.
-
-    Args:
-        model: The model that was saved, in the dtype that it was saved in.
-        folder: Where it was saved.
-        batch: Inputs on which the outputs are compared.
-
-    Returns:
-        The largest absolute difference of any output between `model` and a loaded model.
-
-    Raises:
-        ReloadMismatchError: A weight is missing, or an output differs by 1e-5 or more (of its largest element, if
-            that is more than 1).
-    """
+    """Load a folder by this package, by the Auto classes of its task and as `AutoModel`, and compare the outputs."""
     worst = 0.0
     dtype, computing = model.dtype, _computing_dtype(model, batch)
     if computing != dtype:

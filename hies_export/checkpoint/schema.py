@@ -99,13 +99,7 @@ def check_side_files(folder: str | Path) -> None:
 
 
 def check_slim_names(block: Mapping[str, Any], stock: PreTrainedModel, where: str | Path) -> None:
-    """Check that every name in a `hies_export` block is of the kind that the block says.
-
-    Args:
-        block: Valid by `SlimBlock`.
-        stock: The model that the config describes without the block, on the meta device.
-        where: The checkpoint, for the message.
-    """
+    """Check that every name in a `hies_export` block is of the kind that the block says."""
     base = stock.base_model
     modules, parameters = dict(base.named_modules()), dict(base.named_parameters())
     for name in block["linear"]:

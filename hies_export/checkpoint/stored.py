@@ -23,11 +23,7 @@ _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "
 
 
 def weight_files(path: str | Path, **hub: Any) -> list[Path]:
-    """Return the files that `from_pretrained` reads weights from; none if the checkpoint has none that it knows.
-
-    Raises:
-        RequestError: The index of the shards is damaged.
-    """
+    """Return the files that `from_pretrained` reads weights from; none if the checkpoint has none that it knows."""
     with hub_or_cache(path, "model", local_files_only=hub.get("local_files_only", False)):
         for name, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
             if (whole := _file(path, name, **hub)) is not None:

@@ -80,11 +80,7 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file, by name, in the order of their bytes.
-
-    Raises:
-        RequestError: It is not such a file, is cut short, or has a dtype that torch does not know.
-    """
+    """Return the tensors of a safetensors file, by name, in the order of their bytes."""
     size = file.stat().st_size
     tensors = {}
     with file.open("rb") as stream:
@@ -122,10 +118,8 @@ def read_blocks(
     """Yield the bytes of a tensor, or of its rows and columns that stay, in order, a block at a time.
 
     Args:
-        tensor: Where it is.
         kept: Axis (0 or 1) -> ascending indices that stay.
         dtype: The dtype of the bytes that are yielded.
-        buffer: Where blocks are read to; grows as needed. A block is valid until the next one is asked for.
     """
     if not tensor.bytes:
         return

@@ -27,13 +27,7 @@ from .weights import load_weights, skeleton_of_files, stored_shapes
 
 @internals.never_asking()
 def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
-    """Load a checkpoint that carries `pruned_heads`: the slim model, and the plan that cuts the original model to it.
-
-    Raises:
-        RequestError: There is no such checkpoint, its config prunes nothing, or its weights do not have the shapes that
-            its config describes.
-        UnsupportedModelError: The attention of this model cannot be found, or a layer lost all of its heads.
-    """
+    """Load a checkpoint that carries `pruned_heads`: the slim model, and the plan that cuts the original to it."""
     stock = find_model_class(path, **hub_options(kwargs))
     config = class_config(path, stock, **hub_options(kwargs))
     pruned = {int(layer): heads for layer, heads in (getattr(config, "pruned_heads", None) or {}).items() if heads}

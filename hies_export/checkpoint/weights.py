@@ -53,12 +53,7 @@ def _check_sizes(model_class: Any, config: Any, path: str | Path, shapes: Shapes
 
 
 def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: Shapes) -> PreTrainedModel:
-    """Return the model of a config without weights, unless it is far larger than the tensors of the checkpoint.
-
-    Raises:
-        RequestError: The config describes more than ten layers for every tensor, or more than ten times as many
-            parameters; nothing is refused where `shapes` is empty.
-    """
+    """Return the model of a config without weights, unless it is far larger than the tensors of the checkpoint."""
     # First, as thousands of layers take long to build, even without weights.
     _check_amount("layers", getattr(config.get_text_config(), "num_hidden_layers", 0), "tensors", len(shapes), path)
     model = empty_model(model_class, config, path)
@@ -97,12 +92,7 @@ def _misfit(path: str | Path, wrong: Iterable[tuple[str, Sequence[int], Sequence
 
 
 def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = None, **kwargs: Any) -> PreTrainedModel:
-    """Return the model of a checkpoint, in evaluation mode; `kwargs` are passed to `from_pretrained`.
-
-    Raises:
-        RequestError: The config names what the model does not have, the weights are damaged or incomplete, or they do
-            not fit the config.
-    """
+    """Return the model of a checkpoint, in evaluation mode; `kwargs` are passed to `from_pretrained`."""
     config = kwargs.get("config") or class_config(path, model_class, **hub_options(kwargs))
     check_files(model_class, config, path)
     if not kwargs.get("ignore_mismatched_sizes"):

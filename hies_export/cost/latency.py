@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.folders import replace_file, user_cache
 from ..errors import RequestError
-from ..exports import Exporter
 from ..files import Rule, read_json
 from ..kinds import ATTENTION
 from ..measure.compare import compare_loads
 from ..measure.contention import CpuWatch
+from ..measure.exports import Exporter
 from ..measure.machine import machine_facts
 from ..measure.ratios import is_noisy
 from ..measure.timing import Timing

@@ -20,17 +20,7 @@ _CLASSIFIERS = {"AutoModelForSequenceClassification", "AutoModelForImageClassifi
 
 
 def check_batches(model: PreTrainedModel, batches: Iterable[Any], *, what: str = "batches") -> list[Batch]:
-    """Return batches as plain dicts of tensors on the CPU, after checking that a model takes them.
-
-    Args:
-        model: Its forward says which keys a batch may have; those of choices (`CHOICE_KEYS`) are none of its own.
-        batches: A list, a DataLoader or anything else that gives mappings, such as `BatchEncoding`s; read once.
-        what: The caller's name for them, for messages.
-
-    Raises:
-        DataError: There is none, one is no mapping of tensors, has a key that forward does not take, tensors of
-            different numbers of samples, other keys than the first one, or tokens or labels that the model lacks.
-    """
+    """Return batches as plain dicts of tensors on the CPU, after checking that a model takes them."""
     if isinstance(batches, (Mapping, torch.Tensor, str)) or not isinstance(batches, Iterable):
         hint = "; put a single batch into a list" if isinstance(batches, Mapping) else ""
         raise DataError(f"{what} must be a list or a DataLoader of batches, got a {type(batches).__name__}{hint}")

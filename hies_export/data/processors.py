@@ -24,10 +24,6 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
     Images always go through the Pillow backend, so results do not depend on torchvision being installed. Code of the
     checkpoint is neither executed nor asked about. With `for_prompts` it pads on the left, and with its end-of-text or
     unknown token where it has no padding token.
-
-    Raises:
-        DataError: The checkpoint has none that can be loaded, or prompts cannot be padded.
-        RequestError: There is no such task.
     """
     wanted = find_task(task)
     loader, what = _loader(wanted)

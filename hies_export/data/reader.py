@@ -77,12 +77,7 @@ class Reader(ABC):
             return self.draw(rows, **drawn)
 
     def check(self, rows: datasets.Dataset) -> None:
-        """Check that the model can be fed with these rows, before anything is computed.
-
-        Raises:
-            DataError: A column is missing or of the wrong kind, a row has no text, image or usable label, or the
-                prompt names no column.
-        """
+        """Check that the model can be fed with these rows, before anything is computed."""
         columns, inputs = self.columns, self._input_columns(rows)
         for column in (*inputs, *([columns.label] if columns.label else [])):
             if column not in rows.column_names:
@@ -132,10 +127,6 @@ class Reader(ABC):
 
         A tokenizer without a padding token gets one (the config's, else its end-of-text token), and a config without
         `pad_token_id` gets the tokenizer's: both are changed in place, with a logged warning.
-
-        Raises:
-            DataError: batch_size is below 1; an image does not decode (of images to talk about, more than one in a
-                hundred; others are left out, with a logged warning); max_length is more than the model can take.
         """
         return list(self._batches(samples, batch_size)) if len(samples) else []
 

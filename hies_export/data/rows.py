@@ -77,12 +77,6 @@ def load_rows(
         samples: How many rows; None for all. When there are fewer, all are returned: report `len(rows)`.
         shuffle_seed: Take the rows in a seeded random order, not in file order. The rows of an image folder are
             sorted by class, so there `samples` without a seed takes the first rows of the shuffle with seed 0.
-        in_order: Return the rows that a seed takes in file order.
-        numbered: Add a column with the number of every row in its file or split, for `row_name`.
-
-    Raises:
-        DataError: Not exactly one of name and files; a file, split or file ending that is not known; a file
-            that cannot be read; a split without rows; a Hub dataset that does not load.
     """
     if samples is not None and samples < 1:
         raise DataError(f"samples must be at least 1, got {samples}")

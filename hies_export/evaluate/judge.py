@@ -116,12 +116,7 @@ class Judge:
 def compute_metrics(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], regression: bool = False
 ) -> dict[str, float]:
-    """Compute metrics of predictions, by name. An undefined one is 0.0, and a warning is logged.
-
-    Raises:
-        RecipeError: A metric does not exist or does not fit the model.
-        DataError: Predictions and references are not of the same number of samples or tokens.
-    """
+    """Compute metrics of predictions, by name. An undefined one is 0.0, and a warning is logged."""
     given, wanted, options = _metric_inputs(predictions, references, names=names, regression=regression)
     values: dict[str, float] = {}
     for name in names:
@@ -193,9 +188,6 @@ def agreement(
 
     A prediction is a sample's class, its number, its choice, or all tokens of its answer; in plain text it is a token.
     Numbers count as equal up to `tolerance`, in units of the label.
-
-    Raises:
-        DataError: The predictions differ in shape, or there are none.
     """
     if isinstance(dense, TokenPredictions) and isinstance(other, TokenPredictions):
         if not torch.equal(dense.sample, other.sample) or len(dense) == 0:

@@ -18,11 +18,6 @@ def check_benchmarks(tasks: Sequence[str]) -> None:
 
     Tasks are names of lm-eval's tasks and groups, or YAML files of tasks
     (https://github.com/EleutherAI/lm-evaluation-harness/tree/main/lm_eval/tasks).
-
-    Raises:
-        MissingRuntimeError: lm-eval is not installed.
-        RecipeError: There is no such task or file; all problems at once.
-        RequestError: The data of a task cannot be loaded.
     """
     who = f"evaluation.lm_eval ({', '.join(tasks)}) needs"
     require_package("lm_eval", who=who, package="lm-eval", extra="lm-eval")

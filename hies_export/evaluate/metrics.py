@@ -57,11 +57,6 @@ def register_metric(name: str, *, of: str, higher_is_better: bool = True) -> Cal
       log-likelihood, summed over its tokens or divided by its characters, and the right choice, (questions,) int64.
 
     Where a metric is undefined, return NaN: 0.0 is reported, and a warning is logged once.
-
-    Args:
-        name: The name recipes give it.
-        of: "classes", "numbers", "tokens" or "choices".
-        higher_is_better: Whether more is better.
     """
 
     def register(compute: Compute) -> Compute:
@@ -147,11 +142,7 @@ def choice_accuracy_norm(predictions: np.ndarray, references: np.ndarray) -> flo
 
 
 def find_metric(name: str) -> Metric:
-    """Return a metric by its name: one of `METRICS`, else one that `evaluate.load` finds, which is added to them.
-
-    Raises:
-        RecipeError: No metric has that name (the message gives the nearest one), or it cannot be used here.
-    """
+    """Return a metric by its name: one of `METRICS`, else one that `evaluate.load` finds, which is added to them."""
     if name not in METRICS:
         METRICS[name] = _load_from_evaluate(str(name))
     return METRICS[name]
@@ -243,11 +234,7 @@ _PREDICTING = {
 def check_metrics(
     names: Sequence[str], *, regression: bool = False, task: str = "text-classification", choices: bool = False
 ) -> None:
-    """Check, before any work, that every metric exists and fits what the model predicts.
-
-    Raises:
-        RecipeError: A metric does not exist or does not fit; all problems at once.
-    """
+    """Check, before any work, that every metric exists and fits what the model predicts."""
     kind = _kind_of(task, regression=regression, choices=choices)
     problems: list[str] = []
     for name in names:

@@ -104,10 +104,6 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
 
     Returns the logits, (samples, labels), float32, on the CPU; where labels are tokens, `TokenPredictions`; where every
     row is a choice (`CHOICE_KEYS`), `ChoicePredictions`.
-
-    Raises:
-        DataError: There are no batches, or a sample has no label token.
-        NonFiniteError: A logit is NaN or infinite; the message names the batch.
     """
     if not batches:
         raise DataError("predict needs at least one batch, got none")
@@ -173,9 +169,6 @@ def references(batches: Sequence[Batch]) -> torch.Tensor:
 
     They are classes, (samples,) int64; numbers, (samples,) float32; label tokens, (label tokens,) int64; or the right
     choices, (questions,) int64.
-
-    Raises:
-        DataError: The batches have no labels.
     """
     if not batches or any("labels" not in batch for batch in batches):
         raise DataError("metrics need labels, but the batches have none; name the column in data.label")

@@ -138,18 +138,7 @@ def push_to_hub(
 
 
 def push_folder(folder: str | Path, repository: str, *, private: bool = False, message: str | None = None) -> str:
-    """Push the files of a checkpoint's folder in one commit, and return the commit's address.
-
-    Args:
-        folder: The folder.
-        repository: USER/REPO, or REPO among the user's own; created if it does not exist.
-        private: Make a new repository private.
-        message: Commit message.
-
-    Raises:
-        RequestError: There is no token, or it may not write to the repository.
-        PushError: The push did not finish; nothing of it is visible.
-    """
+    """Push the files of a checkpoint's folder in one commit, and return the commit's address."""
     _require_token()
     api = HfApi(library_name="hies-export")
     with _explain_failure(repository):

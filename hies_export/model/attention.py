@@ -73,9 +73,6 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
     """Route every attention layer of `model` through `function` inside the block.
 
     The function takes an `AttentionCall` and returns the head outputs, (batch, heads, query, value head_dim).
-
-    Raises:
-        UnsupportedModelError: The model does not use transformers' attention interface.
     """
 
     for registered, mask in ((_NAME, sdpa_mask), (_NAME_EAGER, eager_mask)):

@@ -34,7 +34,6 @@ def convert(
     """Copy a model's modules and config, with its tensors in another dtype or on another device.
 
     Args:
-        model: Any model; tensors that are so already are shared with it.
         dtype: Of the floating tensors, or name of a parameter or buffer -> dtype; tensors without one keep theirs.
         device: Of all tensors; None for the one they have.
     """

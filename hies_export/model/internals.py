@@ -211,7 +211,6 @@ class Conversions:
         """Merge or split tensors into new ones, by name.
 
         Args:
-            name: The new name that `rename` gives to all of them.
             patterns: Old name -> pattern, both of `rename`, in loading order.
             tensors: Old name -> tensor.
         """

@@ -35,12 +35,6 @@ def hub_or_cache(
 
     Their clients try again for half a minute for every file. Here, the Hub is asked once whether it is there. If it is
     not, they read from their caches inside the block.
-
-    Args:
-        name: A Hub id, or a path on this machine, for which nothing is asked.
-        what: What is read: "model" or "data set".
-        local_files_only: The libraries were told to ask nothing.
-        error: What is raised where the Hub does not answer and the cache lacks what the block reads.
     """
     missing = None if local_files_only or not _is_hub_id(name) else _unreachable()
     if missing is None:

@@ -66,16 +66,6 @@ def synthetic_batch(
     tokens are (batch, 1, sequence). An encoder-decoder has `decoder_input_ids`, (batch, sequence), unless its head
     makes them from the text. Classifiers with a decoder, such as BART, read the last end-of-text token: it ends every
     row and is nowhere else. Tokens that stand for images, videos or audio are not drawn.
-
-    Args:
-        model: Its class decides which inputs it takes, its config the vocabulary and the image size.
-        batch: Number of rows.
-        sequence: Tokens per row, required for text and ignored for images alone.
-        seed: Seed of the values.
-
-    Raises:
-        RecipeError: batch or sequence is below 1, or sequence is missing or longer than the model allows.
-        RequestError: The model takes neither text nor images.
     """
     if batch < 1:
         raise RecipeError([f"batch must be at least 1, got {batch}"])

@@ -15,9 +15,9 @@ from ..checkpoint.loading import load
 from ..checkpoint.schema import empty_model
 from ..data.processors import load_processor
 from ..errors import RequestError
-from ..exports import Exporter, ExportOptions, require_exporters
 from ..measure.compare import time_on
 from ..measure.counts import FlopCount, Shape, count_both_flops
+from ..measure.exports import Exporter, ExportOptions, require_exporters
 from ..measure.rows import LatencyRow
 from ..measure.shapes import check_shapes, model_shapes
 from ..measure.timing import Timing

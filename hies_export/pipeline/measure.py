@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..exports import Exported, Exporter
 from ..gguf.export import GgufExport
 from ..measure import counts
 from ..measure.compare import time_on
 from ..measure.counts import Both, FlopCount, LayerFlops, Shape, StoredBytes
+from ..measure.exports import Exported, Exporter
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
 from ..model.copies import convert

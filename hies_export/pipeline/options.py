@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..exports import ExportOptions
+from ..measure.exports import ExportOptions
 from ..measure.timing import Timing
 from ..score.criteria import AUTO, uses_alpha
 from ..select.constraints import Constraints

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..data.targets import samples_of
 from ..evaluate.metrics import METRICS
-from ..exports import Exported
 from ..gguf.export import GgufExport
 from ..kinds import ATTENTION
 from ..measure.contention import OtherWork
+from ..measure.exports import Exported
 from ..measure.machine import machine_facts
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card

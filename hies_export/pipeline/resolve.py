@@ -23,7 +23,7 @@ from ..data.targets import is_regression
 from ..errors import RequestError
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
-from ..exports import ExportOptions
+from ..measure.exports import ExportOptions
 from ..measure.timing import Timing
 from ..recipe import PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_dtypes

@@ -15,9 +15,9 @@ from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.refits import REFIT
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
-from ..exports import Exporter, check_exports, export_formats, require_exporters
 from ..measure.contention import CpuWatch, OtherWork
 from ..measure.counts import Both
+from ..measure.exports import Exporter, check_exports, export_formats, require_exporters
 from ..progress import SILENT, Clock, Progress
 from ..recipe import PruningRecipe
 from ..report.report import Report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..exports import ExportOptions
+from ..measure.exports import ExportOptions
 from ..measure.timing import Timing
 from ..recipe import BudgetSection, CompensationSection, PruneSection
 from ..select.constraints import Constraints

@@ -11,8 +11,8 @@ from ..cost.flops import flops_table
 from ..cost.latency import TimedOn, latency_table
 from ..cost.parameters import parameters_table
 from ..errors import PlanError
-from ..exports import Exporter
 from ..kinds import MLP
+from ..measure.exports import Exporter
 from ..progress import Progress
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, lowest_ratio, shares_to_try

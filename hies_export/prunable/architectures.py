@@ -49,9 +49,6 @@ def read_table(model_types: Sequence[str] = ()) -> dict[str, Any]:
       key/value heads over all layers.
     - `config_alone`: Whether stock transformers loads a uniform cut without code from this package.
     - `neurons`: The same of the neurons of feed-forward blocks, with `units`, their number over all blocks.
-
-    Raises:
-        RequestError: A model type is not in the table.
     """
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     for name in model_types:

@@ -51,9 +51,6 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
 
     Two short samples are enough as a batch. The model is not changed, and its weights are not read: it may be on the
     meta device.
-
-    Raises:
-        UnsupportedModelError: A feed-forward block cannot be cut, or there is none; the message says which and why.
     """
     label = f"{type(model).__name__} ({model.config.model_type})"
     _refuse_experts(model, label)

@@ -71,8 +71,6 @@ class Probe:
         """Run one forward pass, without labels, and return what the model returns.
 
         Args:
-            batch: Inputs of the model.
-            before: Called with the name and the input of every linear layer, before it runs.
             after: Called with the name and the features of every linear layer, (..., out_features), leaves that require
                 a gradient.
         """

@@ -163,11 +163,6 @@ def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> li
     varies from token to token. The columns are numbered by two digits, so that the ratios of any number of columns are
     told apart in float32. A third such ratio, with one label per token, is the token's own only if the feature reaches
     no other token.
-
-    Args:
-        x: (..., columns)
-        leaves: Features of layers, (..., features), with as many tokens as x.
-        parameters: Parameters, whose every element counts as a feature.
     """
     generator = torch.Generator().manual_seed(0)
     columns = x.shape[-1]

@@ -90,9 +90,6 @@ def rehearsed(
 
     Attributes known by name come first. Those that only have a fitting value are added for the classes of modules that
     fail a rehearsal without them.
-
-    Raises:
-        UnsupportedModelError: With fewer units, the model's code computes something else.
     """
     reads = {f.name: set(probe.config_reads.get(f.module, ())) for f, _ in pairs}
     widths: set[type] = set()  # classes whose attributes are also matched by value

@@ -16,11 +16,7 @@ class DegenerateRangeWarning(UserWarning):
 
 
 def min_max(values: Mapping[str, Tensor], *, normalize: str, what: str) -> Mapping[str, Tensor]:
-    """Return (s - min) / (max - min) for every unit, (units,) by module, over the model or over each module.
-
-    Warns:
-        DegenerateRangeWarning: max = min; the result is 0. It calls the values by `what`.
-    """
+    """Return (s - min) / (max - min) for every unit, (units,) by module, over the model or over each module."""
     if normalize == "layer":
         return {name: _spread(v, v.min(), v.max(), f"{what} in {name}") for name, v in values.items()}
     everything = torch.cat(list(values.values()))

@@ -56,11 +56,7 @@ def check_reachable(
     constraints: Constraints = NONE,
     best: float | None = None,
 ) -> None:
-    """Refuse a budget of cost that no selection meets; `best` is the lowest cost, by default by the constraints.
-
-    Raises:
-        PlanError: The message says the lowest cost within reach.
-    """
+    """Refuse a budget of cost that no selection meets; `best` is the lowest cost, by default by the constraints."""
     best = lowest_ratio(modules, table, constraints) if best is None else best
     if best > ratio:
         given = {name: getattr(constraints, name) for name in ("unit", "min_heads", "keep_layers", "multiple_of")}

@@ -29,11 +29,7 @@ def lost_scores(scores: Tensor, module: Units, *, unit: str = "group") -> list[f
 
 
 def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float, tuple[int, ...]]]:
-    """Return the score and the units of every bundle of a module, worst first; of equals the later unit comes first.
-
-    Raises:
-        NonFiniteError: A score is NaN or infinite, so it cannot be ranked.
-    """
+    """Return the score and the units of every bundle of a module, worst first; of equals the later unit comes first."""
     wrong = (~scores.isfinite()).nonzero().flatten().tolist()
     if wrong:
         raise NonFiniteError(

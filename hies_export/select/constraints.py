@@ -64,10 +64,6 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
     """Return how many bundles a share of heads is, after checking that the constraints allow it, before any scoring.
 
     They are those of all modules together under `global`, and one number for each module under `uniform`.
-
-    Raises:
-        RecipeError: An option is out of range.
-        PlanError: The constraints allow fewer removals than the budget asks for, or the budget rounds to nothing.
     """
     share = [] if 0 < heads < 1 else [f"sparsity (budget.heads) must be in (0, 1), got {heads}"]
     check_constraints(modules, constraints, problems=share)

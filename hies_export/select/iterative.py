@@ -39,11 +39,7 @@ class HeadTarget:
 def head_targets(
     modules: Sequence[Units], *, heads: float, count: int, constraints: Constraints
 ) -> Iterator[HeadTarget]:
-    """Yield the targets of `count` rounds that spend a share of heads evenly, without rounds that remove nothing.
-
-    Raises:
-        PlanError: The constraints do not allow the whole budget.
-    """
+    """Yield the targets of `count` rounds that spend a share of heads evenly, without rounds that remove nothing."""
     dense = [bundle_count(module, constraints.unit) for module in modules]
     before: int | list[int] = 0
     for number in range(1, count + 1):

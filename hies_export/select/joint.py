@@ -47,11 +47,7 @@ class _Block:
 def removed_jointly(
     scores: Scores, modules: Sequence[Units], table: CostTable, *, ratio: float, constraints: Constraints
 ) -> dict[str, set[int]]:
-    """Return the units that go, so that the effects of all chains add up to the least within a budget of cost.
-
-    Raises:
-        PlanError: No selection meets the budget; the message says the lowest cost within reach.
-    """
+    """Return the units that go, so that the effects of all chains add up to the least within a budget of cost."""
     by_name = {module.name: module for module in modules}
     options = dict(zip(by_name, removable_counts(modules, constraints), strict=True))
     chains = chains_of(scores, modules, unit=constraints.unit)

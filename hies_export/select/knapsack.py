@@ -15,7 +15,6 @@ def least_loss(
 
     Args:
         costs, losses: Cost (whole, from 0) and loss of every option of every module.
-        limit: Greatest total cost to consider.
 
     Returns:
         The least total loss for every exact total cost, (limit + 1,), infinite where no choice costs that. And a

@@ -57,12 +57,7 @@ def _signs(device: torch.device) -> Tensor:
 
 
 def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, Sequence[float]]) -> None:
-    """Refuse a plan that was made for a model with other weights, whose units compute other features.
-
-    Args:
-        made_for: `model` of the plan.
-        found: From `fingerprint` of the model to be cut.
-    """
+    """Refuse a plan that was made for a model with other weights, whose units compute other features."""
     lacking = next((name for name in made_for if name not in found), None)
     if lacking is not None:
         raise PlanError(f"a plan must be for the weights it is applied to, but this model has no {lacking}; {_ADVICE}")

@@ -193,15 +193,8 @@ def refit(
     """Refit the consumers of `slim` in place from moments of all inputs, which serve any number of plans.
 
     Args:
-        slim: The cut model; its consumers are refitted in place.
-        plan: The units that stayed.
-        modules: From `find_modules` on the dense model.
         moments: From `collect_moments` on the dense model, or a `MomentStream` of it without a selection, which takes
             passes over its data where it does not fit its limit at once.
-        how: Method, ridge and weights of tokens; `sequential` does not apply.
-
-    Returns:
-        One fit per module that lost units.
     """
     selection = selection_of(plan)
     cut = {module.name: module.columns(selection[module.name].units) for module in modules}

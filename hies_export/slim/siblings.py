@@ -48,9 +48,7 @@ def as_sibling(
     Of a model of several parts, one part changes its family, such as the language model of a LLaVA.
 
     Args:
-        model: The cut model; its own config describes it before the cut.
         settings: Position of a config in `configs_in` -> the fields that the cut changed, with their new values.
-        shapes: From `tensor_shapes` of the cut model.
     """
     own = configs_in(model.config)
     for position, fields in settings.items():

@@ -44,11 +44,7 @@ def fetch(model: str | Path) -> Path:
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return where the tensors of a checkpoint are, by name, and check the size of every file.
-
-    Raises:
-        RequestError: The checkpoint has no safetensors, a shard is missing or cut short, or is not what the index says.
-    """
+    """Return where the tensors of a checkpoint are, by name, and check the size of every file."""
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         return read_header(folder / SAFE_WEIGHTS_NAME)
     index = folder / SAFE_WEIGHTS_INDEX_NAME
@@ -83,9 +79,6 @@ def build_skeleton(folder: Path, tensors: Mapping[str, StoredTensor]) -> tuple[P
 
     Also, for every name in its `state_dict`, the step of loading that it comes from; the names of tied parameters share
     one.
-
-    Raises:
-        RequestError: A parameter is not in the files, has another shape, or is quantised.
     """
     model_class = find_model_class(folder)
     config = class_config(folder, model_class)

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ..cost.cut import cut_bundles
 from ..errors import RequestError
-from ..exports import Exporter, require_exporters
 from ..measure.compare import compare_loads
+from ..measure.exports import Exporter, require_exporters
 from ..measure.shapes import model_shapes
 from ..measure.timing import Timing
 from ..model.tokens import longest_sequence, synthetic_batch

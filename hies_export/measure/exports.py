@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
-from .onnx.export import DTYPES as ONNX_DTYPES
-from .onnx.export import OnnxExport, export_onnx
-from .runtimes.base import RUNTIMES, Format, Provider
-from .runtimes.ort import require_onnxruntime
+from ..gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
+from ..onnx.export import DTYPES as ONNX_DTYPES
+from ..onnx.export import OnnxExport, export_onnx
+from ..runtimes.base import RUNTIMES, Format, Provider
+from ..runtimes.ort import require_onnxruntime
 
 Exported = OnnxExport | GgufExport
 
