@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hies_export.exports import Exporter, ExportOptions
 from support.neurons import Case, bert_case, llama_case
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,7 +17,6 @@ from hies_export.cost.cut import cut_bundles
 from hies_export.cost.flops import flops_table
 from hies_export.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.cost.parameters import parameters_table
-from hies_export.exports import Exporter, ExportOptions
 from hies_export.measure.counts import Both, FlopCount, count_flops
 from hies_export.measure.timing import Timing
 from hies_export.model.copies import share_weights
