@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.cuts import plan_of, random_cut
 from support.models import WORDS, bert, causal_lm, generative_tokenizer, save_text_model, shake, text_batch, vit
-from support.numbers import assert_near
+from support.tolerance import assert_near
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,

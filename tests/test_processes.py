@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import save_project, save_stories
-from support.numbers import REFITTED, assert_near, assert_same_plan
 from support.runs import hies
 from support.spawned import environment, fail, free_port, run, statistics, work
+from support.tolerance import REFITTED, assert_near, assert_same_plan
 
 from hies_export import processes
 from hies_export.calibrate.stream import grouped

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cuts import plan_of
 from support.models import bert, causal_lm, llama, text_batch, vit
-from support.numbers import REFITTED, assert_near
+from support.tolerance import REFITTED, assert_near
 from torch import Tensor
 
 from hies_export.baselines.channels import masked_channels, select_channels

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.models import bert, causal_lm, llama, text_batch
 from support.neurons import neurons, one_by_one
-from support.numbers import assert_near
+from support.tolerance import assert_near
 from torch import Tensor
 
 from hies_export.baselines.flap import fluctuations, score_flap

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.models import bert, text_batch
 from support.neurons import neurons
-from support.numbers import assert_near
+from support.tolerance import assert_near
 from torch import Tensor
 
 from hies_export.calibrate import ridge

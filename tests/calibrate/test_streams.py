@@ -11,7 +11,7 @@ from support.cuts import by_module
 from support.generative import padded, with_images
 from support.models import bert, causal_lm, image_batch, llama, llava, text_batch, vit
 from support.neurons import half, neurons, one_by_one
-from support.numbers import assert_near, near
+from support.tolerance import assert_near, near
 from torch import Tensor
 from transformers import OPTConfig, OPTForSequenceClassification, PreTrainedModel
 

@@ -11,7 +11,7 @@ from support.architectures import tiny
 from support.cuts import random_cut, random_neurons, random_plan
 from support.families import architecture, decoder
 from support.models import causal_lm, generative_tokenizer, llava, shake
-from support.numbers import assert_near
+from support.tolerance import assert_near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from hies_export.checkpoint.loading import load

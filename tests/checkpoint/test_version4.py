@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import gpt2
 from support.models import bert, image_batch, shake, text_batch, vit
-from support.numbers import assert_near
+from support.tolerance import assert_near
 from transformers import (
     PreTrainedModel,
     RobertaConfig,

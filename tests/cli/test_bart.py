@@ -8,8 +8,8 @@ import tokenizers
 import torch
 import yaml
 from support.models import WORDS, shake, write_rows
-from support.numbers import assert_near
 from support.runs import hies
+from support.tolerance import assert_near
 from transformers import BartConfig, BartForSequenceClassification, PreTrainedTokenizerFast
 
 import hies_export

@@ -13,9 +13,9 @@ import torch
 from huggingface_hub import ModelCard, constants
 from support.hub import TOKEN, Hub, check_metadata
 from support.models import save_project
-from support.numbers import assert_near
 from support.reports import make_report
 from support.runs import without_tracing
+from support.tolerance import assert_near
 
 import hies_export
 from hies_export.cli.main import main

@@ -14,7 +14,7 @@ import transformers
 from support.cuts import random_cut, random_neurons
 from support.exported import TEXT, VISION, endless_llama, endless_llava, padded_prompts
 from support.families import architecture, decoder
-from support.numbers import assert_near
+from support.tolerance import assert_near
 from transformers import PreTrainedModel
 
 import hies_export

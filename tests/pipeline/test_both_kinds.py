@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import llama, save_project, save_text_model, write_rows
-from support.numbers import CLOSE, REFITTED, assert_near, assert_same_plan
 from support.runs import without_tracing
+from support.tolerance import CLOSE, REFITTED, assert_near, assert_same_plan
 from transformers import AutoModelForSequenceClassification
 
 import hies_export

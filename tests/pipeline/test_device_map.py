@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.cuts import plan_of
 from support.models import causal_lm
-from support.numbers import assert_near
+from support.tolerance import assert_near
 
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.errors import RequestError

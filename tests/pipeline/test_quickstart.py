@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.numbers import assert_near
+from support.tolerance import assert_near
 
 from hies_export.pipeline.quickstart import MODEL, prepare_quickstart
 from hies_export.progress import Silent

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from support.models import save_project
-from support.numbers import assert_same_plan, assert_same_text
 from support.runs import hies, without_tracing
+from support.tolerance import assert_same_plan, assert_same_text
 
 from hies_export.errors import ReproductionError
 from hies_export.pipeline import reproduce as reproducing

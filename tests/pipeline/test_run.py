@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.models import save_deberta, save_project, save_text_model, write_rows
-from support.numbers import assert_same_plan
 from support.runs import hies, without_tracing
+from support.tolerance import assert_same_plan
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification, BertModel
 
 import hies_export

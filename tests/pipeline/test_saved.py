@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import save_project
-from support.numbers import assert_near, assert_same_plan
 from support.runs import hies, without_tracing
+from support.tolerance import assert_near, assert_same_plan
 from transformers import PreTrainedModel
 
 from hies_export.checkpoint.loading import load

@@ -12,8 +12,8 @@ import torch
 from support.cuts import by_module, plan_of
 from support.models import bert, image_batch, llama, save_text_model, text_batch, vit, write_rows
 from support.neurons import neurons
-from support.numbers import assert_near, near
 from support.references import RIDGE, naive_effect
+from support.tolerance import assert_near, near
 from torch import Tensor
 from transformers import PreTrainedModel
 

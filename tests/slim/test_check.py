@@ -8,7 +8,7 @@ import torch
 from support.cuts import random_cut, random_plan
 from support.models import bert, llama, text_batch
 from support.neurons import bert_case, half, neurons
-from support.numbers import CLOSE, assert_near
+from support.tolerance import CLOSE, assert_near
 
 from hies_export.errors import CutMismatchError, PlanError
 from hies_export.prunable.attention import find_attention

@@ -8,8 +8,8 @@ import torch
 from support.cuts import by_module, random_cut
 from support.generative import padded, unpadded, with_images
 from support.models import bert, causal_lm, llava
-from support.numbers import assert_near
 from support.references import RIDGE, design_formula, kept_columns, naive_effect
+from support.tolerance import assert_near
 from torch import Tensor
 from transformers import PreTrainedModel
 

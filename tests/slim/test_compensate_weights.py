@@ -11,7 +11,7 @@ import torch
 from support.cuts import random_cut
 from support.models import bert, image_batch, llama, text_batch, vit
 from support.neurons import cut_neurons, half, neurons, one_by_one
-from support.numbers import REFITTED, assert_near, near
+from support.tolerance import REFITTED, assert_near, near
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -10,7 +10,7 @@ import torch
 from support.cuts import plan_of, random_cut, random_plan
 from support.families import architecture, decoder
 from support.models import bert, image_batch, text_batch, vit
-from support.numbers import assert_near
+from support.tolerance import assert_near
 from transformers import PreTrainedModel
 
 from hies_export.checkpoint.loading import load

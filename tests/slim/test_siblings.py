@@ -10,7 +10,7 @@ import transformers
 from support.architectures import tiny
 from support.cuts import random_neurons
 from support.models import causal_lm, llava, shake
-from support.numbers import assert_near
+from support.tolerance import assert_near
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,

@@ -20,8 +20,8 @@ from support.checkpoints import MODELS, batch_for, digests
 from support.cuts import random_neurons, random_plan
 from support.families import SMALL, architecture, decoder
 from support.models import bert, save_text_model, text_batch
-from support.numbers import assert_near, assert_same_plan
 from support.runs import hies
+from support.tolerance import assert_near, assert_same_plan
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import bert, causal_lm, save_project, text_batch
-from support.numbers import assert_near
+from support.tolerance import assert_near
 from torch import Tensor
 
 from hies_export.calibrate.collect import collect_statistics

@@ -3,7 +3,7 @@
 `HIES_DISTURB=1 python -m pytest ...` multiplies every number that a product or a solver gives on the CPU by 1 + eps or
 1 - eps, at random: eps of its dtype, times the value of the variable. Two calls with the same matrices differ, as they
 do where MKL computes differently in other memory. Units, plans and counts must not depend on that, and
-`support.numbers` says how far numbers may.
+`support.tolerance` says how far numbers may.
 """
 
 import os

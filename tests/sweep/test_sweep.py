@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from support.cuts import plan_of
 from support.models import bert, causal_lm, llama, save_project, text_batch
-from support.numbers import assert_same_text
+from support.tolerance import assert_same_text
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from hies_export.baselines.channels import masked_channels, select_channels

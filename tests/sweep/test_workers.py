@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support import sweep_worker
 from support.models import save_project
-from support.numbers import assert_same_text
+from support.tolerance import assert_same_text
 
 from hies_export.cli.main import main
 from hies_export.errors import OutputExistsError, RequestError
