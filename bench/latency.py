@@ -29,9 +29,9 @@ from rich.console import Console
 
 from hies_export import PruningPlan, find_attention, load
 from hies_export.checkpoint.folders import replace_file
-from hies_export.exports import Exporter, ExportOptions
 from hies_export.measure.compare import time_on
 from hies_export.measure.counts import count_both_flops
+from hies_export.measure.exports import Exporter, ExportOptions
 from hies_export.measure.latency import compare_latency
 from hies_export.measure.machine import machine_facts
 from hies_export.measure.timing import Timing

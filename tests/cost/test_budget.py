@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hies_export.exports import Exporter, ExportOptions
 from support.cuts import plan_of
 from support.models import bert, causal_lm, save_project, save_text_model, text_batch, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -20,6 +19,7 @@ from hies_export.cost.flops import flops_table
 from hies_export.cost.latency import WIDEST_INTERVAL, TimedCut, TimedOn, latency_table
 from hies_export.errors import RecipeError
 from hies_export.measure.counts import count_flops
+from hies_export.measure.exports import Exporter, ExportOptions
 from hies_export.measure.ratios import is_noisy
 from hies_export.measure.timing import Timing
 from hies_export.pipeline.search import most_within, quality_loss

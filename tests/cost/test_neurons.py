@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hies_export.exports import Exporter, ExportOptions
 from support.neurons import Case, bert_case, llama_case
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,6 +17,7 @@ from hies_export.cost.flops import flops_table
 from hies_export.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.cost.parameters import parameters_table
 from hies_export.measure.counts import Both, FlopCount, count_flops
+from hies_export.measure.exports import Exporter, ExportOptions
 from hies_export.measure.timing import Timing
 from hies_export.model.copies import share_weights
 from hies_export.pipeline.budgets import CostOutcome
