@@ -36,7 +36,8 @@ def task_of(model: Any) -> Task:
             f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; of PEFT, pass what "
             "merge_and_unload() returns"
         )
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
+    by_torch = any(type(module).__module__.startswith("torch.ao.nn.") for module in model.modules())
+    if by_torch or getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
         raise RequestError(
             f"the weights must be floating-point numbers to be cut, but this {type(model).__name__} is quantised; load "
             "it without quantization_config, prune it, and quantise what is left"

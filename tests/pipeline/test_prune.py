@@ -295,6 +295,12 @@ BAD: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], str]]
         "at most 0.01 of dense, but cutting all heads and neurons that may go gives .*; raise the target",
     ),
     "quantised": (quantised, texts, {"budget": HALF}, "this BertForSequenceClassification is quantised; load it with"),
+    "quantised by torch": (
+        lambda: torch.ao.quantization.quantize_dynamic(bert(), {torch.nn.Linear}, dtype=torch.qint8),
+        texts,
+        {"budget": HALF},
+        "this BertForSequenceClassification is quantised; load it with",
+    ),
     "no model": (lambda: torch.nn.Linear(2, 2), texts, {"budget": HALF}, "PreTrainedModel of transformers, got Linear"),
     "no head": (
         lambda: BertModel(bert().config),
