@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..errors import RequestError, quoted, root_cause
@@ -43,6 +43,11 @@ def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedM
 
 def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
     """Return the config.json of a folder or Hub id, a `RequestError` where there is none or it is damaged."""
+    config: dict[str, Any] = read_json(_config_file(path, **hub), ConfigFile, CONFIG)
+    return config
+
+
+def _config_file(path: str | Path, **hub: Any) -> str:
     try:
         with hub_or_cache(path, "model", local_files_only=hub.get("local_files_only", False)):
             file = cached_file(str(path), "config.json", **hub)
@@ -57,15 +62,16 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
         raise RequestError(
             f"a model must be a folder with a config.json or a Hub id, but {path} is not: {reason}"
         ) from error
-    config: dict[str, Any] = read_json(str(file), ConfigFile, CONFIG)
-    return config
+    return str(file)
 
 
 def load_config(path: str | Path, **hub: Any) -> Any:
     """Return the `PreTrainedConfig` of a folder or Hub id, without executing code from it."""
-    config = read_config(path, **hub)
+    file = _config_file(path, **hub)
+    config = read_json(file, ConfigFile, CONFIG)
     try:
-        return AutoConfig.for_model(**config)
+        # The class reads the file itself: there, infinity is {"__float__": "Infinity"}.
+        return CONFIG_MAPPING[config["model_type"]].from_json_file(file)
     except Exception as error:  # transformers and its configs: each raises its own kind
         raise RequestError(
             f"the config of a model must have a model_type known to transformers {transformers.__version__} and values "

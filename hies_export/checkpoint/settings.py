@@ -16,7 +16,7 @@ def complete_settings(model: PreTrainedModel, folder: Path) -> None:
     """Complete the config and the tokenizer's settings of a model that was saved in a folder, in place."""
     file = folder / "config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
-    completed = {**written, **_labels(model.config, written)}
+    completed = {**written, **_labels(model.config, file)}
     if not is_slim(model):  # a slim class of ours needs transformers 5
         older = _with_older_keys(completed)
         completed = older if _reads_the_same(type(model.config), older, completed) else completed
@@ -43,13 +43,13 @@ def name_tokenizer(folder: Path) -> None:
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _labels(config: Any, written: dict[str, Any]) -> dict[str, Any]:
+def _labels(config: Any, file: Path) -> dict[str, Any]:
     """Return the labels of a classifier, where transformers left them out of its saved config.
 
     It leaves out two labels with its own names, LABEL_0 and LABEL_1, also of a config whose class has another number of
     labels by default, such as three in `BartConfig`. The head would then be loaded with that number of outputs.
     """
-    if type(config).from_dict(written).num_labels == config.num_labels:
+    if type(config).from_json_file(file).num_labels == config.num_labels:
         return {}
     return {"id2label": {str(key): label for key, label in config.id2label.items()}, "label2id": config.label2id}
 

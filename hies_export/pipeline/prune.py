@@ -112,7 +112,7 @@ class PruneResult:
 
         Raises:
             OutputExistsError: The folder exists and `overwrite` is off.
-            ReloadMismatchError: The loaded model differs from the saved one by 1e-5 or more.
+            ReloadMismatchError: The loaded model differs from the saved one by 1e-4 or more.
             RequestError: There is no token for the push, or it may not write there; the folder is written.
             PushError: The push did not finish; the folder is written.
         """

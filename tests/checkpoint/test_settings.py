@@ -14,8 +14,10 @@ from support.models import causal_lm, generative_tokenizer, llava, shake
 from support.tolerance import assert_near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedModel
 
+from hies_export.checkpoint.classes import load_config
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
+from hies_export.checkpoint.settings import complete_settings
 from hies_export.kinds import MLP
 from hies_export.model.tokens import synthetic_batch
 from hies_export.onnx.multimodal import image_text_batch
@@ -154,3 +156,11 @@ def test_two_labels_with_default_names_come_back(tmp_path: Path) -> None:
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "slim", trust_remote_code=True)
     assert again.config.num_labels == 2
     assert again.config.label2id == {"LABEL_0": 0, "LABEL_1": 1}
+
+
+def test_infinity_in_a_config_is_read_as_transformers_wrote_it(tmp_path: Path) -> None:
+    model, _ = tiny("bamba")
+    model.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    complete_settings(model, tmp_path)
+    assert load_config(tmp_path).time_step_limit == model.config.time_step_limit
