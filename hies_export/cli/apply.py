@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import a_path, a_path_or_id, add_force, add_json, add_output, add_refit, find_refit
+from .arguments import a_path, a_path_or_id, add_json, add_output, add_plan_options, find_refit
 from .paths import checkpoint_in, plan_in
 
 
@@ -18,8 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id, with safetensors"
     )
-    add_refit(parser)
-    add_force(parser)
+    add_plan_options(parser)
     add_output(parser, required=True)
     add_json(parser)
 
@@ -49,15 +48,13 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     layers = "" if refit is None else f"with the refitted layers of {refit}, "
     rate = applied.dense_bytes / 1e6 / applied.seconds
     console.print(
-        f"written to {options.output}: {plan_text(plan)}, "
-        f"{applied.dense_bytes / 1e6:.1f} MB before, "
+        f"written to {options.output}: {plan_text(plan)}, {applied.dense_bytes / 1e6:.1f} MB before, "
         f"{applied.slim_bytes / 1e6:.1f} MB after, {layers}in {applied.seconds:.1f} s ({rate:.0f} MB/s of the dense "
         "checkpoint)",
-        markup=False,
         soft_wrap=True,
     )
     if applied.note:
-        console.print(applied.note, markup=False, soft_wrap=True)
+        console.print(applied.note, soft_wrap=True)
     return {
         "folder": str(options.output),
         **plan_totals(plan),

@@ -33,9 +33,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     console.print(lines)
     for name in options.model_types:
         reason = why_not(table["types"][name]) or "everything holds"
-        console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
+        console.print(f"{name}: {reason}", soft_wrap=True)
         neurons = why_not(neurons_of(table["types"][name]), NEURON_STEPS) or "everything holds"
-        console.print(f"{name}, neurons: {neurons}", markup=False, soft_wrap=True)
+        console.print(f"{name}, neurons: {neurons}", soft_wrap=True)
     if not options.model_types:
         number = counts(table)
         held = ", ".join(f"{step} {number[step]}" for step in STEPS)

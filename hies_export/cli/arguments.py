@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from ..recipe import PruningRecipe
     from ..values import PruningPlan
 
+# Names that help texts list, as the command line starts without the libraries behind them; tests/cli/test_help.py holds
+# them to what the package knows.
+RUNTIMES = (
+    "torch, torch-compile, onnxruntime-cpu, onnxruntime-cpu-int8, onnxruntime-cuda, onnxruntime-tensorrt, openvino, "
+    "llamacpp"
+)
+CRITERIA = (
+    "hies, his, fisher, ad, l2, random, activation-l2, activation, output-norm, obs, llm-pruner-block, "
+    "ae + activation-l2, compensated, hies-compensated, kwon, flap, llm-pruner-channel, slicegpt, slicegpt-tuned"
+)
+
 
 def a_path(text: str) -> Path:
     """Read a path; a `type` of argparse."""
@@ -66,41 +77,30 @@ def add_recipe(parser: ArgumentParser) -> None:
 
 
 def add_output(parser: ArgumentParser, *flags: str, help: str = "folder to write", **settings: Any) -> None:
-    """Add the output folder and `--overwrite`.
-
-    Args:
-        flags: How the folder is given; `-o` and `--output` by default.
-        settings: Passed on to `add_argument`, e.g. `required` or `default`.
-    """
+    """Add the output folder, given by `flags` (`-o` and `--output` by default), and `--overwrite`."""
     parser.add_argument(*(flags or ("-o", "--output")), metavar="DIR", type=a_path, help=help, **settings)
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if hies-export wrote it")
 
 
-def add_force(parser: ArgumentParser) -> None:
-    """Add the option that applies a plan to other weights."""
-    parser.add_argument("--force", action="store_true", help="apply a plan to other weights than it was made for")
-
-
-def add_refit(parser: ArgumentParser) -> None:
-    """Add the options about the refitted layers of a plan."""
+def add_plan_options(parser: ArgumentParser) -> None:
+    """Add what is done with the refitted layers of a plan, and with one for other weights."""
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
         "--refit", metavar="FILE", type=a_path, help="refitted layers (default: refit.safetensors beside the plan)"
     )
     choice.add_argument("--no-refit", action="store_true", help="cut by the plan of a compensated model without them")
+    parser.add_argument("--force", action="store_true", help="apply a plan to other weights than it was made for")
 
 
 def find_refit(options: Namespace, plan: PruningPlan, file: Path) -> Path | None:
-    """Return the refitted layers to use with a plan, by the options of `add_refit`; None for none.
+    """Return the refitted layers to use with a plan, by `add_plan_options`; None for none.
 
     Those beside the plan are of the weights that it was made for, so `--force` leaves them alone.
     """
     from ..checkpoint.refits import refit_beside
 
-    if options.refit is not None or options.no_refit or options.force:
-        refit: Path | None = options.refit
-        return refit
-    return refit_beside(plan, file)
+    given: Path | None = options.refit
+    return given if given is not None or options.no_refit or options.force else refit_beside(plan, file)
 
 
 def add_json(parser: ArgumentParser) -> None:

@@ -11,19 +11,16 @@ from rich.console import Console
 
 from ..errors import RequestError, quoted
 from ..progress import Progress
-from .arguments import a_number, a_path, add_json
-from .choices import RUNTIMES
+from .arguments import RUNTIMES, a_number, a_path, add_json
 from .paths import checkpoint_in
-
-EPILOG = (
-    "Noisy rows were measured too, so the exit code is 0: read `noisy` in the rows of --json. Save that JSON in a "
-    "file, and hies-export report shows it again."
-)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the two models and how to time them."""
-    parser.epilog = EPILOG
+    parser.epilog = (
+        "Noisy rows were measured too, so the exit code is 0: read `noisy` in the rows of --json. Save that JSON in a "
+        "file, and hies-export report shows it again."
+    )
     parser.add_argument("first", metavar="A", type=a_path, help="the model that ratios are relative to, or a run")
     parser.add_argument(
         "second",
@@ -33,9 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="default: of a run A, its slim model beside its dense one; else A again, which measures the noise",
     )
     repeated: dict[str, Any] = {"action": "append", "default": []}
-    parser.add_argument(
-        "--runtime", dest="runtimes", metavar="RUNTIME", help=f"of {', '.join(RUNTIMES)}; repeatable", **repeated
-    )
+    parser.add_argument("--runtime", dest="runtimes", metavar="RUNTIME", help=f"of {RUNTIMES}; repeatable", **repeated)
     parser.add_argument(
         "--shape", dest="shapes", metavar="SHAPE", help="BATCHxSEQUENCE, or BATCH for images; repeatable", **repeated
     )
@@ -76,12 +71,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         min_seconds=options.min_seconds,
         progress=progress,
     )
-    result = {
-        "a": first,
-        "b": second,
-        "latency": [asdict(row) for row in rows],
-        "environment": machine_facts(),
-    }
+    result = {"a": first, "b": second, "latency": [asdict(row) for row in rows], "environment": machine_facts()}
     print_bench(Bench.from_values(result), console)
     return result
 
@@ -94,8 +84,8 @@ def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
     from ..checkpoint.contents import Contents, contents
     from ..pipeline.provenance import dense_model
 
-    first, second = options.first, options.second
-    if second is None and contents(first) is Contents.RUN:
+    first, second = options.first, options.second or options.first
+    if options.second is None and contents(first) is Contents.RUN:
         slim = checkpoint_in(str(first), progress=progress)
         dense = dense_model(first)
         if dense is None:
@@ -103,44 +93,32 @@ def _models(options: Namespace, progress: Progress) -> tuple[str, str]:
         else:
             progress.stage(f"A is its dense model, {dense}; B is {slim}")
         return dense or slim, slim
-    second = second or first
-    name = _format(options, first, second)
-    if name is not None:
-        return _export_in(first, name, progress), _export_in(second, name, progress)
-    welcome = (Contents.ONNX, Contents.GGUF)
-    return (
-        checkpoint_in(str(first), *welcome, progress=progress),
-        checkpoint_in(str(second), *welcome, progress=progress),
-    )
+    exports = _exports(options, first, second)
+    if exports is None:
+        welcome = (Contents.ONNX, Contents.GGUF)
+        first, second = (checkpoint_in(str(path), *welcome, progress=progress) for path in (first, second))
+        return first, second
+    for path, export in exports:
+        if export != path:
+            progress.stage(f"{path} is the folder of a run: its {export.name}/ is taken")
+    return str(exports[0][1]), str(exports[1][1])
 
 
-def _format(options: Namespace, *paths: Path) -> str | None:
-    """Return the format, onnx or gguf, of exports that are there already and that all runtimes read; None if none."""
+def _exports(options: Namespace, *paths: Path) -> list[tuple[Path, Path]] | None:
+    """Return paths with their exports, in ONNX or else in GGUF, if all have one and all runtimes read it."""
     from ..checkpoint.contents import Contents, contents
     from ..runtimes.registry import RUNTIMES
 
     reading = [RUNTIMES[name] for name in options.runtimes if name in RUNTIMES]
     for name, what in (("onnx", Contents.ONNX), ("gguf", Contents.GGUF)):
-        given = [contents(path) is what for path in paths]
-        there = all(one or _is_in_run(path, name) for one, path in zip(given, paths, strict=True))
-        read = all(not one.reads_models and one.format == name for one in reading) if reading else any(given)
-        if there and read and not options.dtypes:
-            return name
+        given = [path for path in paths if contents(path) is what]
+        in_runs = [
+            path for path in paths if contents(path) is Contents.RUN and (path / name / f"model.{name}").is_file()
+        ]
+        read = all(not one.reads_models and one.format == name for one in reading) if reading else bool(given)
+        if len(given) + len(in_runs) == len(paths) and read and not options.dtypes:
+            return [(path, path / name if path in in_runs else path) for path in paths]
     return None
-
-
-def _is_in_run(run: Path, name: str) -> bool:
-    from ..checkpoint.contents import Contents, contents
-
-    return contents(run) is Contents.RUN and (run / name / f"model.{name}").is_file()
-
-
-def _export_in(path: Path, name: str, progress: Progress) -> str:
-    """Return an ONNX folder or a GGUF file, or that of a run."""
-    if not _is_in_run(path, name):
-        return str(path)
-    progress.stage(f"{path} is the folder of a run: its {name}/ is taken")
-    return str(path / name)
 
 
 def _parse_shape(text: str) -> tuple[int, ...]:

@@ -34,6 +34,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.loading import load
+    from ..model.tokens import synthetic_batch
+    from ..onnx.export import export_onnx
+    from ..onnx.multimodal import image_text_batch, is_vision_language
 
     options.model = checkpoint_in(options.model, progress=progress)
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
@@ -42,15 +45,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         return _export_gguf(options, console, progress)
     model = load(options.model, dtype=torch.float32)
     progress.stage("export to ONNX, and compare with torch")
-    return _export_onnx(options, model, console)
-
-
-def _export_onnx(options: Namespace, model: Any, console: Console) -> dict[str, Any]:
-    """Write an ONNX folder."""
-    from ..model.tokens import synthetic_batch
-    from ..onnx.export import export_onnx
-    from ..onnx.multimodal import image_text_batch, is_vision_language
-
     images = is_vision_language(model)
     exported = export_onnx(
         model,

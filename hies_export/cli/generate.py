@@ -61,7 +61,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     texts = generate_text(options.folder, options.prompts, images=options.images, max_new_tokens=options.max_new_tokens)
     results = [{"prompt": prompt, "text": text} for prompt, text in zip(options.prompts, texts, strict=True)]
     for result in results:
-        console.print(f"> {result['prompt']}\n{result['text']}\n", markup=False, soft_wrap=True)
+        console.print(f"> {result['prompt']}\n{result['text']}\n", soft_wrap=True)
     return {"folder": str(options.folder), "results": results}
 
 
@@ -76,14 +76,10 @@ def _answer(options: Namespace, console: Console, progress: Progress) -> dict[st
     questions = read_questions(options.questions)
     progress.stage("generate")
     answers = answer_questions(
-        options.folder,
-        questions,
-        images=options.images[0],
-        max_new_tokens=options.max_new_tokens,
-        progress=progress,
+        options.folder, questions, images=options.images[0], max_new_tokens=options.max_new_tokens, progress=progress
     )
     replace_file(options.output, dump_json(answers))
-    console.print(f"written to {options.output}: {len(answers)} answers", markup=False)
+    console.print(f"written to {options.output}: {len(answers)} answers")
     result: dict[str, Any] = {"folder": str(options.folder), "answers": len(answers)}
     if all(question.answers for question in questions):
         given = [list(question.answers) for question in questions]

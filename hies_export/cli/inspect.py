@@ -61,7 +61,7 @@ def _inspect_plan(file: Path, console: Console) -> dict[str, Any]:
 
     plan = PruningPlan.from_file(file)
     alpha = "" if plan.alpha is None else f", alpha {plan.alpha:g}"
-    console.print(f"{plan_text(plan)} by {plan.criterion}{alpha}, seed {plan.seed}", markup=False, soft_wrap=True)
+    console.print(f"{plan_text(plan)} by {plan.criterion}{alpha}, seed {plan.seed}", soft_wrap=True)
     print_plan(plan, console)
     kept = {name: {"kind": module.kind, "kept": len(module.units)} for name, module in plan.kept.items()}
     return {"plan": str(file), "criterion": plan.criterion, "alpha": plan.alpha, **plan_totals(plan), "modules": kept}
@@ -76,13 +76,9 @@ def _inspect_model(options: Namespace, console: Console) -> dict[str, Any]:
     from .terminal import print_json
 
     model = load(options.model, dtype=torch.float32)
-    result: dict[str, Any] = {
-        "model": str(options.model),
-        "class": type(model).__name__,
-        "slim": is_slim(model),
-        "parameters": count_parameters(model),
-    }
-    console.print(f"{result['class']}, {result['parameters'] / 1e6:.2f} M parameters" + ", slim" * result["slim"])
+    name, parameters, slim = type(model).__name__, count_parameters(model), is_slim(model)
+    result: dict[str, Any] = {"model": str(options.model), "class": name, "slim": slim, "parameters": parameters}
+    console.print(f"{name}, {parameters / 1e6:.2f} M parameters" + ", slim" * slim)
     found, refused = _find(model)
     if refused and not found:
         # The reason is a result, and the exit code is still that of the error.
@@ -129,22 +125,20 @@ def _print_units(
 
     heads = [m for m in found if m.kind == ATTENTION]
     neurons = [m for m in found if m.kind == MLP]
+    by_kind: dict[str, Any] = {}
     if heads:
         lines = [(m.name, str(m.units), str(m.groups), str(m.key_width)) for m in heads]
         console.print(plain_table(("attention module", "heads", "key/value", "head width"), lines))
         console.print(f"{sum(m.units for m in heads):,} heads; all of them can be scored and cut")
+        by_kind[ATTENTION] = [{"name": m.name, "heads": m.units, "key_value_heads": m.groups} for m in heads]
+    if heads and neurons:
+        console.print()
     if neurons:
-        if heads:
-            console.print()
         console.print(plain_table(("feed-forward block", "neurons"), [(m.name, f"{m.units:,}") for m in neurons]))
         console.print(f"{sum(m.units for m in neurons):,} neurons; all of them can be scored and cut")
-    for kind, error in refused.items():
-        console.print(f"\n{UNIT_NAMES[kind]}s cannot be cut: {error}", markup=False, soft_wrap=True)
-    by_kind: dict[str, Any] = {}
-    if heads:
-        by_kind[ATTENTION] = [{"name": m.name, "heads": m.units, "key_value_heads": m.groups} for m in heads]
-    if neurons:
         by_kind[MLP] = [{"name": m.name, "neurons": m.units} for m in neurons]
+    for kind, error in refused.items():
+        console.print(f"\n{UNIT_NAMES[kind]}s cannot be cut: {error}", soft_wrap=True)
     return by_kind
 
 
@@ -185,10 +179,10 @@ def _inspect_theory(options: Namespace, console: Console, progress: Progress) ->
 def _print_theory(found: Theory, console: Console) -> None:
     from ..report.terminal import plain_table
 
-    lines = [
-        (name, f"{n.output:.3g}", f"{n.blocks.max():.3g}", f"{n.activation.mean():.3g}", _range(n.deficit.tolist()))
-        for name, n in found.modules.items()
-    ]
+    lines = []
+    for name, n in found.modules.items():
+        deficit = f"{n.deficit.min():.2f} to {n.deficit.max():.2f}"
+        lines.append((name, f"{n.output:.3g}", f"{n.blocks.max():.3g}", f"{n.activation.mean():.3g}", deficit))
     head = ("attention module", "|W_O|", "largest |W_O,h|", "mean |A_h|^2", "entropy deficit of heads")
     console.print(plain_table(head, lines))
     o = found.orthogonality
@@ -197,20 +191,10 @@ def _print_theory(found: Theory, console: Console) -> None:
         f"{o.covariance:.3g}, mean u v {o.mean_product:.3g}, correlation {o.correlation:.3f}\n",
         soft_wrap=True,
     )
-    rows = [
-        (
-            f"{i.criterion}, {i.share:.0%}",
-            f"{i.first_order:.4g}",
-            f"{i.quadratic:.4g}",
-            f"{i.quadratic_blocks:.4g}",
-            f"{i.measured:.4g}",
-        )
-        for i in found.increases
-    ]
+    rows = []
+    for i in found.increases:
+        numbers = (f"{value:.4g}" for value in (i.first_order, i.quadratic, i.quadratic_blocks, i.measured))
+        rows.append((f"{i.criterion}, {i.share:.0%}", *numbers))
     head = ("heads removed by", "sum of HIS", "+ quadratic", "(by blocks)", "measured increase")
     console.print(plain_table(head, rows))
-    console.print(f"of the {found.loss}; the bound takes W_O for the model's last layer", markup=False)
-
-
-def _range(values: list[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
+    console.print(f"of the {found.loss}; the bound takes W_O for the model's last layer")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..errors import RequestError
 from ..progress import Progress
-from .arguments import a_path, add_force, add_recipe, add_refit, find_refit, read_recipe, refuse_output
+from .arguments import a_path, add_plan_options, add_recipe, find_refit, read_recipe, refuse_output
 from .paths import plan_in
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--plan", metavar="FILE", type=a_path, help="cut by this plan, or this run's, instead of scoring"
     )
-    add_refit(parser)
-    add_force(parser)
+    add_plan_options(parser)
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
@@ -76,12 +75,11 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         f"\nwritten to {recipe.output}: {plan_text(result.plan)}, {source.bytes / 1e6:.1f} MB before, "
         f"{saved.bytes / 1e6:.1f} MB after; cut against masked {result.slim.cut_max_abs:.2g}, reloaded against saved "
         f"{saved.reload_max_abs:.2g}",
-        markup=False,
         soft_wrap=True,
     )
     note = family_note(*families(prepared.model.config, result.model.config))
     if note:
-        console.print(note, markup=False)
+        console.print(note)
 
 
 def _check_refit(options: Namespace, recipe: PruningRecipe) -> None:

@@ -54,7 +54,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     console.print(
         f"{len(pushed.files)} files, {pushed.bytes / 1e6:.1f} MB, are now in {pushed.repository}: {pushed.url}\n"
         f'load it with: hies_export.load("{pushed.repository}")',
-        markup=False,
         soft_wrap=True,
     )
     return asdict(pushed)

@@ -43,7 +43,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         f"  hies-export inspect {where}/run/slim\n"
         f"  hies-export bench {where}/{MODEL} {where}/run/slim --runtime onnxruntime-cpu --shape 64\n"
         "and then a recipe for your own model: see recipes/bert-sst2.yaml",
-        markup=False,
         soft_wrap=True,
     )
     return report.summary()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,9 @@ from ..progress import Progress
 from .arguments import a_path, add_json
 from .paths import refuse_other_than
 
+# The values for --json, the page, and what draws the figures.
+Shown = tuple[dict[str, Any], str, Callable[[], dict[str, str]]]
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and what to draw."""
@@ -22,12 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=a_path,
         help="the folder of a run or a sweep, or a file with what `bench --json` printed",
     )
-    parser.add_argument(
-        "--figures",
-        metavar="DIR",
-        type=a_path,
-        help="draw the figures of a run or a sweep as SVG",
-    )
+    parser.add_argument("--figures", metavar="DIR", type=a_path, help="draw the figures of a run or a sweep as SVG")
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -38,57 +37,53 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
-    """Print the report, draw what was asked for, and return the report's values."""
+    """Print what was found, write the page and draw the figures that were asked for, and return the values."""
     from ..checkpoint.contents import Contents, contents
     from ..checkpoint.folders import refuse_other_file, replace_file
-    from ..report.bench import Bench, print_bench, read_report, render_bench
-    from ..report.figures import draw_report, write_figures
-    from ..report.html import is_page, render_html
-    from ..report.report import Report
-    from ..report.terminal import print_report
+    from ..report.figures import write_figures
+    from ..report.html import is_page
 
-    if options.html is not None:
-        refuse_other_file(options.html, "a page of hies-export", is_page)
-    if contents(options.folder) is Contents.SWEEP:
-        return _show_sweep(options, console, progress)
-    if options.folder.is_dir() and not (options.folder / "report.json").is_file():
-        needs = "a report needs the folder of a finished run or sweep"
-        refuse_other_than(options.folder, Contents.RUN, Contents.SWEEP, needs=needs)
-    found = read_report(options.folder)
-    if isinstance(found, Bench):
-        if options.figures is not None:
-            raise RequestError(f"figures are drawn of a run, but {options.folder} is what a bench found; use --html")
-        page, values = render_bench(found), asdict(found)
-        print_bench(found, console)
-    else:
-        page, values = render_html(found), found.summary()
-        print_report(found, console)
-    if options.html is not None:
-        replace_file(options.html, page)
-        progress.stage(f"written: {options.html}")
-    if options.figures is not None and isinstance(found, Report):
-        files = write_figures(draw_report(found), options.figures)
+    is_sweep = contents(options.folder) is Contents.SWEEP
+    html = options.folder / "sweep.html" if is_sweep and options.html is None else options.html
+    if html is not None:
+        refuse_other_file(html, "a page of hies-export", is_page)
+    values, page, draw = (_show_sweep if is_sweep else _show_report)(options, console)
+    if html is not None:
+        replace_file(html, page)
+        progress.stage(f"written: {html}")
+    if options.figures is not None:
+        files = write_figures(draw(), options.figures)
         progress.stage(f"drawn in {options.figures}: {', '.join(file.name for file in files)}")
     return values
 
 
-def _show_sweep(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
-    """Print the tables of a sweep, render its page, and return its rows."""
-    from ..checkpoint.folders import refuse_other_file, replace_file
-    from ..report.figures import write_figures
-    from ..report.html import is_page
+def _show_report(options: Namespace, console: Console) -> Shown:
+    from ..checkpoint.contents import Contents
+    from ..report.bench import Bench, print_bench, read_report, render_bench
+    from ..report.figures import draw_report
+    from ..report.html import render_html
+    from ..report.terminal import print_report
+
+    if options.folder.is_dir() and not (options.folder / "report.json").is_file():
+        needs = "a report needs the folder of a finished run or sweep"
+        refuse_other_than(options.folder, Contents.RUN, Contents.SWEEP, needs=needs)
+    found = read_report(options.folder)
+    if not isinstance(found, Bench):
+        print_report(found, console)
+        return found.summary(), render_html(found), lambda: draw_report(found)
+    if options.figures is not None:
+        raise RequestError(f"figures are drawn of a run, but {options.folder} is what a bench found; use --html")
+    print_bench(found, console)
+    return asdict(found), render_bench(found), dict
+
+
+def _show_sweep(options: Namespace, console: Console) -> Shown:
     from ..sweep.figures import draw_sweep
-    from ..sweep.page import PAGE, lead_text, read_sweep, render_sweep
+    from ..sweep.page import lead_text, read_sweep, render_sweep
     from .sweep import print_tables
 
-    page = options.html or options.folder / PAGE
-    refuse_other_file(page, "a page of hies-export", is_page)
     rows, about = read_sweep(options.folder)
-    console.print(lead_text(rows), markup=False, soft_wrap=True)
+    console.print(lead_text(rows), soft_wrap=True)
     print_tables(rows, console)
-    replace_file(page, render_sweep(rows, about, name=options.folder.absolute().name))
-    progress.stage(f"written: {page}")
-    if options.figures is not None:
-        files = write_figures(draw_sweep(options.folder), options.figures)
-        progress.stage(f"drawn in {options.figures}: {', '.join(file.name for file in files)}")
-    return {"rows": rows}
+    page = render_sweep(rows, about, name=options.folder.absolute().name)
+    return {"rows": rows}, page, lambda: draw_sweep(options.folder)

@@ -40,5 +40,5 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     where = "the same machine and versions: units must be equal, and numbers to rounding"
     if not found.same_machine:
         where = "another machine or other versions: small differences are allowed"
-    console.print(f"\n{where}; written to {found.output}", markup=False, soft_wrap=True)
+    console.print(f"\n{where}; written to {found.output}", soft_wrap=True)
     found.check()

@@ -29,7 +29,6 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     refit = "" if recipe.prune.compensation is None else ", refit.safetensors"
     console.print(
         f"\nwritten to {recipe.output}: slim/ (checkpoint), {recipe.export.format}/, report.html, report.md, "
-        f"report.json, plan.json{refit}",
-        markup=False,
+        f"report.json, plan.json{refit}"
     )
     return report.summary()

@@ -32,6 +32,4 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         if processes.rank() == 0:
             write_choice(folder, choice)
     print_plan(choice.plan, console)
-    console.print(
-        f"\n{plan_text(choice.plan)} by this plan; written to {recipe.output}: scores.json, plan.json", markup=False
-    )
+    console.print(f"\n{plan_text(choice.plan)} by this plan; written to {recipe.output}: scores.json, plan.json")

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from ..errors import RequestError, quoted
 from ..progress import Progress
-from .arguments import add_json, add_recipe, read_recipe
-from .choices import CRITERIA
+from .arguments import CRITERIA, add_json, add_recipe, read_recipe
 
 if TYPE_CHECKING:
     from ..sweep.grid import SweepGrid
@@ -20,9 +19,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe and the grid."""
     add_recipe(parser)
-    parser.add_argument(
-        "--criteria", metavar="A,B,...", help=f"of {', '.join(CRITERIA)} (default: hies,his,ad,l2,random)"
-    )
+    parser.add_argument("--criteria", metavar="A,B,...", help=f"of {CRITERIA} (default: hies,his,ad,l2,random)")
     parser.add_argument("--alphas", metavar="A,B,...", help="numbers, auto (per sparsity), auto-area; default: auto")
     parser.add_argument("--sparsities", metavar="S,T,...", help="shares of heads to remove (default: 0.1,0.3,0.5,0.7)")
     parser.add_argument(
@@ -62,8 +59,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         write_figures(draw_sweep(recipe.output), recipe.output / "figures")
     print_tables(result.rows, console)
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
-    console.print(f"\n{result.evaluations} models judged; {spent}", markup=False, soft_wrap=True)
-    console.print(f"written to {recipe.output}: sweep.html, sweep.json, sweep.csv, tables.md, tables.tex", markup=False)
+    console.print(f"\n{result.evaluations} models judged; {spent}", soft_wrap=True)
+    console.print(f"written to {recipe.output}: sweep.html, sweep.json, sweep.csv, tables.md, tables.tex")
     return {"rows": result.rows, "seconds": result.seconds, "evaluations": result.evaluations}
 
 
@@ -72,25 +69,22 @@ def print_tables(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     from ..sweep.tables import sweep_tables, terminal_table
 
     for table in sweep_tables(rows):
-        console.print(f"\n{table.title}", markup=False)
+        console.print(f"\n{table.title}")
         console.print(terminal_table(table))
     for name, how in table.differences.items():
-        console.print(f"{name} differs from the original: {how}", markup=False, soft_wrap=True)
+        console.print(f"{name} differs from the original: {how}", soft_wrap=True)
 
 
 def _read_grid(options: Namespace, *, calibration_size: int) -> SweepGrid:
     from ..sweep.grid import SweepGrid
 
-    given = {
-        "criteria": _split("criteria", options.criteria, str),
-        "alphas": _split("alphas", options.alphas, _number_or_word),
-        "sparsities": _split("sparsities", options.sparsities, float),
-        "seeds": _split("seeds", options.seeds, int),
-        "calibration_sizes": _split("calibration-sizes", options.calibration_sizes, int) or (calibration_size,),
-        "compensations": _split("compensations", options.compensations, str),
-        "flops": _split("flops", options.flops, float),
-        "modules": _split("modules", options.modules, str),
+    numbers: dict[str, Callable[[str], Any]] = {
+        **{"alphas": _number_or_word, "sparsities": float, "flops": float},
+        **{"seeds": int, "calibration_sizes": int},
     }
+    names = [*numbers, "criteria", "compensations", "modules"]
+    given = {name: _split(name, getattr(options, name), numbers.get(name, str)) for name in names}
+    given["calibration_sizes"] = given["calibration_sizes"] or (calibration_size,)
     return SweepGrid(**{name: values for name, values in given.items() if values is not None})
 
 
@@ -101,7 +95,8 @@ def _split(name: str, text: str | None, convert: Callable[[str], Any]) -> tuple[
         return tuple(convert(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:
         kind = "whole numbers" if convert is int else "numbers"
-        raise RequestError(f"--{name} takes {kind}, separated by commas, got {quoted(text)}") from None
+        flag = name.replace("_", "-")
+        raise RequestError(f"--{flag} takes {kind}, separated by commas, got {quoted(text)}") from None
 
 
 def _number_or_word(text: str) -> float | str:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Seconds between two lines of a loop, where there is no bar.
+EVERY = 30.0
 # Characters of a warning that is counted.
 _SHORT = 100
 # What messages tell callers in Python -> what it is on the command line.
@@ -37,16 +39,11 @@ _FLAGS = {
 class TerminalProgress:
     """Progress on a terminal: a line per stage with the time since the start, and a bar for a loop while it runs.
 
-    A bar shows the time so far and the time left. Where the output is no terminal, such as a log, a loop gets a line
-    now and then instead.
-
-    Args:
-        console: Where to.
-        every: Seconds between two lines of a loop, where there is no bar.
+    Where the output is no terminal, such as a log, a loop gets a line every `EVERY` seconds instead of the bar.
     """
 
-    def __init__(self, console: Console, *, every: float = 30.0):
-        self.console, self._every, self._started = console, every, time.monotonic()
+    def __init__(self, console: Console):
+        self.console, self._started = console, time.monotonic()
 
     def stage(self, name: str) -> None:
         """Print the time since the start, and the stage's name."""
@@ -78,7 +75,7 @@ class TerminalProgress:
         started = last = time.monotonic()
         for done, item in enumerate(items):
             now = time.monotonic()
-            if done and now - last >= self._every:
+            if done and now - last >= EVERY:
                 last, so_far = now, now - started
                 left = so_far / done * (len(items) - done)
                 text = f"  {name}: {done:,} of {len(items):,}, {minutes(so_far)} so far, about {minutes(left)} left"
@@ -102,19 +99,15 @@ def in_flags(message: str) -> str:
 
 @contextlib.contextmanager
 def show_messages(console: Console, *, verbose: bool, silence_libraries: bool) -> Iterator[None]:
-    """Print this package's warnings and log records as single lines while the block runs, each text once.
-
-    At the end, texts that came again are counted.
-    """
+    """Print this package's warnings and log records as single lines while the block runs, each text once."""
 
     def show(message: Any, category: Any, *_: Any, **__: Any) -> None:
         if verbose or category.__module__.startswith("hies_export"):
             messages.say(f"warning: {message}")
 
     messages = _Messages(console)
-    handler = _ConsoleHandler(messages)
     logger = logging.getLogger("hies_export")
-    logger.addHandler(handler)
+    logger.addHandler(messages)
     with warnings.catch_warnings():
         warnings.showwarning = show
         if silence_libraries and not verbose:
@@ -127,16 +120,20 @@ def show_messages(console: Console, *, verbose: bool, silence_libraries: bool) -
         try:
             yield
         finally:
-            logger.removeHandler(handler)
+            logger.removeHandler(messages)
             messages.count_repeats()
 
 
-class _Messages:
-    """What was printed, and how often it was to be."""
+class _Messages(logging.Handler):
+    """Prints log records and other texts, each once, and counts how often they came."""
 
     def __init__(self, console: Console):
+        super().__init__(logging.WARNING)
         self._console = console
         self._times: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(f"{record.levelname.lower()}: {record.getMessage()}")
 
     def say(self, text: str) -> None:
         """Print a text, unless it was printed before."""
@@ -152,16 +149,7 @@ class _Messages:
                 self._print(f"{text if len(text) <= _SHORT else text[:_SHORT] + '...'} ({times:,} times in all)")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, style="yellow", soft_wrap=True)
-
-
-class _ConsoleHandler(logging.Handler):
-    def __init__(self, messages: _Messages):
-        super().__init__(logging.WARNING)
-        self._messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages.say(f"{record.levelname.lower()}: {record.getMessage()}")
+        self._console.print(text, style="yellow", soft_wrap=True)
 
 
 def print_plan(plan: PruningPlan, console: Console) -> None:

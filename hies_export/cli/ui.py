@@ -28,5 +28,5 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
     wanted = (Contents.RUN, Contents.SWEEP)
     refuse_other_than(options.folder, *wanted, needs="ui needs the folder of a finished run or sweep")
     page = show(options.folder, port=options.port, open_browser=not options.no_browser)
-    console.print(f"{page.local_url} shows {options.folder}; Ctrl-C ends it", markup=False)
+    console.print(f"{page.local_url} shows {options.folder}; Ctrl-C ends it")
     page.block_thread()

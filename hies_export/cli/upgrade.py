@@ -42,5 +42,5 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         overwrite=options.overwrite,
     )
     print_plan(plan, console)
-    console.print(f"\nwritten to {options.output}; reloaded against saved {reload_max_abs:.2g}", markup=False)
+    console.print(f"\nwritten to {options.output}; reloaded against saved {reload_max_abs:.2g}")
     return {"folder": str(options.output), **plan_totals(plan), "reload_max_abs": reload_max_abs}

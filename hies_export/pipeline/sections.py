@@ -57,5 +57,5 @@ def refit_options(section: CompensationSection | None) -> RefitOptions | None:
         sequential=section.sequential,
         token_weights=section.token_weights,
         samples=section.samples,
-        limit_bytes=section.limit_bytes,
+        limit_bytes=round(section.memory_gb * (1 << 30)),
     )

@@ -11,34 +11,6 @@ is for `pipeline.resolve` to find out.
 
 from .reading import sentences
 from .recipe import PruningRecipe
-from .sections import (
-    MOST,
-    BudgetSection,
-    CalibrationSection,
-    CompensationSection,
-    DataSection,
-    DropBudget,
-    EvaluationSection,
-    ExportSection,
-    LatencyBudget,
-    MeasureSection,
-    MultipleOf,
-    PruneSection,
-)
+from .sections import MOST, BudgetSection, CompensationSection, PruneSection
 
-__all__ = [
-    "MOST",
-    "BudgetSection",
-    "CalibrationSection",
-    "CompensationSection",
-    "DataSection",
-    "DropBudget",
-    "EvaluationSection",
-    "ExportSection",
-    "LatencyBudget",
-    "MeasureSection",
-    "MultipleOf",
-    "PruneSection",
-    "PruningRecipe",
-    "sentences",
-]
+__all__ = ["MOST", "BudgetSection", "CompensationSection", "PruneSection", "PruningRecipe", "sentences"]

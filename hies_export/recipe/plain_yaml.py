@@ -25,11 +25,7 @@ _RESOLVED = (*_NUMBERS, "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null")
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a file holds.
-
-    Raises:
-        RecipeError: It cannot be read, is too large, not UTF-8, or no plain YAML; the message names file and line.
-    """
+    """Return what a file holds; errors name the file and the line."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -44,15 +40,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
-    """Return the value of a text.
-
-    Args:
-        text: The YAML.
-        source: What a message calls it.
-
-    Raises:
-        RecipeError: It is too large or no plain YAML; the message names the line.
-    """
+    """Return the value of a text, which errors call `source`."""
     _check_size(len(text), source=source)
     try:
         return yaml.load(text, _Loader)

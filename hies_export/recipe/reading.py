@@ -17,15 +17,7 @@ _KINDS = {"model_type": "a mapping of fields", "dict_type": "a mapping", "tuple_
 
 
 def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a recipe file, its relative paths made relative to the file, with overrides.
-
-    Args:
-        path: The YAML file.
-        overrides: Dotted field -> value.
-
-    Raises:
-        RecipeError: There is no such file, it is no plain YAML mapping, or an override is inside a plain value.
-    """
+    """Return the fields of a recipe file, its relative paths made relative to the file, with dotted overrides."""
     path = Path(path)
     if not os.path.isfile(path):
         raise RecipeError([f"a recipe must be a YAML file, but there is no file {path}"])

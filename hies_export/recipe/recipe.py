@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import ValidationError, model_validator
 
-from ..errors import RecipeError, check_path, quoted
+from ..errors import RecipeError, quoted
 from ..progress import SILENT, Progress
 from ..tasks import TASKS, TaskName
 from .reading import read_fields, sentences
@@ -18,6 +18,7 @@ from .sections import (
     ExportSection,
     HeldOutSection,
     MeasureSection,
+    PathOrName,
     PruneSection,
     Section,
 )
@@ -60,7 +61,7 @@ class PruningRecipe(Section):
         hies_export.errors.RecipeError: prune.budget.heads: sparsity must be in (0, 1), got 1.5; ...
     """
 
-    model: str
+    model: PathOrName
     revision: str | None = None
     dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
     save_dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
@@ -80,11 +81,6 @@ class PruningRecipe(Section):
             super().__init__(**fields)
         except ValidationError as error:
             raise RecipeError(list(sentences(error, type(self)))) from None
-
-    @field_validator("model")
-    @classmethod
-    def _may_be_a_folder(cls, value: str) -> str:
-        return check_path(value)
 
     @model_validator(mode="after")
     def _a_latency_budget_has_one_dtype(self) -> PruningRecipe:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,23 +24,28 @@ def _share_of_dense(value: float, info: ValidationInfo) -> float:
     return value
 
 
+def _known(name: str, known: Iterable[str], *, what: str) -> str:
+    known = tuple(known)
+    if name not in known:
+        raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}")
+    return name
+
+
 def _known_runtime(name: str) -> str:
     from ..runtimes.registry import RUNTIMES
 
-    if name not in RUNTIMES:
-        raise ValueError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {name!r}{did_you_mean(name, RUNTIMES)}")
-    return name
+    return _known(name, RUNTIMES, what="a runtime")
 
 
 def _known_metric(name: str) -> str:
     from ..evaluate.metrics import METRICS
 
-    if name not in METRICS:
-        raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {name!r}{did_you_mean(name, METRICS)}")
-    return name
+    return _known(name, METRICS, what="metric")
 
 
 ShareOfDense = Annotated[float, AfterValidator(_share_of_dense)]
+Runtime = Annotated[str, AfterValidator(_known_runtime)]
+PathOrName = Annotated[str, AfterValidator(check_path)]
 
 
 class Section(BaseModel):
@@ -165,14 +170,9 @@ class EvaluationSection(Section):
     samples: int | None = Field(None, ge=1)
     rows: Literal["drawn", "first"] = "drawn"
     batch_size: int = Field(32, ge=1)
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[PathOrName, ...] = ()
     stability_tolerance: float = Field(0.25, gt=0)
-    lm_eval: tuple[str, ...] = ()
-
-    @field_validator("metrics", "lm_eval")
-    @classmethod
-    def _may_be_files(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(check_path, value))
+    lm_eval: tuple[PathOrName, ...] = ()
 
 
 class LatencyBudget(Section):
@@ -187,14 +187,9 @@ class LatencyBudget(Section):
     """
 
     ratio: ShareOfDense
-    runtime: Annotated[str, AfterValidator(_known_runtime)] = "onnxruntime-cpu"
+    runtime: Runtime = "onnxruntime-cpu"
     batch: int = Field(8, ge=1)
     sequence: int | None = Field(None, ge=1)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(batch, sequence), or (batch,)."""
-        return (self.batch,) if self.sequence is None else (self.batch, self.sequence)
 
 
 class DropBudget(Section):
@@ -248,11 +243,6 @@ class BudgetSection(Section):
             raise ValueError(f"exactly one of {', '.join(names)} must be given, got {' and '.join(given) or 'none'}")
         return self
 
-    @property
-    def kind(self) -> str:
-        """Name of the field that is given."""
-        return next(name for name in type(self).model_fields if getattr(self, name) is not None)
-
 
 class MultipleOf(Section):
     """What the number of units that a layer keeps is divisible by, if it loses any.
@@ -290,11 +280,6 @@ class CompensationSection(Section):
     sequential: bool = False
     token_weights: float | None = Field(None, gt=0, le=1)
     memory_gb: float = Field(4.0, gt=0)
-
-    @property
-    def limit_bytes(self) -> int:
-        """`memory_gb` in bytes."""
-        return round(self.memory_gb * (1 << 30))
 
     @model_validator(mode="after")
     def _weighs_tokens_in_one_pass(self) -> CompensationSection:
@@ -370,10 +355,7 @@ class PruneSection(Section):
                 f"criterion must remove whole heads to be cut and saved, got {value!r}, which removes parts of all of "
                 f"them; compare with it in hies-export sweep --criteria hies,{value}"
             )
-        known = criterion_names()
-        if value not in known:
-            raise ValueError(f"criterion must be one of {', '.join(known)}, got {value!r}{did_you_mean(value, known)}")
-        return value
+        return _known(value, criterion_names(), what="criterion")
 
     @field_validator("alpha", mode="before")
     @classmethod
@@ -397,11 +379,9 @@ class PruneSection(Section):
 
     @model_validator(mode="after")
     def _can_take_steps(self) -> PruneSection:
-        budget = self.budget.kind
-        of_heads = budget == "heads"
         given = {
-            f"a budget of {budget}": budget == "max_drop",
-            f"multiple_of {self.multiple_of.heads}": of_heads and self.multiple_of.heads > 1,
+            "a budget of max_drop": self.budget.max_drop is not None,
+            f"multiple_of {self.multiple_of.heads}": self.budget.heads is not None and self.multiple_of.heads > 1,
             # With one query head left in each group, the next step would remove whole groups.
             "unit query": self.unit == "query",
         }
@@ -449,7 +429,7 @@ class MeasureSection(Section):
         min_seconds: Go on beyond `repeats` until the runs of a shape have taken so many seconds together.
     """
 
-    runtimes: tuple[str, ...] = ("torch", "onnxruntime-cpu")
+    runtimes: tuple[Runtime, ...] = ("torch", "onnxruntime-cpu")
     dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     repeats: int = Field(30, ge=2)
@@ -462,8 +442,3 @@ class MeasureSection(Section):
             if len(shape) not in (1, 2) or min(shape) < 1:
                 raise ValueError(f"a shape must be [batch, sequence] (or [batch] for images), got {list(shape)}")
         return value
-
-    @field_validator("runtimes")
-    @classmethod
-    def _are_known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_known_runtime(name) for name in value)

@@ -11,11 +11,11 @@ import pytest
 
 from hies_export import cli
 from hies_export.baselines.names import sweep_names
-from hies_export.cli import choices
+from hies_export.cli import arguments
 from hies_export.cli.main import main
 from hies_export.runtimes.registry import RUNTIMES
 
-SHARED = {"__init__", "main", "arguments", "choices", "paths", "terminal"}
+SHARED = {"__init__", "main", "arguments", "paths", "terminal"}
 COMMANDS = sorted({path.stem for path in Path(cli.__file__).parent.glob("*.py")} - SHARED)
 
 
@@ -26,8 +26,8 @@ def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_listed_choices_are_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(choices.RUNTIMES) == set(RUNTIMES)
-    assert sweep_names() == choices.CRITERIA
+    assert set(arguments.RUNTIMES.split(", ")) == set(RUNTIMES)
+    assert ", ".join(sweep_names()) == arguments.CRITERIA
     for command, names in (("bench", RUNTIMES), ("sweep", sweep_names())):
         text = " ".join(help_of(capsys, command).split()).replace("- ", "-")  # long lines are broken at hyphens
         assert [name for name in names if name not in text] == []

@@ -17,10 +17,7 @@ from hies_export.units import Kept
 from hies_export.values import PruningPlan
 
 PLAN = PruningPlan(
-    kept={
-        "layer.0.attention": Kept((0, 2, 3), 4),
-        "layer.0": Kept(tuple(range(1000)), 1536, kind="mlp"),
-    },
+    kept={"layer.0.attention": Kept((0, 2, 3), 4), "layer.0": Kept(tuple(range(1000)), 1536, kind="mlp")},
     criterion="hies",
     alpha=0.5,
     seed=3,

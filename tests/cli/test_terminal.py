@@ -93,7 +93,7 @@ def test_a_log_says_now_and_then_how_far_a_loop_is(monkeypatch: pytest.MonkeyPat
     now = [100.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     file = io.StringIO()
-    progress = TerminalProgress(Console(file=file, width=80), every=30)
+    progress = TerminalProgress(Console(file=file, width=80))
     now[0] += 3725
     progress.stage("score")
     for _ in progress.track(range(1000), "score [units]"):

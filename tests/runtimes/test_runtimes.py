@@ -11,7 +11,7 @@ from hies_export.errors import DataError, MissingRuntimeError, RecipeError
 from hies_export.model.copies import convert, share_weights
 from hies_export.model.tokens import forward_inputs, positions_of
 from hies_export.onnx.export import export_onnx
-from hies_export.recipe import MeasureSection
+from hies_export.recipe.sections import MeasureSection
 from hies_export.runtimes.base import RUNTIMES, Runtime, last_token, register_runtime
 from hies_export.runtimes.ort import OnnxRuntime
 from hies_export.runtimes.pytorch import TorchRuntime

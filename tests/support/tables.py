@@ -119,8 +119,11 @@ def _words(kind: Any, path: str) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
+    if origin is Annotated:
+        return _words(arguments[0], path)
     if origin is tuple:
-        return f"list of {SCALARS.get(arguments[0]) or f'({_words(arguments[0], path)})'}"
+        words = _words(arguments[0], path)
+        return f"list of {words if words in SCALARS.values() else f'({words})'}"
     if origin is dict:
         return f"mapping of {SCALARS[arguments[0]]} to {SCALARS[arguments[1]]}"
     return f"[section](#{path.replace('.', '')})" if _is_section(kind) else SCALARS[kind]
