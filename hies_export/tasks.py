@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import RequestError
 
@@ -17,8 +17,7 @@ class Task:
 
     Attributes:
         auto_class: Name of the Auto class of transformers that loads its models.
-        columns: The sets of fields of a recipe's `data` (among text, image, prompt and label) that may be given
-            together; `answer` always comes with `prompt`.
+        columns: The sets of fields of a recipe's `data` (among text, image, prompt, answer, label) that go together.
         needs: These columns, in words.
         generative: Whether its models predict text, token by token, rather than a class.
         text_columns: How many columns `text` may name.
@@ -39,6 +38,14 @@ class Task:
     def in_parts(self) -> bool:
         """Whether its models are exported in parts, which no single graph can be timed for."""
         return self.text and self.images
+
+    def refusal(self, data: Any) -> str | None:
+        """Return why the columns named by the fields of `data` cannot be read; None if they can."""
+        given = {name for name in ("text", "image", "prompt", "answer", "label") if getattr(data, name)}
+        if given in self.columns and len(data.text) <= self.text_columns:
+            return None
+        surplus = " or ".join(f"data.{name}" for name in sorted(given.difference(*self.columns)))
+        return f"{self.name} needs {self.needs}" + (f" and no {surplus}" if surplus else "")
 
     def prediction(self, *, regression: bool = False) -> Prediction:
         """Return what a model predicts: "classes", "numbers" where it is a regression, or "tokens"."""
@@ -73,14 +80,14 @@ TASKS: dict[str, Task] = {
         Task(
             name="text-generation",
             auto_class="AutoModelForCausalLM",
-            columns=_sets("text", "prompt", "prompt label"),
+            columns=_sets("text", "prompt answer", "prompt answer label"),
             needs="data.text (one column), or data.prompt and data.answer",
             generative=True,
         ),
         Task(
             name="image-text-to-text",
             auto_class="AutoModelForImageTextToText",
-            columns=_sets("image prompt", "image prompt label"),
+            columns=_sets("image prompt answer", "image prompt answer label"),
             needs="data.image, data.prompt and data.answer",
             images=True,
             generative=True,

@@ -121,7 +121,7 @@ def test_defaults() -> None:
             r"data: exactly one of name \(a Hub data set\) and files must be given, got both",
         ),
         ("data.name", None, "must be given, got neither"),
-        ("data.text", ["a", "b", "c"], "text must be one or two columns, got 3"),
+        ("data.text", ["a", "b", "c"], r"needs data.text \(one or two columns\)"),
         ("calibration.samples", 0, "calibration.samples must be greater than or equal to 1, got 0"),
         ("measure.runtimes", ["torsh"], "a runtime must be one of .*, torch, .*, got 'torsh'; did you mean 'torch'"),
         ("measure.shapes", [[1, 2, 3]], r"a shape must be \[batch, sequence\] .*, got \[1, 2, 3\]"),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..errors import DataError, did_you_mean, listed, quoted
@@ -110,12 +111,11 @@ def by_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     found = []
     for start in range(0, len(order), size):
         chosen = [samples[i] for i in order[start : start + size]]
-        width = max(lengths[i] for i in order[start : start + size])
+        # Without padding; values of whole samples have none.
         columns = {
-            key: [_fitted(sample[key], sample["attention_mask"], width, fill.get(key, 0), left) for sample in chosen]
-            for key in chosen[0]
+            key: [s[key][s["attention_mask"] != 0] if s[key].dim() else s[key] for s in chosen] for key in chosen[0]
         }
-        found.append({key: torch.stack(rows) for key, rows in columns.items()})
+        found.append({key: padded(values, fill.get(key, 0), left=left) for key, values in columns.items()})
     return found
 
 
@@ -126,10 +126,8 @@ def _is_text(batch: Batch) -> bool:
     return all(value.dim() == 1 or value.shape == mask.shape for value in batch.values())
 
 
-def _fitted(values: torch.Tensor, mask: torch.Tensor, width: int, fill: int, left: bool) -> torch.Tensor:
-    """Return the values of real tokens, (tokens,), padded with `fill` to a width; a value without tokens as it is."""
-    if values.shape != mask.shape:
-        return values
-    real = values[mask != 0]
-    padding = real.new_full((width - len(real),), fill)
-    return torch.cat([padding, real] if left else [real, padding])
+def padded(rows: list[torch.Tensor], fill: int, *, left: bool) -> torch.Tensor:
+    """Return rows of tokens as one tensor, (rows, longest), padded with `fill` on one side; of numbers, (rows,)."""
+    if rows[0].dim() == 0:
+        return torch.stack(rows)
+    return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side="left" if left else "right")

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator
 import datasets
 import torch
 
-from ..errors import DataError, listed
 from .batches import Batch
 from .images import as_images, image_of_row
 from .labels import read_labels
 from .reader import Reader, batched
-from .row_names import own_columns
 from .targets import is_regression
 from .tokens import check_vocabulary, settle_padding, token_limit
 
@@ -50,13 +48,7 @@ class TextReader(ClassificationReader):
     on the tokenizer's side.
     """
 
-    def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        if not 1 <= len(self.columns.text) <= 2:
-            raise DataError(
-                f"text-classification needs one or two data.text columns, got {len(self.columns.text)}; the data has "
-                f"{listed(own_columns(rows))}"
-            )
-        return self.columns.text
+    task = "text-classification"
 
     def _encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
         settle_padding(self.processor, self.config)
@@ -85,12 +77,7 @@ class TextReader(ClassificationReader):
 class ImageReader(ClassificationReader):
     """Reads an image column; batches have `pixel_values`, (batch, 3, height, width)."""
 
-    def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        if self.columns.image is None:
-            raise DataError(
-                "image-classification needs a data.image column, got 0; the data has " + listed(own_columns(rows))
-            )
-        return (self.columns.image,)
+    task = "image-classification"
 
     def _encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
         column = str(self.columns.image)

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, TypeVar
 import datasets
 import torch
 
-from ..errors import DataError, listed
-from .batches import Batch
+from ..errors import DataError
+from .batches import Batch, padded
 from .prompts import (
     Choices,
     check_one_question,
@@ -24,7 +24,7 @@ from .prompts import (
     tokenise,
 )
 from .reader import Reader, batched
-from .row_names import own_columns, row_name
+from .row_names import row_name
 from .targets import IGNORED
 from .text_blocks import BLOCK, pack_text
 from .tokens import check_vocabulary, position_ids, settle_padding, token_limit
@@ -66,7 +66,7 @@ class GenerationReader(Reader):
     @property
     def prompted(self) -> bool:
         """Whether there are prompts and answers, rather than plain text."""
-        return self.columns.prompt is not None and self.columns.answer is not None
+        return self.columns.prompt is not None
 
     @property
     def template(self) -> dict[str, str]:
@@ -109,16 +109,7 @@ class GenerationReader(Reader):
 class TextGenerationReader(GenerationReader):
     """Reads plain text, or prompts and answers; too long prompts lose their beginning."""
 
-    def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        columns, has = self.columns, f"the data has {listed(own_columns(rows))}"
-        if not self.prompted and (columns.prompt, columns.answer) != (None, None):
-            raise DataError(f"data.prompt and data.answer go together, got only one of them; {has}")
-        if (self.prompted, len(columns.text)) not in {(True, 0), (False, 1)}:
-            raise DataError(
-                "text-generation needs either one data.text column, or data.prompt and data.answer, got "
-                f"{len(columns.text)} text columns and {'a' if self.prompted else 'no'} prompt; {has}"
-            )
-        return columns.text
+    task = "text-generation"
 
     def _as_samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         if self.prompted:
@@ -189,19 +180,17 @@ class TextGenerationReader(GenerationReader):
 
     def _padded(self, samples: Sequence[tuple[list[int], int]], tokenizer: Any) -> Batch:
         """A batch of (tokens, how many at the end are labels), padded on the tokenizer's side to the longest."""
-        width = max(len(ids) for ids, _ in samples)
-        input_ids = torch.full((len(samples), width), tokenizer.pad_token_id)
-        attention_mask = torch.zeros_like(input_ids)
-        labels = torch.full_like(input_ids, IGNORED)
-        for row, (ids, counted) in enumerate(samples):
-            end = width if tokenizer.padding_side == "left" else len(ids)
+        left, width = tokenizer.padding_side == "left", max(len(ids) for ids, _ in samples)
+        tokens = [torch.tensor(ids) for ids, _ in samples]
+        labels = [ids.clone() for ids in tokens]
+        for of_row, (ids, counted) in zip(labels, samples, strict=True):
             # A text's first token is predicted from nothing; as a label it would be predicted from padding.
-            counted = min(counted, len(ids) - 1) if end > len(ids) else counted
-            input_ids[row, end - len(ids) : end] = torch.tensor(ids)
-            attention_mask[row, end - len(ids) : end] = 1
-            labels[row, end - counted : end] = torch.tensor(ids[len(ids) - counted :])
+            of_row[: max(len(ids) - counted, int(left and len(ids) < width))] = IGNORED
+        input_ids = padded(tokens, tokenizer.pad_token_id, left=left)
+        mask = padded([torch.ones_like(ids) for ids in tokens], 0, left=left)
         check_vocabulary(input_ids, self.config)
-        return with_positions({"input_ids": input_ids, "attention_mask": attention_mask}, self.config, labels)
+        batch = {"input_ids": input_ids, "attention_mask": mask}
+        return with_positions(batch, self.config, padded(labels, IGNORED, left=left))
 
 
 def check_answer(tokens: int, answer_tokens: int, row: str, limit: int | None) -> None:

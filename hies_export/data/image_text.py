@@ -10,13 +10,13 @@ import datasets
 import PIL.Image
 import torch
 
-from ..errors import DataError, listed
+from ..errors import DataError
 from .batches import Batch
 from .generation import GenerationReader, check_answer, with_positions
 from .images import as_images, image_of_row
 from .prompts import answer_text, tokenise
 from .reader import batched
-from .row_names import own_columns, row_name
+from .row_names import row_name
 from .targets import IGNORED
 from .tokens import check_vocabulary
 
@@ -33,13 +33,7 @@ class ImageTextReader(GenerationReader):
     hundred may fail to decode; such samples are left out.
     """
 
-    def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        if self.columns.image is None or not self.prompted:
-            raise DataError(
-                "image-text-to-text needs data.image, data.prompt and data.answer, but not all are given; the data has "
-                + listed(own_columns(rows))
-            )
-        return (self.columns.image,)
+    task = "image-text-to-text"
 
     def _batches(self, samples: datasets.Dataset, batch_size: int) -> Iterator[Batch]:
         tokenizer, limit = self.prepare_tokenizer()

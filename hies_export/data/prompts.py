@@ -6,8 +6,7 @@ import itertools
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import pyarrow
@@ -108,42 +107,24 @@ def check_one_question(rows: datasets.Dataset, *, prompt: str) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Choices:
-    """What the rows of `one_row_per_choice` are, in their order: the choice, and numbers from 0.
-
-    Attributes:
-        question, choice: Number of the question, and of the choice among those of its question.
-        right: Number of the right one among them.
-    """
+class Choices(NamedTuple):
+    """What the rows of `one_row_per_choice` are: texts of choices, and their values of `CHOICE_KEYS`, (rows, 4)."""
 
     text: list[str]
-    question: list[int]
-    choice: list[int]
-    right: list[int]
-
-    @property
-    def characters(self) -> list[int]:
-        """Lengths of the choices."""
-        return [len(text) for text in self.text]
+    numbers: torch.Tensor
 
     def of(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return what a batch says of these rows, see `CHOICE_KEYS`."""
-        columns = {key: getattr(self, key) for key in CHOICE_KEYS}
-        return {key: torch.tensor([column[row] for row in rows]) for key, column in columns.items()}
+        """Return what a batch says of these rows."""
+        return {key: self.numbers[list(rows), column] for column, key in enumerate(CHOICE_KEYS)}
 
 
 def one_row_per_choice(rows: datasets.Dataset, *, answer: str, label: str) -> tuple[datasets.Dataset, Choices]:
     """Return a question's row once for each choice in its answer column, in order, and what these rows are."""
     right_choice(rows, answer=answer, label=label)
     choices, labels = rows[answer][:], rows[label][:]
-    numbers = [(row, number) for row, of_row in enumerate(choices) for number in range(len(of_row))]
-    return rows.select([row for row, _ in numbers]), Choices(
-        text=[str(choices[row][number]) for row, number in numbers],
-        question=[row for row, _ in numbers],
-        choice=[number for _, number in numbers],
-        right=[int(labels[row]) for row, _ in numbers],
-    )
+    found = [(row, number, str(text)) for row, of_row in enumerate(choices) for number, text in enumerate(of_row)]
+    numbers = torch.tensor([(row, number, int(labels[row]), len(text)) for row, number, text in found])
+    return rows.select([row for row, _, _ in found]), Choices([text for _, _, text in found], numbers)
 
 
 def _listed_columns(rows: datasets.Dataset, *, prompt: str, answer: str) -> list[str]:

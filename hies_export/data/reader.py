@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import datasets
 
 from ..errors import DataError, did_you_mean, listed, quoted
+from ..tasks import TASKS, TaskName
 from .batches import Batch
 from .images import holds_images
 from .labels import STRINGS, kind_of
@@ -24,16 +25,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of the rows a task reads.
-
-    Args:
-        text: The text column, or two of them for sentence pairs; one for plain text to generate.
-        image: The image column.
-        label: The column of labels, None for unlabelled rows; of generated text, the column that says which of the
-            choices in `answer` is right.
-        prompt: A template over the columns, such as "Question: {question}\\nAnswer:".
-        answer: The column with what is to follow the prompt.
-    """
+    """Which columns of the rows a task reads, by the fields of a recipe's `data` section."""
 
     text: tuple[str, ...] = ()
     image: str | None = None
@@ -55,6 +47,7 @@ class Reader(ABC):
         packing: Whether plain text to generate is packed into blocks; otherwise every row is a sample.
     """
 
+    task: ClassVar[TaskName]
     columns: Columns
     config: Any
     processor: Any = None
@@ -78,7 +71,10 @@ class Reader(ABC):
 
     def check(self, rows: datasets.Dataset) -> None:
         """Check that the model can be fed with these rows, before anything is computed."""
-        columns, inputs = self.columns, self._input_columns(rows)
+        columns = self.columns
+        if refusal := TASKS[self.task].refusal(columns):
+            raise DataError(f"{refusal}; the data has {listed(own_columns(rows))}")
+        inputs = (*columns.text, *([columns.image] if columns.image else []))
         for column in (*inputs, *([columns.label] if columns.label else [])):
             if column not in rows.column_names:
                 known = own_columns(rows)
@@ -98,10 +94,6 @@ class Reader(ABC):
                 if not value.is_valid:
                     raise DataError(f"every row must have a {column!r}, but {row_name(rows, row)} has none")
         self._check_targets(rows)
-
-    @abstractmethod
-    def _input_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        """Return the text or image columns that are read as they are; refuse `columns` that the task cannot read."""
 
     @abstractmethod
     def _check_targets(self, rows: datasets.Dataset) -> None:

@@ -11,10 +11,7 @@ from .image_text import ImageTextReader
 from .reader import Reader
 
 READERS: dict[str, type[Reader]] = {
-    "text-classification": TextReader,
-    "image-classification": ImageReader,
-    "text-generation": TextGenerationReader,
-    "image-text-to-text": ImageTextReader,
+    reader.task: reader for reader in (TextReader, ImageReader, TextGenerationReader, ImageTextReader)
 }
 
 

@@ -61,25 +61,19 @@ def load_rows(
     in_order: bool = False,
     numbered: bool = False,
 ) -> datasets.Dataset:
-    """Load the rows of one split, from the Hub or from local files.
+    """Load the rows of one split (or a slice: "train[:80%]"), of a Hub dataset or else of files, and `take` some.
 
     Only the rows that are returned are held in memory. The cache of local files is thrown away: a file that changed is
     never served stale, and nothing is left beside the user's files or in the cache of `datasets`.
 
-    Args:
-        name: A Hub dataset with its configuration last: `nyu-mll/glue/sst2`, `org/name` or `name`.
-        files: Split -> path. Endings: parquet, and with or without `.gz` jsonl, json (a list of objects), csv, tsv
-            (quotes are ordinary characters, as in GLUE's files), txt (a row a line, column `text`); or a folder with
-            one sub-folder of images per class (columns `image` and `label`). The last part of a path may be a
-            pattern: `train-*.parquet` reads all parts in name order. All parts have the column types of the first
-            one, and a jsonl file those of its first 10 MB; in csv and tsv only an empty cell is missing.
-        split: The split to load, or a slice of it as `datasets` writes it: "train[:80%]", "train[100:200]".
-        samples: How many rows; None for all. When there are fewer, all are returned: report `len(rows)`.
-        shuffle_seed: Take the rows in a seeded random order, not in file order. The rows of an image folder are
-            sorted by class, so there `samples` without a seed takes the first rows of the shuffle with seed 0.
+    `name` ends in the configuration: `nyu-mll/glue/sst2`. `files` maps splits to paths: json (a list of objects),
+    jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
+    with or without `.gz`; parquet; or a folder with one sub-folder of images per class (columns `image` and `label`).
+    The last part of a path may be a pattern: `train-*.parquet` reads all parts in name order. All parts have the column
+    types of the first one, and a jsonl file those of its first 10 MB; in csv and tsv only an empty cell is missing.
+
+    The rows of an image folder are sorted by class, so there `samples` without a seed takes those of seed 0.
     """
-    if samples is not None and samples < 1:
-        raise DataError(f"samples must be at least 1, got {samples}")
     with mapped_rows(name=name, files=files, split=split, numbered=numbered) as rows:
         by_class = files is not None and Path(files[split.partition("[")[0]]).expanduser().is_dir()
         if by_class and samples and shuffle_seed is None:
@@ -92,9 +86,6 @@ def mapped_rows(
     *, name: str | None = None, files: Mapping[str, str | Path] | None = None, split: str, numbered: bool = False
 ) -> Iterator[datasets.Dataset]:
     """Yield all rows of one split, as `load_rows`; they stay on disk, and memory holds what is read of them."""
-    if (name is None) == (files is None):
-        given = "neither" if name is None else "both"
-        raise DataError(f"data must give exactly one of name and files, got {given}")
     split, bracket, slice_ = split.partition("[")
     # Windows does not delete files that are mapped.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:

@@ -112,10 +112,8 @@ class PruningRecipe(Section):
         task = TASKS[self.task]
         if self.evaluation.lm_eval and (task.images or not task.generative):
             raise ValueError(f"evaluation.lm_eval judges language models (text-generation), got task: {self.task}")
-        given = {name for name in ("text", "image", "prompt", "label") if getattr(self.data, name)}
-        if given not in task.columns or len(self.data.text) > task.text_columns:
-            surplus = ", ".join(f"data.{name}" for name in sorted(given.difference(*task.columns)))
-            raise ValueError(f"{self.task} needs {task.needs}" + (f" and no {surplus}" if surplus else ""))
+        if refusal := task.refusal(self.data):
+            raise ValueError(refusal)
         return self
 
     @classmethod

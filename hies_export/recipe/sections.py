@@ -111,11 +111,6 @@ class DataSection(Section):
         if (self.name is None) == (self.files is None):
             given = "both" if self.name is not None else "neither"
             raise ValueError(f"exactly one of name (a Hub data set) and files must be given, got {given}")
-        if len(self.text) > 2:
-            raise ValueError(f"text must be one or two columns, got {len(self.text)}")
-        if (self.prompt is None) != (self.answer is None):
-            given, missing = ("prompt", "answer") if self.answer is None else ("answer", "prompt")
-            raise ValueError(f"prompt and answer go together, got {given} without {missing}")
         return self
 
 

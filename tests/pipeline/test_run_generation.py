@@ -96,7 +96,10 @@ def test_other_ways(options: list[str], stories: Path, tmp_path: Path) -> None:
 
 BAD = {
     "label": ("data.label=text", "text-generation needs data.text (one column), or data.prompt and data.answer"),
-    "answer alone": ("data.answer=text", "prompt and answer go together, got answer without prompt"),
+    "answer alone": (
+        "data.answer=text",
+        "text-generation needs data.text (one column), or data.prompt and data.answer",
+    ),
     "metric": ("evaluation.metrics=[accuracy]", "the metrics of generated text must be among perplexity, token_acc"),
     "tower": ("prune.towers=[vision]", "prune.towers must be among language, the towers of this model, got 'vision'"),
     "slice": ("calibration.split=train[5]", "a slice of a split must be like train[:80%]"),
