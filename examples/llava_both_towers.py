@@ -34,7 +34,7 @@ def main() -> None:
             measure={"runtimes": ["torch"], "shapes": [[1]], "repeats": 6},
             output=folder / "run",
         ).run()
-        for name, line in report.details["head_map"].items():
+        for name, line in report.details.head_map.items():
             print(f"{line}  {name}")
         print(f"FLOPs: {report.flops['slim'] / report.flops['dense']:.3f} of dense")
         print("graphs:", ", ".join(sorted(file.name for file in (folder / "run" / "onnx").glob("*.onnx"))))

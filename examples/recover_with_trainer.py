@@ -61,7 +61,7 @@ def main() -> None:
         )
         trainer.train()
         trainer.save_model(str(folder / "recovered"))
-        heads = sum(len(module) for module in report.details["head_map"].values()) - report.heads["removed"]
+        heads = sum(len(module) for module in report.details.head_map.values()) - report.heads["removed"]
         print(f"after one epoch: {trainer.evaluate()['eval_accuracy']:.3f}, with {heads} heads")
         assert type(load(folder / "recovered")) is type(slim)
 

@@ -185,6 +185,9 @@ def test_a_generation_config(tmp_path: Path) -> None:
         OnnxGenerator.from_folder(tmp_path)
 
 
+LAYER = {"layer": "a", "projections": 1, "products": 1, "other": 1}
+
+
 @pytest.mark.parametrize(
     ("place", "to", "message"),
     [
@@ -193,9 +196,9 @@ def test_a_generation_config(tmp_path: Path) -> None:
         (("details", "neurons"), {"a": {"kept": 1}}, "details.neurons.a.total is missing"),
         (("details", "metrics"), {"f1": {"dense": 1}}, "details.metrics.f1.slim is missing"),
         (("details", "uncompensated"), {"metrics": {}, "stability": 1}, "must have the first metric, 'accuracy'"),
-        (("details", "budget"), {"kind": "flops"}, "details.budget: target is missing"),
-        (("details", "data"), {"labels": "data"}, "details.data: calibration_samples is missing"),
-        (("details", "flops_per_layer"), {"dense": [], "slim": [{"layer": "a"}], "shape": [1, 2]}, "as many layers"),
+        (("details", "budget"), {"kind": "flops"}, "details.budget.target is missing"),
+        (("details", "data"), {"labels": "data"}, "details.data.calibration_samples is missing"),
+        (("details", "flops_per_layer"), {"dense": [], "slim": [LAYER], "shape": [1, 2]}, "as many layers"),
         (("latency", 0, "ratio"), float("nan"), r"latency\[0\].ratio must be a finite number, got nan"),
     ],
 )

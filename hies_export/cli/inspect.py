@@ -152,10 +152,10 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], consol
 
     size, sequence = model_shapes(model, ())[0]
     batch = synthetic_batch(model, batch=size, sequence=sequence)
-    layers = [asdict(layer) for layer in flops_per_layer(model, batch, found)]
+    layers = flops_per_layer(model, batch, found)
     console.print(f"\nfloating-point operations at {size} x {sequence}")
     console.print(plain_table(*layer_table(layers)))
-    return layers
+    return [asdict(layer) for layer in layers]
 
 
 def _inspect_theory(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..errors import OutputExistsError, PushError, RequestError
 from ..progress import SILENT, Progress
 from ..report.card import LICENSE_KEYS, read_card, render_card
+from ..report.details import Details
 from ..report.figures import CAPTIONS, draw_report
 from ..report.html import render_html
 from ..report.markdown import render_markdown
@@ -113,12 +114,12 @@ def push_to_hub(
             f"the base model must be a Hub id, but there is no model {base_model} on the Hub that this token may read; "
             "leave base_model= out if the dense model is not published"
         )
-    dense = base_model or report.details.get("base_model")
+    dense = base_model or report.details.base_model
     origin = _origin(report, dense=dense, license=license)
     _check_repository(repository, info, found, private=private, overwrite=overwrite)
     progress.stage("draw")
     # A report that names the model, not its path on this machine, and without the command line and its paths.
-    details = {name: value for name, value in report.details.items() if name != "run"}
+    details = Details(**report.details.model_dump(exclude_unset=True, exclude={"run"}))
     public = replace(report, model=dense or model_name(report), details=details)
     contents = _contents(Path(folder), public, repository, None if revision == MAIN else revision, origin)
     _check_card(contents["README.md"], repository)

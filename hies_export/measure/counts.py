@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
+from pydantic import Field
 from transformers import PreTrainedModel
 
 from ..kinds import ATTENTION
@@ -18,6 +19,9 @@ from .record import Record
 
 T = TypeVar("T", int, float)
 Shape = tuple[int, int]  # (batch, sequence)
+# Bounds of numbers that are read from files: a larger one counts nothing, and cannot be made a float.
+Count = Annotated[int, Field(ge=0, le=10**18)]
+Size = Annotated[int, Field(gt=0, le=10**18)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +41,8 @@ class Both(Record, Generic[T]):
 class FlopCount(Both[int]):
     """Floating-point operations of one forward pass of both models, at a (batch, sequence)."""
 
+    dense: Size
+    slim: Size
     shape: Shape
 
 
@@ -47,8 +53,10 @@ class StoredBytes(Both[int]):
     The export is an ONNX folder (graph and weights) or a GGUF file.
     """
 
-    onnx: int | None
-    gguf: int | None = None
+    dense: Size
+    slim: Size
+    onnx: Size | None
+    gguf: Size | None = None
 
 
 @dataclass(frozen=True)
@@ -64,10 +72,10 @@ class LayerFlops:
     """
 
     layer: str
-    projections: int
-    products: int
-    other: int
-    feed_forward: int = 0
+    projections: Count
+    products: Count
+    other: Count
+    feed_forward: Count = 0
 
 
 def count_parameters(model: torch.nn.Module) -> int:

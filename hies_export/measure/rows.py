@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic import ConfigDict
 
 from .contention import OtherWork
-from .counts import Both, FlopCount, Shape
+from .counts import Both, FlopCount, Shape, Size
 from .latency import LatencyComparison
 from .ratios import WIDEST_CONTROL, realised_share
 from .record import Record
@@ -70,7 +70,7 @@ class LatencyRow(Record):
     loads: int = 1
     threads: int | None = None
     cuda_graph: bool = False
-    peak_bytes: Both[int] | None = None
+    peak_bytes: Both[Size] | None = None
     gpu_clock_mhz: float | None = None
     other_work: OtherWork | None = None
 

@@ -14,6 +14,7 @@ from ..evaluate.judge import Judge
 from ..model.copies import share_weights
 from ..progress import Progress
 from ..prunable.find import find_modules
+from ..report.details import BudgetOutcome, MaxDropOutcome, Tried
 from ..score.criteria import AUTO, COMPENSATED
 from ..select.iterative import filled_in
 from ..slim.cut import prune_units
@@ -21,13 +22,12 @@ from ..slim.fingerprint import fingerprint
 from ..slim.refit import Compensation
 from ..units import Selection
 from ..values import Provenance, PruningPlan, Scores, Statistics, dump_json, library_versions
-from .budgets import BudgetOutcome, MaxDropOutcome
 from .candidates import Candidates, criterion_of
 from .options import PruneOptions
 from .prepare import Prepared
 from .quality import Refit
 from .refitting import Refitting
-from .search import HeldOut, Tried, choose_alpha, choose_by_agreement, choose_by_max_drop
+from .search import HeldOut, choose_alpha, choose_by_agreement, choose_by_max_drop
 from .targets import Round, Targets
 
 # Below this share of the dense cost, `criterion: auto` trusts removal in steps most. Above, a step costs quality.
@@ -252,7 +252,7 @@ class _Chooser:
         tracked = self._progress.track(scored, "choose sparsity")
         chosen = choose_by_max_drop(tracked, select, held_out, sizes=len(sizes), by=max_drop.by)
         outcome = MaxDropOutcome(
-            "max_drop",
+            kind="max_drop",
             metric=max_drop.metric,
             by=max_drop.by,
             dense=held_out.dense(),

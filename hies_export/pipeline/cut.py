@@ -18,22 +18,22 @@ from ..checkpoint.save import save_slim
 from ..checkpoint.stored import weight_files
 from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Judge
+from ..evaluate.metrics import quality_loss
 from ..evaluate.predict import predict
 from ..model.copies import round_each
 from ..model.internals import dtypes_in
 from ..progress import Progress
+from ..report.details import BudgetOutcome, MaxDropOutcome
 from ..slim.check import compare_cut
 from ..slim.cut import prune_units
 from ..slim.refit import LayerFit, compensate
 from ..units import PrunableModule
 from ..values import PruningPlan
-from .budgets import BudgetOutcome, MaxDropOutcome
 from .choose import Choice
 from .load import Source
 from .options import RefitOptions
 from .prepare import Prepared
 from .refitting import shared
-from .search import quality_loss
 
 logger = logging.getLogger(__name__)
 

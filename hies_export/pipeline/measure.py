@@ -15,23 +15,15 @@ from transformers import PreTrainedModel
 from ..gguf.export import GgufExport
 from ..measure import counts
 from ..measure.compare import time_on
-from ..measure.counts import Both, FlopCount, LayerFlops, Shape, StoredBytes
+from ..measure.counts import Both, FlopCount, Shape, StoredBytes
 from ..measure.exports import Exported, Exporter
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
 from ..model.copies import convert
 from ..progress import Progress
+from ..report.details import FlopsByLayer
 from ..runtimes.base import RUNTIMES
 from ..units import PrunableModule
-
-
-@dataclass(frozen=True)
-class FlopsByLayer:
-    """FLOPs of both models by layer, for one forward pass at `shape`, (batch, sequence)."""
-
-    dense: list[LayerFlops]
-    slim: list[LayerFlops]
-    shape: Shape
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,6 @@ from ..errors import RequestError
 from ..recipe import PruningRecipe
 from ..report.report import Report
 
-# Where in a report's `details` the record is.
-KEY = "run"
-
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -48,11 +45,11 @@ class RunRecord:
     def from_report(cls, report: Report, folder: Path) -> RunRecord:
         """Return the record in a report."""
         try:
-            return TypeAdapter(cls).validate_python(report.details.get(KEY))
+            return TypeAdapter(cls).validate_python(report.details.run)
         except ValidationError as error:
             raise RequestError(
                 f"a run must have recorded its recipe to be repeated, but the report.json in {folder} has no valid "
-                f"details.{KEY}; run its recipe again with this version"
+                f"details.run; run its recipe again with this version"
             ) from error
 
     def recipe_at(self, folder: Path, output: Path) -> PruningRecipe:

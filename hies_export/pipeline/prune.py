@@ -25,6 +25,7 @@ from ..model.modes import evaluating
 from ..onnx.export import OnnxExport, export_onnx
 from ..progress import SILENT, Clock, Progress, without_reports
 from ..recipe import CompensationSection, PruneSection, sentences
+from ..report.details import BudgetOutcome
 from ..report.maps import plan_maps
 from ..report.report import plan_counts
 from ..report.rows import Table, change, quality_row, si
@@ -33,7 +34,6 @@ from ..runtimes.base import Provider
 from ..slim.refit import LayerFit
 from ..tasks import Task
 from ..values import PruningPlan, Scores
-from .budgets import BudgetOutcome
 from .choose import Choice, choose
 from .cut import Slim, confirm_max_drop, cut, save
 from .memory import batches_of, first_rows, split_held_out, task_of, unlabelled
@@ -178,7 +178,7 @@ class PruneResult:
         if self.held_out is not None:
             samples = samples_of(self.prepared.rows.held_out)
             labelled = "labels" in self.prepared.rows.held_out[0]
-            rows += [quality_row(name, asdict(values)) for name, values in self.held_out.metrics.items() if labelled]
+            rows += [quality_row(name, values) for name, values in self.held_out.metrics.items() if labelled]
             rows.append((f"same prediction, {samples:,} held-out rows", "", f"{self.held_out.stability:.1%}", ""))
         return Table(("", "dense", "slim", "change"), rows)
 

@@ -15,6 +15,7 @@ from ..measure.exports import Exported
 from ..measure.machine import machine_facts
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
+from ..report.details import DataFacts, Details, Family
 from ..report.html import render_html
 from ..report.maps import head_map, neuron_counts
 from ..report.markdown import render_markdown
@@ -25,7 +26,6 @@ from ..tasks import TASKS
 from .choose import head_numbers
 from .cut import Saved
 from .measure import Measurements
-from .provenance import KEY as RECORD
 from .provenance import RunRecord
 from .prune import PruneResult
 from .quality import Evaluation
@@ -75,58 +75,60 @@ def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float
     )
 
 
-def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> dict[str, Any]:
-    """Return the `details` of a report: what its HTML and Markdown show beyond the summary."""
-    prepared, plan, evaluation = done.resolved.prepared, done.result.plan, asdict(done.evaluation)
+def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Details:
+    """Return what the renderings of a report show beyond the summary."""
+    prepared, plan, evaluation = done.resolved.prepared, done.result.plan, done.evaluation
     choice, budget = done.result.choice, done.result.budget
     assert choice is not None
-    assert budget is not None
-    calibration, split = choice.statistics.calibration, recipe.evaluation.split
-    file = recipe.data.files[split.partition("[")[0]].name if recipe.data.files else None
-    # What is known of every neuron would fill megabytes.
-    heads = {name: numbers for name, numbers in head_numbers(choice).items() if plan.kept[name].kind == ATTENTION}
     neurons = neuron_counts(plan)
-    return {
-        "base_model": None if Path(recipe.model).exists() else recipe.model,
-        "head_map": head_map(plan),
-        "heads": heads,
+    return Details(
+        base_model=None if Path(recipe.model).exists() else recipe.model,
+        head_map=head_map(plan),
+        # What is known of every neuron would fill megabytes.
+        heads={name: of for name, of in head_numbers(choice).items() if plan.kept[name].kind == ATTENTION},
         **({"neurons": neurons} if neurons else {}),
-        "budget": budget.details(),
-        "metrics": evaluation["metrics"],
-        "benchmarks": evaluation["benchmarks"],
-        "uncompensated": evaluation["uncompensated"],
-        "compensation": [asdict(fit) for fit in done.result.fits],
-        "alpha_curve": choice.alpha_curve,
-        "tried": [asdict(tried) for tried in choice.tried],
-        "stability_of": _prediction_name(recipe, prepared.judged.metrics[0]),
-        "stability_tolerance": recipe.evaluation.stability_tolerance if prepared.judged.regression else None,
-        "custom_code": is_slim(done.result.model),
-        "family": dict(zip(("dense", "slim"), families(prepared.model.config, done.result.model.config), strict=True)),
-        "other_work": None if done.other_work is None else asdict(done.other_work),
-        "flops_per_layer": asdict(done.measured.flops_per_layer),
-        "auto_class": TASKS[recipe.task].auto_class,
+        budget=budget,
+        metrics=evaluation.metrics,
+        benchmarks=evaluation.benchmarks,
+        uncompensated=evaluation.uncompensated,
+        compensation=done.result.fits,
+        alpha_curve=choice.alpha_curve,
+        tried=choice.tried,
+        stability_of=_prediction_name(recipe, prepared.judged.metrics[0]),
+        stability_tolerance=recipe.evaluation.stability_tolerance if prepared.judged.regression else None,
+        custom_code=is_slim(done.result.model),
+        family=Family(*families(prepared.model.config, done.result.model.config)),
+        other_work=done.other_work,
+        flops_per_layer=done.measured.flops_per_layer,
+        auto_class=TASKS[recipe.task].auto_class,
         **_export_details(done.exported),
-        "data": {
-            "labels": plan.calibration["labels"],
-            "calibration_samples": calibration.samples,
-            "calibration_batch": calibration.batch_size,
-            "calibration_batch_asked": min(recipe.calibration.batch_size, calibration.samples),
-            "compensation_samples": samples_of(prepared.rows.compensation),
-            "evaluation_samples": samples_of(done.resolved.evaluation),
-            "evaluation_of": done.resolved.evaluation_of,
-            "evaluation_rows": recipe.evaluation.rows,
-            "evaluation_split": split,
-            "held_out_samples": samples_of(prepared.rows.held_out),
-            "held_out_split": recipe.calibration.split if recipe.held_out is None else recipe.held_out.split,
-            "held_out_further": recipe.held_out is None,
-            "name": recipe.data.name,
-            "file": file,
-            "fingerprint": calibration.fingerprint,
-        },
-        RECORD: asdict(
-            RunRecord.of(recipe, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))
-        ),
-    }
+        data=_data_facts(recipe, done),
+        run=asdict(RunRecord.of(recipe, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))),
+    )
+
+
+def _data_facts(recipe: PruningRecipe, done: Finished) -> DataFacts:
+    """Return which rows the run read, and what for."""
+    assert done.result.choice is not None
+    rows, calibration = done.resolved.prepared.rows, done.result.choice.statistics.calibration
+    split = recipe.evaluation.split
+    return DataFacts(
+        labels=done.result.plan.calibration["labels"],
+        calibration_samples=calibration.samples,
+        calibration_batch=calibration.batch_size,
+        calibration_batch_asked=min(recipe.calibration.batch_size, calibration.samples),
+        compensation_samples=samples_of(rows.compensation),
+        evaluation_samples=samples_of(done.resolved.evaluation),
+        evaluation_of=done.resolved.evaluation_of,
+        evaluation_rows=recipe.evaluation.rows,
+        evaluation_split=split,
+        held_out_samples=samples_of(rows.held_out),
+        held_out_split=recipe.calibration.split if recipe.held_out is None else recipe.held_out.split,
+        held_out_further=recipe.held_out is None,
+        name=recipe.data.name,
+        file=recipe.data.files[split.partition("[")[0]].name if recipe.data.files else None,
+        fingerprint=calibration.fingerprint,
+    )
 
 
 def _export_differences(exported: Exported) -> dict[str, float | None]:

@@ -157,8 +157,8 @@ def _quality_rows(one: Report, other: Report) -> Iterator[Compared]:
     for which in ("dense", "slim"):
         yield _number(f"{one.quality.metric}, {which}", one.quality[which], other.quality[which], METRICS)
     for kind in ("metrics", "benchmarks"):
-        again = other.details.get(kind) or {}
-        for name, values in (one.details.get(kind) or {}).items():
+        again = getattr(other.details, kind)
+        for name, values in getattr(one.details, kind).items():
             if name != one.quality.metric:
                 for which in ("dense", "slim"):
                     found = again.get(name, {}).get(which, math.nan)

@@ -20,9 +20,9 @@ from ..measure.counts import Both
 from ..measure.exports import Exporter, check_exports, export_formats, require_exporters
 from ..progress import SILENT, Clock, Progress
 from ..recipe import PruningRecipe
+from ..report.details import CostOutcome
 from ..report.report import Report
 from ..units import Selection
-from .budgets import CostOutcome
 from .choose import write_choice
 from .cut import save, warn_if_larger
 from .measure import measure_both

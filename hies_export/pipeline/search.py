@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from ..errors import PlanError
 from ..evaluate.judge import Judge, Judgement, clearly_better
-from ..evaluate.metrics import higher_is_better
+from ..evaluate.metrics import higher_is_better, quality_loss
 from ..progress import SILENT, Progress
+from ..report.details import Tried
 from ..units import PrunableModule, Selection
 from ..values import Scores
 from .quality import Refit, predict_pruned
@@ -122,31 +123,6 @@ def choose_alpha(candidates: Iterable[Scores], select: Callable[[Scores], Select
         )
     curve = tuple({"alpha": alpha, **asdict(judgement)} for alpha, _, _, judgement in judged)
     return AlphaChoice(scores, selection, curve)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A candidate of `criterion: auto`, cut at the budget, refitted and judged on held-out rows.
-
-    Attributes:
-        candidate: Position among the candidates.
-        criterion: Its criterion.
-        alpha: Weight of HIS in the criterion; None if it has no such weight.
-        steps: Number of rounds in which units were removed.
-        token_weights: How evenly the refit weighs tokens, see `Compensation`.
-        quality: The first metric; None without labels.
-        stability: Share of predictions that equal the dense model's, in [0, 1].
-        chosen: Whether it was chosen.
-    """
-
-    candidate: int
-    criterion: str
-    alpha: float | None
-    steps: int
-    token_weights: float
-    quality: float | None
-    stability: float
-    chosen: bool = False
 
 
 def choose_by_agreement(
@@ -276,10 +252,3 @@ def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0)
         else:
             high = middle
     return low
-
-
-def quality_loss(metric: str, dense: float, other: float) -> float:
-    """Return by how much a metric got worse, in its own unit; negative if it got better."""
-    worse = dense - other if higher_is_better(metric) else other - dense
-    # In floats, 0.88 - 0.87 is slightly more than 0.01.
-    return round(worse, 12)

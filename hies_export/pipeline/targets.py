@@ -14,6 +14,7 @@ from ..errors import PlanError
 from ..kinds import MLP
 from ..measure.exports import Exporter
 from ..progress import Progress
+from ..report.details import BudgetOutcome, CostOutcome, HeadsOutcome
 from ..select import iterative
 from ..select.budget import CostTable, check_reachable, lowest_ratio, shares_to_try
 from ..select.bundles import bundles_lost
@@ -21,7 +22,6 @@ from ..select.constraints import check_budget
 from ..select.select import select_units
 from ..units import Selection
 from ..values import Scores
-from .budgets import BudgetOutcome, CostOutcome, HeadsOutcome
 from .options import PruneOptions
 from .prepare import Prepared
 
@@ -181,7 +181,7 @@ class Targets:
             return HeadsOutcome("heads", budget.heads)
         predicted = table.ratio(self._lost(selection))
         if budget.latency is None:
-            return CostOutcome(budget.kind, self.ratio, predicted)
+            return CostOutcome("parameters" if budget.flops is None else "flops", self.ratio, predicted)
         batch, sequence = self._budget_shape()
         runtime = budget.latency.runtime
         return CostOutcome("latency", self.ratio, predicted, runtime, batch, sequence, table.measured)

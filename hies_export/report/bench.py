@@ -13,9 +13,9 @@ from ..files import Rule, check, read_json
 from ..measure.rows import LatencyRow
 from .drawing import latency_scale
 from .jinja import render
-from .report import Report
+from .report import REPORT, Report
 from .rows import environment_table, latency_table
-from .schemas import REPORT, BenchOfMany, BenchOfTwo
+from .schemas import BenchOfMany, BenchOfTwo
 from .terminal import plain_table
 from .text import environment_text, latency_text
 

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from ..errors import RequestError
 from ..model.online import hub_or_cache
+from .details import DataFacts
 from .jinja import render_report
 from .report import Report
 from .rows import comparison_table
@@ -73,20 +74,19 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
 
     Source: https://huggingface.co/docs/hub/model-cards#model-card-metadata
     """
-    data = report.details.get("data", {})
-    metrics = report.details.get("metrics") or {report.quality.metric: report.quality}
+    data = report.details.data
     dataset, configuration = _dataset(data)
     results = [
         EvalResult(
             task_type=report.task,
             dataset_type=dataset,
-            dataset_name=data.get("name") or data["file"],
+            dataset_name=data.name or data.file or "",
             dataset_config=configuration,
-            dataset_split=data["evaluation_split"],
+            dataset_split=data.evaluation_split,
             metric_type=name,
-            metric_value=values["slim"],
+            metric_value=values.slim,
         )
-        for name, values in metrics.items()
+        for name, values in report.metrics.items()
         if dataset
     ]
     return ModelCardData(
@@ -97,8 +97,8 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
         library_name="transformers",
         pipeline_tag=report.task,
         tags=["hies-export", "pruning", *(name.replace(" ", "-") for name, _ in named_units(report))],
-        datasets=dataset if data.get("name") else None,
-        metrics=list(metrics),
+        datasets=dataset if data.name else None,
+        metrics=list(report.metrics),
         model_name=title(report) if results else None,
         eval_results=results or None,
         **{key: origin[key] for key in LICENSE_KEYS if origin.get(key)},
@@ -125,11 +125,11 @@ def _is_text(value: Any) -> bool:
     return all(isinstance(text, str) for text in (value if isinstance(value, list) else [value]))
 
 
-def _dataset(data: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _dataset(data: DataFacts) -> tuple[str | None, str | None]:
     """Return Hub id and configuration of the data set; for files, their kind in place of the id; None if unknown."""
-    if data.get("name"):
-        parts = data["name"].split("/")
+    if data.name:
+        parts = data.name.split("/")
         return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
-    if data.get("file"):
-        return Path(data["file"].removesuffix(".gz")).suffix.removeprefix(".") or "imagefolder", None
+    if data.file:
+        return Path(data.file.removesuffix(".gz")).suffix.removeprefix(".") or "imagefolder", None
     return None, None

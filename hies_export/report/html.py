@@ -7,6 +7,7 @@ in the file itself, and nothing is loaded from anywhere.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from ..evaluate.metrics import higher_is_better
 from .drawing import (
@@ -49,7 +50,7 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         bars=neuron_bars(report, heads),
         quality=quality_table(report),
         agreement=agreement(report),
-        uncompensated=report.details.get("uncompensated"),
+        uncompensated=report.details.uncompensated,
         alpha_curves=alpha_curves(report),
         sizes=size_rows(report),
         place=_common_scale(report),
@@ -98,42 +99,41 @@ def _numbers(units: UnitMap) -> str:
 
 def alpha_curves(report: Report) -> list[Curve]:
     """Return the metric and the stability by alpha, where alpha was chosen on data; no metric without labels."""
-    points = report.details.get("alpha_curve", ())
+    points, metric = report.details.alpha_curve, report.quality.metric
     if len(points) < 2 or report.alpha is None:
         return []
-    curves = [_alpha_curve(report, "stability", f"{agreement(report)}, share")]
-    if all(point["quality"] is not None for point in points):
-        curves.insert(0, _alpha_curve(report, "quality", report.quality.metric))
+    curves = [_alpha_curve(report, "stability", [p.stability for p in points], f"{agreement(report)}, share")]
+    judged = [(p.quality, p.standard_error) for p in points if p.quality is not None]
+    if len(judged) == len(points):
+        sign = 1 if higher_is_better(metric) else -1
+        best, error = max(judged, key=lambda pair: sign * pair[0])
+        as_good = (best, best - sign * error)
+        curves.insert(0, _alpha_curve(report, "quality", [quality for quality, _ in judged], metric, as_good=as_good))
     return curves
 
 
-def _alpha_curve(report: Report, kind: str, label: str) -> Curve:
-    """Return one number of every alpha; of the metric also the band in which all are as good as the best."""
-    points = report.details["alpha_curve"]
-    left, height, values = 70, 110, [point[kind] for point in points]
-    spanned, edge, best = list(values), None, 0.0
-    if kind == "quality":
-        sign = 1 if higher_is_better(report.quality.metric) else -1
-        point = max(points, key=lambda point: sign * point["quality"])
-        best, edge = point["quality"], point["quality"] - sign * (point.get("standard_error") or 0.0)
-        spanned.append(edge)
-    place, ends = curve_places(spanned, left=left, height=height)
-    places = [place(point["alpha"], point[kind]) for point in points]
-    notes = [f"alpha {point['alpha']:g}: {point[kind]:.4f}" for point in points]
-    band = None if edge in (None, best) else (place(0, best)[1], place(0, edge)[1])
+def _alpha_curve(
+    report: Report, kind: str, values: Sequence[float], label: str, *, as_good: tuple[float, ...] = ()
+) -> Curve:
+    """Return one number of every alpha; `as_good` are the ends of a band of values as good as the best."""
+    points, left, height = report.details.alpha_curve, 70, 110
+    place, ends = curve_places([*values, *as_good], left=left, height=height)
+    places = [place(point.alpha, value) for point, value in zip(points, values, strict=True)]
+    notes = [f"alpha {point.alpha:g}: {value:.4f}" for point, value in zip(points, values, strict=True)]
+    band = sorted(place(0, value)[1] for value in set(as_good))
     return Curve(
         label=label,
         left=left,
         line=places,
         dots=[
-            Dot(x, y, point["alpha"] == report.alpha, note)
+            Dot(x, y, point.alpha == report.alpha, note)
             for (x, y), point, note in zip(places, points, notes, strict=True)
         ],
         ends=ends,
         axis=("entropy alone", "importance alone"),
         bottom=height + 68,
         kind=kind,
-        ticks=[(place(alpha / 5, spanned[0])[0], f"{alpha / 5:g}") for alpha in range(6)],
-        chosen=place(report.alpha or 0.0, spanned[0])[0],
-        band=None if band is None else (min(band), max(band)),
+        ticks=[(place(alpha / 5, 0)[0], f"{alpha / 5:g}") for alpha in range(6)],
+        chosen=place(report.alpha or 0.0, 0)[0],
+        band=(band[0], band[1]) if len(band) == 2 else None,
     )

@@ -38,7 +38,7 @@ def render(template: str, **values: Any) -> str:
 
 def render_report(template: str, report: Report, **values: Any) -> str:
     """Fill a template with what every page about a run shows, and with further values."""
-    details, layers = report.details, report.details.get("flops_per_layer")
+    details, layers = report.details, report.details.flops_per_layer
     return render(
         template,
         report=report,
@@ -60,10 +60,10 @@ def render_report(template: str, report: Report, **values: Any) -> str:
         maps=unit_maps(report),
         latency=latency_table(report.latency) if report.latency else None,
         latency_note=latency_text(report.latency) if report.latency else "",
-        layers=layer_table(layers["dense"], layers["slim"]) if layers else None,
-        layers_shape=layers["shape"] if layers else None,
-        auto_class=details.get("auto_class", "AutoModel"),
-        custom_code=details.get("custom_code", False),
+        layers=layer_table(layers.dense, layers.slim) if layers else None,
+        layers_shape=layers.shape if layers else None,
+        auto_class=details.auto_class,
+        custom_code=details.custom_code,
         **values,
     )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-from ..evaluate.metrics import higher_is_better
+from ..evaluate.metrics import quality_loss
 from ..measure.rows import LatencyRow
+from .details import CostOutcome, HeadsOutcome, MaxDropOutcome
 from .report import Report
-from .text import prediction_word
 
 # How metrics are written in a sentence, where their names in a recipe are not.
 _WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_correlation": "Matthews correlation"}
@@ -32,9 +32,9 @@ def asked_row(report: Report) -> LatencyRow | None:
     its ratio.
     """
     rows = [row for row in report.latency if row.phase != "decode"]
-    budget = report.details.get("budget", {})
-    if budget.get("kind") == "latency":
-        asked = (budget["runtime"], budget["batch"], budget["sequence"])
+    budget = report.details.budget
+    if isinstance(budget, CostOutcome) and budget.kind == "latency":
+        asked = (budget.runtime, budget.batch, budget.sequence)
         found = [row for row in rows if (row.runtime, row.batch, row.sequence) == asked]
     else:
         at_shape = [row for row in rows if (row.batch, row.sequence) == tuple(report.flops.shape)]
@@ -69,8 +69,7 @@ def _runtime(name: str) -> str:
 
 def _agreement(report: Report) -> str:
     """Return how many predictions stay, and for a regression within which tolerance."""
-    what = prediction_word(report)
-    tolerance = report.details.get("stability_tolerance")
+    what, tolerance = report.details.stability_of, report.details.stability_tolerance
     within = "" if tolerance is None else f" within {tolerance:g}"
     if report.stability == 1:
         return f"all {what}s stay{within}"
@@ -93,26 +92,23 @@ def _number(value: float) -> str:
 
 def _budget(report: Report) -> str:
     """Return whether the budget was kept; empty where the report does not know it."""
-    budget = report.details.get("budget", {})
-    kind, target = budget.get("kind"), budget.get("target")
-    if kind == "max_drop":
-        lost = (
-            budget["dense"] - budget["slim"] if higher_is_better(budget["metric"]) else budget["slim"] - budget["dense"]
-        )
-        return "budget kept" if round(lost, 12) <= budget["by"] else f"budget missed by {lost - budget['by']:.3g}"
-    if kind is None or target is None:
+    budget, heads = report.details.budget, report.heads
+    if isinstance(budget, MaxDropOutcome):
+        assert budget.slim is not None
+        lost = quality_loss(budget.metric, budget.dense, budget.slim)
+        return "budget kept" if lost <= budget.by else f"budget missed by {lost - budget.by:.3g}"
+    if budget is None or budget.target is None:
         return ""
-    if kind == "heads":
-        heads = report.heads
-        if abs(heads.removed - target * heads.total) < 1:
+    if isinstance(budget, HeadsOutcome):
+        if abs(heads.removed - budget.target * heads.total) < 1:
             return "budget kept"
-        return f"{heads.removed / heads.total:.0%} of the heads removed for a budget of {target:.0%}"
-    if budget.get("noisy"):
+        return f"{heads.removed / heads.total:.0%} of the heads removed for a budget of {budget.target:.0%}"
+    if budget.noisy:
         return "budget too noisy to confirm"
-    measured = budget["measured"]
-    if measured <= target:
+    assert budget.measured is not None
+    if budget.measured <= budget.target:
         return "budget kept"
     asked = asked_row(report)
-    if kind == "latency" and asked is not None and asked.ratio_low <= target:
-        return f"budget of {target:g} within the interval of the measurement"
-    return f"budget missed, {measured:.3f} where {target:g} was allowed"
+    if budget.kind == "latency" and asked is not None and asked.ratio_low <= budget.target:
+        return f"budget of {budget.target:g} within the interval of the measurement"
+    return f"budget missed, {budget.measured:.3f} where {budget.target:g} was allowed"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..values import PruningPlan
+from .details import NeuronCount
 from .report import Report
 
 KEPT, CUT = "■", "·"
@@ -42,12 +43,12 @@ class UnitBars:
     """How many units of every module stay and there were, where there are too many for a mark each."""
 
     unit: str
-    counts: Mapping[str, tuple[int, int]]
+    counts: Mapping[str, NeuronCount]
 
     @property
     def lines(self) -> list[Line]:
         """The bars as text, `BAR_WIDTH` marks long."""
-        return [Line(name, _bar(kept, total), kept, total) for name, (kept, total) in self.counts.items()]
+        return [Line(name, _bar(of.kept, of.total), of.kept, of.total) for name, of in self.counts.items()]
 
 
 Map = UnitMap | UnitBars
@@ -62,15 +63,14 @@ def head_map(plan: PruningPlan) -> dict[str, str]:
     }
 
 
-def neuron_counts(plan: PruningPlan) -> dict[str, dict[str, int]]:
-    """Return for every feed-forward block how many neurons stay, "kept", and how many there were, "total"."""
-    return {name: {"kept": len(kept.units), "total": kept.total} for name, kept in plan.of_kind(MLP).items()}
+def neuron_counts(plan: PruningPlan) -> dict[str, NeuronCount]:
+    """Return how many neurons of every feed-forward block stay."""
+    return {name: NeuronCount(len(kept.units), kept.total) for name, kept in plan.of_kind(MLP).items()}
 
 
 def unit_maps(report: Report) -> tuple[Map, ...]:
     """Return a map for every kind of unit that the run could remove. Every rendering draws all of them."""
-    details = report.details
-    return _maps(details.get("head_map", {}), details.get("heads", {}), details.get("neurons", {}))
+    return _maps(report.details.head_map, report.details.heads, report.details.neurons)
 
 
 def plan_maps(plan: PruningPlan) -> tuple[Map, ...]:
@@ -81,14 +81,13 @@ def plan_maps(plan: PruningPlan) -> tuple[Map, ...]:
 def _maps(
     marks: Mapping[str, str],
     numbers: Mapping[str, Mapping[str, Sequence[float]]],
-    neurons: Mapping[str, Mapping[str, Any]],
+    neurons: Mapping[str, NeuronCount],
 ) -> tuple[Map, ...]:
     maps: list[Map] = []
     if marks:
         maps.append(UnitMap(UNIT_NAMES[ATTENTION], marks, numbers))
     if neurons:
-        counts = {name: (count["kept"], count["total"]) for name, count in neurons.items()}
-        maps.append(UnitBars(UNIT_NAMES[MLP], counts))
+        maps.append(UnitBars(UNIT_NAMES[MLP], neurons))
     return tuple(maps)
 
 

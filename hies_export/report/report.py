@@ -7,16 +7,19 @@ from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from ..files import check, read_json
+from ..files import Rule, check, read_json
 from ..kinds import ATTENTION, MLP
-from ..measure.counts import Both, FlopCount, StoredBytes
+from ..measure.counts import Both, Count, FlopCount, Size, StoredBytes
 from ..measure.record import Record
 from ..measure.rows import LatencyRow
 from ..units import Selection
 from ..values import PruningPlan, dump_json
-from .schemas import REPORT, ReportFile
+from .details import Details
+
+REPORT = Rule("a report must be a report.json or a run's folder", "give the folder a run wrote", shown=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +33,8 @@ class UnitCounts(Record):
             unit alone.
     """
 
-    total: int
-    removed: int
+    total: Count
+    removed: Count
     kept_per_layer: Sequence[int]
 
     @property
@@ -92,8 +95,7 @@ class Report:
         latency: One row per runtime, precision, phase and shape.
         environment: Hardware and library versions that the numbers were measured with.
         cache_bytes_per_token: Bytes that a token adds to the key/value cache; None for a model without a cache.
-        details: What the renderings show beyond the summary: marks and numbers of every head, neurons of
-            every layer, all metrics, data.
+        details: What the renderings show beyond the summary.
     """
 
     model: str
@@ -103,7 +105,7 @@ class Report:
     seed: int
     heads: UnitCounts
     neurons: UnitCounts | None = field(default=None, kw_only=True)
-    parameters: Both[int]
+    parameters: Both[Size]
     bytes: StoredBytes
     flops: FlopCount
     quality: FirstMetric
@@ -115,8 +117,20 @@ class Report:
     seconds: Mapping[str, float]
     latency: Sequence[LatencyRow]
     environment: Mapping[str, Any]
-    cache_bytes_per_token: Both[int] | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
+    cache_bytes_per_token: Both[Size] | None = None
+    details: Details = field(kw_only=True)
+
+    @model_validator(mode="after")
+    def _first_metric(self) -> Report:
+        before, metric = self.details.uncompensated, self.quality.metric
+        if before is not None and metric not in before.metrics:
+            raise ValueError(f"details.uncompensated.metrics must have the first metric, {metric!r}")
+        return self
+
+    @property
+    def metrics(self) -> Mapping[str, Both[float] | FirstMetric]:
+        """All metrics of both models that are known, by name."""
+        return self.details.metrics or {self.quality.metric: self.quality}
 
     def summary(self) -> dict[str, Any]:
         """Return everything but `details`, as plain values.
@@ -132,7 +146,7 @@ class Report:
 
     def to_json(self) -> str:
         """Return the whole report as JSON text."""
-        return dump_json({**self.summary(), "details": asdict(self)["details"]})
+        return dump_json({**self.summary(), "details": self.details.model_dump(exclude_unset=True)})
 
     @classmethod
     def from_file(cls, path: str | Path) -> Report:
@@ -157,5 +171,4 @@ class Report:
             RequestError: It is not a report.
         """
         report: Report = check(values, cls, REPORT, where=str(where))
-        check(values, ReportFile, REPORT, where=str(where))
         return report

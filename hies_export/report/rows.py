@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..measure.counts import Both
+from ..measure.counts import Both, LayerFlops
 from ..measure.rows import LatencyRow
-from .report import Report
+from .details import Tried
+from .report import FirstMetric, Report
 from .text import agreement, named_units
 
 # Parts of a layer's FLOPs, and what the table calls them.
@@ -55,7 +56,7 @@ def size_rows(report: Report) -> list[SizeRow]:
 def comparison_table(report: Report) -> Table:
     """Return everything that both models have a value of: units, sizes, the first metric, stability, benchmarks."""
     quality = report.quality
-    before = report.details.get("uncompensated")
+    before = report.details.uncompensated
     rows = [
         *(
             (name, f"{units.total:,}", f"{units.kept:,}", change(units.total, units.kept))
@@ -65,23 +66,22 @@ def comparison_table(report: Report) -> Table:
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
         quality_row(quality.metric, quality),
         (agreement(report), "", f"{report.stability:.1%}", ""),
-        *(quality_row(name, values) for name, values in report.details.get("benchmarks", {}).items()),
+        *(quality_row(name, values) for name, values in report.details.benchmarks.items()),
     ]
-    if before:
+    if before is not None:
         metric = quality.metric
-        rows.append((f"{metric} before compensation", "", f"{before['metrics'][metric]:.4f}", ""))
-        rows.append((f"{agreement(report)} before compensation", "", f"{before['stability']:.1%}", ""))
+        rows.append((f"{metric} before compensation", "", f"{before.metrics[metric]:.4f}", ""))
+        rows.append((f"{agreement(report)} before compensation", "", f"{before.stability:.1%}", ""))
     return Table(("", "dense", "slim", "change"), rows)
 
 
 def quality_table(report: Report) -> Table:
     """Return all metrics and benchmarks; where units were compensated, also the metrics of the cut alone."""
-    metrics = report.details.get("metrics") or {report.quality.metric: report.quality}
-    before = report.details.get("uncompensated")
-    alone = before["metrics"] if before else {}
+    before = report.details.uncompensated
+    alone = before.metrics if before else {}
     rows = [
-        [*quality_row(name, values), f"{alone[name]:.4f}" if alone.get(name) is not None else ""]
-        for name, values in {**metrics, **report.details.get("benchmarks", {})}.items()
+        [*quality_row(name, values), f"{alone[name]:.4f}" if name in alone else ""]
+        for name, values in {**report.metrics, **report.details.benchmarks}.items()
     ]
     columns = 5 if before else 4
     return Table(("", "dense", "slim", "change", "cut alone")[:columns], [row[:columns] for row in rows])
@@ -92,29 +92,32 @@ def tried_table(report: Report) -> Table | None:
 
     Columns without values are left out.
     """
-    tried = report.details.get("tried")
-    if not tried:
+    if not report.details.tried:
         return None
-    columns = {
+    columns: dict[str, Callable[[Tried], str]] = {
         "candidate": _candidate,
-        report.quality.metric: lambda row: "" if row.get("quality") is None else f"{row['quality']:.4f}",
-        agreement(report): lambda row: "" if row.get("stability") is None else f"{row['stability']:.1%}",
-        "": lambda row: "chosen" if row.get("chosen") else "",
+        report.quality.metric: lambda row: "" if row.quality is None else f"{row.quality:.4f}",
+        agreement(report): lambda row: f"{row.stability:.1%}",
+        "": lambda row: "chosen" if row.chosen else "",
     }
-    shown = [(name, [cell(row) for row in tried]) for name, cell in columns.items()]
-    shown = [(name, cells) for name, cells in shown if any(cells)]
-    return Table([name for name, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
+    return _filled(columns, report.details.tried)
 
 
-def _candidate(row: Mapping[str, Any]) -> str:
+def _candidate(row: Tried) -> str:
     """Return a candidate by its criterion, and what sets it apart: "hies, alpha 0.3", "compensated, 2 steps"."""
-    alpha, steps, weights = row.get("alpha"), row.get("steps"), row.get("token_weights")
     parts = [
-        "" if alpha is None else f"alpha {_plain(alpha)}",
-        "" if steps in (None, 1) else f"{_plain(steps)} steps",
-        "" if weights in (None, 1) else f"token weights {_plain(weights)}",
+        "" if row.alpha is None else f"alpha {row.alpha:g}",
+        "" if row.steps == 1 else f"{row.steps} steps",
+        "" if row.token_weights == 1 else f"token weights {row.token_weights:g}",
     ]
-    return ", ".join(filter(None, (row["criterion"], *parts)))
+    return ", ".join(filter(None, (row.criterion, *parts)))
+
+
+def _filled(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> Table:
+    """Return the table of what each column says of each row, without empty columns."""
+    cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    cells = {name: column for name, column in cells.items() if any(column)}
+    return Table(list(cells), [list(row) for row in zip(*cells.values(), strict=True)])
 
 
 def check_table(report: Report) -> Table:
@@ -150,9 +153,7 @@ def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense",
         "tokens/s": lambda row: pair_text(row.tokens_per_second),
         "device GB": lambda row: pair_text(row.peak_bytes, scale=1e-9),
     }
-    shown = {name: [cell(row) for row in rows] for name, cell in columns.items()}
-    shown = {name: cells for name, cells in shown.items() if any(cells)}
-    return Table(list(shown), [list(row) for row in zip(*shown.values(), strict=True)])
+    return _filled(columns, rows)
 
 
 def percentile_table(rows: Sequence[LatencyRow]) -> Table:
@@ -178,19 +179,19 @@ def percentile_table(rows: Sequence[LatencyRow]) -> Table:
     )
 
 
-def layer_table(dense: Sequence[Mapping[str, Any]], slim: Sequence[Mapping[str, Any]] | None = None) -> Table:
+def layer_table(dense: Sequence[LayerFlops], slim: Sequence[LayerFlops] | None = None) -> Table:
     """Return the MFLOPs of every layer of one model, or of both as "dense → slim", and their sums."""
-    models = [list(rows) for rows in (dense, slim) if rows is not None]
-    # Older reports know no feed-forward part, and a model may lack another.
-    parts = [part for part in FLOP_PARTS if any(row.get(part) for rows in models for row in rows)]
-    sums = [{"layer": "all", **{part: sum(row.get(part, 0) for row in rows) for part in parts}} for rows in models]
-    lines = []
-    for rows in (*zip(*models, strict=True), tuple(sums)):
-        cells = [[row.get(part, 0) for row in rows] for part in parts]
-        cells.append([sum(row.get(part, 0) for part in parts) for row in rows])
-        shown = [" → ".join(dict.fromkeys(_millions(value) for value in cell)) for cell in cells]
-        lines.append([rows[0]["layer"] or "outside the layers", *shown])
-    return Table(("MFLOPs", *(FLOP_PARTS[part] for part in parts), "all"), lines)
+    models = [dense] if slim is None else [dense, slim]
+    parts = [part for part in FLOP_PARTS if any(getattr(row, part) for rows in models for row in rows)]
+
+    def line(name: str, layers: Sequence[Sequence[LayerFlops]]) -> list[str]:
+        """Return the cells of one layer, or of all, of each model."""
+        cells = [[sum(getattr(row, part) for row in rows) for rows in layers] for part in parts]
+        cells.append([sum(values) for values in zip(*cells, strict=True)])
+        return [name, *(" → ".join(dict.fromkeys(map(_millions, cell))) for cell in cells)]
+
+    lines = [line(rows[0].layer or "outside the layers", [[row] for row in rows]) for rows in zip(*models, strict=True)]
+    return Table(("MFLOPs", *(FLOP_PARTS[part] for part in parts), "all"), [*lines, line("all", models)])
 
 
 def row_name(row: LatencyRow) -> str:
@@ -226,10 +227,9 @@ def _realised(row: LatencyRow) -> str:
     return f"{row.realised:.0%}" + (f" of {1 - row.flops_ratio:.1%}" if row.flops_ratio else "")
 
 
-def quality_row(name: str, values: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def quality_row(name: str, values: Both[float] | FirstMetric) -> tuple[str, str, str, str]:
     """Return the row of a metric of both models."""
-    dense, slim = values["dense"], values["slim"]
-    return name, f"{dense:.4f}", f"{slim:.4f}", f"{slim - dense:+.4f}"
+    return name, f"{values.dense:.4f}", f"{values.slim:.4f}", f"{values.slim - values.dense:+.4f}"
 
 
 def change(dense: float, slim: float) -> str:
@@ -240,8 +240,3 @@ def change(dense: float, slim: float) -> str:
 def _millions(number: float) -> str:
     """Return a number in millions, with four significant digits, or whole where it has more."""
     return f"{number / 1e6:,.0f}" if number >= 1e9 else f"{number / 1e6:.4g}"
-
-
-def _plain(value: Any) -> str:
-    """Return a number, a word, or nothing, as a cell."""
-    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

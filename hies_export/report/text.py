@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluate.metrics import higher_is_better
-from ..measure.contention import OtherWork
 from ..measure.rows import LatencyRow
 from ..slim.siblings import family_note
+from .details import CostOutcome, DataFacts, MaxDropOutcome
 from .report import Report, UnitCounts
 
 # A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.
@@ -54,98 +54,88 @@ def counts_text(report: Report) -> str:
 
 def criterion_text(report: Report) -> str:
     """Return the criterion, its alpha, and whether the output projections were refitted."""
-    refitted = ", output projections refitted in closed form" if report.details.get("compensation") else ""
+    refitted = ", output projections refitted in closed form" if report.details.compensation else ""
     return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}") + refitted
-
-
-def prediction_word(report: Report) -> str:
-    """Return what one prediction is called: "prediction", "answer" or "next token"."""
-    return report.details.get("stability_of") or "prediction"
 
 
 def agreement(report: Report) -> str:
     """Return the name of the stability: when two predictions count as the same."""
-    tolerance = report.details.get("stability_tolerance")
-    return f"same {prediction_word(report)}" if tolerance is None else f"same within {tolerance:g}"
+    word, tolerance = report.details.stability_of, report.details.stability_tolerance
+    return f"same {word}" if tolerance is None else f"same within {tolerance:g}"
 
 
 def budget_text(report: Report) -> str:
     """Return what the budget allowed and what was measured, in a sentence; empty for a share of the heads."""
-    budget = report.details.get("budget", {})
-    kind = budget.get("kind")
-    if kind == "max_drop":
-        metric, judged = budget["metric"], "refitted" if "refitted" in budget else "masked"
-        rows = held_out_rows(report, otherwise=f"{budget['samples']} held-out samples")
+    budget = report.details.budget
+    if isinstance(budget, MaxDropOutcome):
+        judged, value = ("masked", budget.masked) if budget.refitted is None else ("refitted", budget.refitted)
+        rows = held_out_rows(report, otherwise=f"{budget.samples} held-out samples")
         return (
-            f"Budget: {metric} may get worse by {budget['by']:g} on {rows}. Dense "
-            f"{budget['dense']:.4f}, {judged} {budget[judged]:.4f}, slim {budget['slim']:.4f}; {len(budget['judged'])} "
-            "plans were tried."
+            f"Budget: {budget.metric} may get worse by {budget.by:g} on {rows}. Dense {budget.dense:.4f}, "
+            f"{judged} {value:.4f}, slim {budget.slim:.4f}; {len(budget.judged)} plans were tried."
         )
-    of = {"flops": "the FLOPs", "parameters": "the parameters", "latency": "the time"}
-    if kind not in of:
+    if not isinstance(budget, CostOutcome):
         return ""
-    where = f" on {budget['runtime']} at {budget['batch']} x {budget['sequence']}" if kind == "latency" else ""
-    off = abs(budget["measured"] - budget["predicted"])
-    measured = "too noisy to measure" if budget.get("noisy") else f"measured {budget['measured']:.3f}"
-    apart = "" if budget.get("noisy") or kind != "latency" else f", {100 * off:.1f} points apart"
+    assert budget.measured is not None
+    of = {"flops": "the FLOPs", "parameters": "the parameters", "latency": "the time"}[budget.kind]
+    timed = budget.kind == "latency"
+    where = f" on {budget.runtime} at {budget.batch} x {budget.sequence}" if timed else ""
+    off = abs(budget.measured - budget.predicted)
+    measured = "too noisy to measure" if budget.noisy else f"measured {budget.measured:.3f}"
+    apart = f", {100 * off:.1f} points apart" if timed and not budget.noisy else ""
     return (
-        f"Budget: at most {budget['target']:g} of {of[kind]} of the dense model{where}. "
-        f"Predicted {budget['predicted']:.3f}, {measured}{apart}."
+        f"Budget: at most {budget.target:g} of {of} of the dense model{where}. "
+        f"Predicted {budget.predicted:.3f}, {measured}{apart}."
     )
 
 
 def family_text(report: Report) -> str:
     """Return that the slim model is of another stock family, and why; empty where it is not."""
-    family = report.details.get("family")
-    return family_note(family["dense"], family["slim"]) if family else ""
+    family = report.details.family
+    return family_note(family.dense, family.slim) if family else ""
 
 
 def method_text(report: Report) -> str:
     """Return which data the units were scored on, and which data quality was measured on."""
-    data = report.details.get("data", {})
-    lines = []
-    if data:
-        own = {"answer": "their answers", "next token": "their next tokens", "choice": "their right choices"}
-        known = own.get(report.details.get("stability_of", ""), "their labels")
-        labels = known if data["labels"] == "data" else "the model's own predictions as labels"
-        asked, used = data.get("calibration_batch_asked", 0), data.get("calibration_batch", 0)
-        halved = f" ({used} at once: {asked} did not fit into memory)" if used < asked else ""
-        lines.append(
-            f"{kinds_text(report).capitalize()} were scored on {data['calibration_samples']} samples{halved} with "
-            f"{labels}; quality is over {_evaluation_rows(data)} of {data['evaluation_split']}."
-        )
-        if refitted_on := data.get("compensation_samples"):
-            lines.append(f"The output projections were refitted on {refitted_on:,} samples.")
+    data = report.details.data
+    own = {"answer": "their answers", "next token": "their next tokens", "choice": "their right choices"}
+    known = own.get(report.details.stability_of, "their labels")
+    labels = known if data.labels == "data" else "the model's own predictions as labels"
+    asked, used = data.calibration_batch_asked, data.calibration_batch
+    halved = f" ({used} at once: {asked} did not fit into memory)" if used < asked else ""
+    lines = [
+        f"{kinds_text(report).capitalize()} were scored on {data.calibration_samples} samples{halved} with {labels}; "
+        f"quality is over {_evaluation_rows(data)} of {data.evaluation_split}."
+    ]
+    if data.compensation_samples:
+        lines.append(f"The output projections were refitted on {data.compensation_samples:,} samples.")
     lines += [_held_out_note(report), _other_work_note(report)]
     return " ".join(filter(None, lines))
 
 
 def alpha_text(report: Report) -> str:
     """Return why `alpha: auto` chose its alpha, which need not have the best metric; empty where alpha was given."""
-    points = report.details.get("alpha_curve", ())
-    chosen = next((point for point in points if point["alpha"] == report.alpha), None)
+    points = report.details.alpha_curve
+    chosen = next((point for point in points if point.alpha == report.alpha), None)
     if chosen is None:
         return ""
-    said, metric = f"Alpha {chosen['alpha']:g} was chosen: ", report.quality.metric
+    said, metric = f"Alpha {chosen.alpha:g} was chosen: ", report.quality.metric
     close, among, better = list(points), f"of the {len(points)} alphas", ""
-    if all(point["quality"] is not None for point in points):
+    judged = [(point.quality, point) for point in points if point.quality is not None]
+    if len(judged) == len(points):
         better = f"the better {metric}, then "
         sign = 1 if higher_is_better(metric) else -1
-        best = max(points, key=lambda point: sign * point["quality"])
-        error = best.get("standard_error") or 0.0  # older reports may lack it
-        close = [point for point in points if sign * (best["quality"] - point["quality"]) <= error]
+        quality, best = max(judged, key=lambda pair: sign * pair[0])
+        error = best.standard_error
+        close = [point for value, point in judged if sign * (quality - value) <= error]
         if close == [chosen]:
-            return (
-                f"{said}no other comes within one standard error ({error:.2g}) of its {metric}, {best['quality']:.4f}."
-            )
+            return f"{said}no other comes within one standard error ({error:.2g}) of its {metric}, {quality:.4f}."
         among = (
             f"of the {len(close)} alphas within one standard error ({error:.2g}) of the best {metric} "
-            f"({best['quality']:.4f}, at alpha {best['alpha']:g}), which so few rows cannot tell apart,"
+            f"({quality:.4f}, at alpha {best.alpha:g}), which so few rows cannot tell apart,"
         )
-    if max(close, key=lambda point: point["stability"])["stability"] != chosen["stability"] or chosen not in close:
-        return ""  # of a version that chose in another way
-    said += f"{among} it keeps the most {prediction_word(report)}s ({chosen['stability']:.1%})"
-    as_many = [f"{p['alpha']:g}" for p in close if p["stability"] == chosen["stability"] and p is not chosen]
+    said += f"{among} it keeps the most {report.details.stability_of}s ({chosen.stability:.1%})"
+    as_many = [f"{p.alpha:g}" for p in close if p.stability == chosen.stability and p is not chosen]
     if not as_many:
         return f"{said}."
     return f"{said}, as many as {', '.join(as_many)}; of these {better}the larger alpha is taken."
@@ -153,11 +143,10 @@ def alpha_text(report: Report) -> str:
 
 def tried_text(report: Report) -> str:
     """Return why `criterion: auto` chose its candidate, which need not have the best numbers; empty where none was."""
-    tried = report.details.get("tried") or ()
-    chosen = next((row for row in tried if row.get("chosen")), None)
+    chosen = next((row for row in report.details.tried if row.chosen), None)
     if chosen is None:
         return ""
-    metric = "" if chosen.get("quality") is None else f" and its {report.quality.metric} is not clearly worse"
+    metric = "" if chosen.quality is None else f" and its {report.quality.metric} is not clearly worse"
     return (
         "Candidates stand in the order of trust. A later one is taken only if it agrees with the dense model more "
         f"often by two standard errors{metric}. None after the chosen one is."
@@ -165,18 +154,18 @@ def tried_text(report: Report) -> str:
 
 
 def held_out_rows(report: Report, *, otherwise: str = "held-out rows") -> str:
-    """Return which rows choices were judged on, "256 further rows of train"; older reports do not say it."""
-    data = report.details.get("data", {})
-    if not data.get("held_out_samples"):
+    """Return which rows choices were judged on: "256 further rows of train"."""
+    data = report.details.data
+    if not data.held_out_samples:
         return otherwise
-    further = "further rows" if data.get("held_out_further", True) else "rows"
-    return f"{data['held_out_samples']:,} {further} of {data['held_out_split']}"
+    further = "further rows" if data.held_out_further else "rows"
+    return f"{data.held_out_samples:,} {further} of {data.held_out_split}"
 
 
 def _held_out_note(report: Report) -> str:
     """Return a warning where the chosen plan does far better on the rows it was chosen on; else nothing."""
-    found = [point["quality"] for point in report.details.get("alpha_curve", ()) if point["alpha"] == report.alpha]
-    found += [row.get("quality") for row in report.details.get("tried") or () if row.get("chosen")]
+    found = [point.quality for point in report.details.alpha_curve if point.alpha == report.alpha]
+    found += [row.quality for row in report.details.tried if row.chosen]
     slim = report.quality.slim
     better = [known for known in found if known is not None and abs(known - slim) > FAR * max(abs(known), abs(slim))]
     if not better or (better[-1] > slim) != higher_is_better(report.quality.metric):
@@ -189,19 +178,16 @@ def _held_out_note(report: Report) -> str:
 
 def _other_work_note(report: Report) -> str:
     """Return how much processor time other work took while the run computed, where that matters; else nothing."""
-    found = report.details.get("other_work")
-    others = OtherWork(found["used"], found["cores"]) if found else None
+    others = report.details.other_work
     return f"{str(others).capitalize()} while the run computed." if others and others.matters else ""
 
 
-def _evaluation_rows(data: Mapping[str, Any]) -> str:
+def _evaluation_rows(data: DataFacts) -> str:
     """Return how many samples quality was measured on, and which: "600 samples, drawn from the 1,500"."""
-    used, there = data["evaluation_samples"], data.get("evaluation_of")
-    if there is None:  # an older report
-        return f"{used:,} samples"
+    used, there = data.evaluation_samples, data.evaluation_of
     if used >= there:
         return f"all {there:,} samples"
-    if data.get("evaluation_rows") == "drawn":
+    if data.evaluation_rows == "drawn":
         return f"{used:,} samples, drawn from the {there:,}"
     return f"the first {used:,} of the {there:,} samples"
 

@@ -20,6 +20,7 @@ from ..calibrate.collect import DEFAULT_NEEDS
 from ..errors import RequestError, root_cause
 from ..files import read_json
 from ..kinds import ATTENTION, MLP
+from ..report.details import HeadsOutcome
 from ..report.report import Report
 from ..report.schemas import SCORES, SWEEP, SWEEP_DETAILS, ScoresFile, SweepAbout, SweepDetails, SweepFile
 from ..report.text import held_out_rows
@@ -265,7 +266,7 @@ def _of_run(folder: Path) -> Exploration:
         metric=report.quality["metric"],
     )
     measured = []
-    compensated = bool(plan.compensation or report.details.get("compensation"))
+    compensated = bool(plan.compensation or report.details.compensation)
     if report.criterion in FAMILY:
         lost = (0.0, lost_share(statistics["his"], plan))
         quality = _numbers((report.quality["dense"], report.quality["slim"]))
@@ -275,9 +276,10 @@ def _of_run(folder: Path) -> Exploration:
     how = measured[0].how if measured else "this run's slim model, on the evaluation rows"
     result = Result.of(how, report.quality["slim"], report.stability)
     trials = [Trial(plan, "this run's plan", (result,), report.flops.slim / report.flops.dense)]
-    curve, budget = written["alpha_curve"], report.details["budget"]
+    curve, budget = report.details.alpha_curve, report.details.budget
     judged = "cut and compensated" if compensated else "masked"
-    plans = [found.plan_at(p["alpha"], budget["target"], found.allocation) for p in curve if budget["kind"] == "heads"]
+    share = budget.target if isinstance(budget, HeadsOutcome) else None
+    plans = [found.plan_at(p.alpha, share, found.allocation) for p in curve if share is not None]
     # The folder does not record all constraints (min_heads, keep_layers, ...). If they changed the run's own plan, the
     # plans computed here are not those that were evaluated.
     if any(found.kept == plan.kept for found in plans):
@@ -285,12 +287,12 @@ def _of_run(folder: Path) -> Exploration:
             Measured(
                 f"this run's search for alpha: {judged}, on {held_out_rows(report)}",
                 tuple(lost_share(statistics["his"], p) for p in plans),
-                _numbers([point["quality"] for point in curve]),
-                tuple(point["stability"] for point in curve),
+                _numbers([point.quality for point in curve]),
+                tuple(point.stability for point in curve),
             )
         )
         trials += [
-            Trial(p, f"alpha {point['alpha']:g}", (Result.of(measured[-1].how, point["quality"], point["stability"]),))
+            Trial(p, f"alpha {point.alpha:g}", (Result.of(measured[-1].how, point.quality, point.stability),))
             for p, point in zip(plans, curve, strict=True)
         ]
     return replace(found, measured=tuple(measured), trials=tuple(trials))
@@ -319,10 +321,12 @@ def _flops_per_unit(report: Report, plan: PruningPlan) -> tuple[float, float]:
     dense, slim = report.flops.dense, report.flops.slim
     if not plan.neurons:
         return (1 - slim / dense) / max(1, plan.removed), 0.0
-    layers = report.details["flops_per_layer"]
+    layers = report.details.flops_per_layer
+    if layers is None:
+        raise ValueError("details.flops_per_layer of report.json is missing")
 
     def cost(parts: Sequence[str], total: int, removed: int) -> float:
-        before, after = (sum(row.get(part, 0) for row in layers[side] for part in parts) for side in ("dense", "slim"))
+        before, after = (sum(getattr(row, p) for row in rows for p in parts) for rows in (layers.dense, layers.slim))
         return ((before - after) / removed if removed else before / max(1, total)) / dense
 
     return (

@@ -18,11 +18,12 @@ from hies_export.cost.cut import cut_bundles
 from hies_export.cost.flops import flops_table
 from hies_export.cost.latency import WIDEST_INTERVAL, TimedCut, TimedOn, latency_table
 from hies_export.errors import RecipeError
+from hies_export.evaluate.metrics import quality_loss
 from hies_export.measure.counts import count_flops
 from hies_export.measure.exports import Exporter, ExportOptions
 from hies_export.measure.ratios import is_noisy
 from hies_export.measure.timing import Timing
-from hies_export.pipeline.search import most_within, quality_loss
+from hies_export.pipeline.search import most_within
 from hies_export.recipe import BudgetSection, PruningRecipe
 from hies_export.select.budget import CostTable
 from hies_export.select.bundles import bundle_count

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import ModelCard, constants
 from support.hub import TOKEN, Hub, check_metadata
 from support.models import save_project
-from support.reports import make_report
+from support.reports import DATA, make_report
 from support.runs import without_tracing
 from support.tolerance import assert_near
 
@@ -250,8 +250,7 @@ def test_a_folder_that_is_no_run_is_refused(missing: str, run_folder: Path, caps
 
 
 def test_a_card_of_models_and_data_from_the_hub() -> None:
-    data = {"name": "nyu-mll/glue/sst2", "file": None, "evaluation_split": "validation[:100]"}
-    data |= {"labels": "data", "calibration_samples": 32, "evaluation_samples": 100}
+    data = DATA | {"name": "nyu-mll/glue/sst2", "evaluation_split": "validation[:100]"}
     report = make_report(data=data, custom_code=False)
     text = render_card(report, location="me/slim", origin={"base_model": "some/model", "license": "mit", "tags": ["x"]})
     metadata = ModelCard(text).data

@@ -136,7 +136,7 @@ def test_a_run_cuts_both_kinds_and_counts_them(done: Run) -> None:
         assert layer.intermediate.dense.out_features == layer.output.dense.in_features == neurons
     (batch,) = done.prepared.measured.values()
     flops = count_flops(slim, batch) / count_flops(done.prepared.model, batch)
-    assert report.details["budget"] == {
+    assert report.details.budget.details() == {
         "kind": "flops",
         "target": BUDGET,
         "predicted": pytest.approx(flops),
@@ -159,19 +159,19 @@ def test_a_cut_of_both_kinds_computes_what_masks_do_and_reloads(done: Run) -> No
 
 
 def test_auto_tries_every_criterion(done: Run) -> None:
-    tried = done.report.details["tried"]
+    tried = done.report.details.tried
     alphas = [("hies", alpha, 1) for alpha in (0.3, 0.6, 0.9, 0.99)]
-    found = [(t["criterion"], t["alpha"], t["steps"]) for t in tried]
+    found = [(t.criterion, t.alpha, t.steps) for t in tried]
     first = [("compensated", None, 2), ("compensated", None, 1), ("fisher", None, 1)]
     assert found[:8] == [*first, *alphas, ("his", None, 1)]
-    assert [t["candidate"] for t in tried[:8]] == list(range(8))
-    assert [t["token_weights"] for t in tried] == [1.0] * 8 + [0.3, 0.1]
+    assert [t.candidate for t in tried[:8]] == list(range(8))
+    assert [t.token_weights for t in tried] == [1.0] * 8 + [0.3, 0.1]
     # The best of all candidates is judged again with every weight of tokens, and one row is chosen.
-    (chosen,) = (number for number, t in enumerate(tried) if t["chosen"])
-    assert {t["candidate"] for t in tried[8:]} == {tried[chosen]["candidate"]}
+    (chosen,) = (number for number, t in enumerate(tried) if t.chosen)
+    assert {t.candidate for t in tried[8:]} == {tried[chosen].candidate}
     plan = PruningPlan.from_file(done.folder / "plan.json")
     assert (plan.criterion, plan.alpha) == found[chosen][:2] == (done.report.criterion, done.report.alpha)
-    assert len({t["stability"] for t in tried}) > 2  # candidates that are all alike would prove nothing
+    assert len({t.stability for t in tried}) > 2  # candidates that are all alike would prove nothing
 
 
 def by_hand(prepared: Prepared) -> list[tuple[Scores, Selection]]:
@@ -223,7 +223,7 @@ def pearson(prepared: Prepared, logits: Any) -> float:
 
 
 def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> None:
-    prepared, tried = done.prepared, done.report.details["tried"]
+    prepared, tried = done.prepared, done.report.details.tried
     moments = MomentStream(prepared.model, prepared.modules, prepared.rows.compensation, weighted=True)
     dense = predict(prepared.model, prepared.rows.held_out)
 
@@ -235,18 +235,16 @@ def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> N
 
     candidates = by_hand(prepared)
     for (scores, selection), row in zip(candidates, tried[1:8], strict=True):
-        assert (scores.criterion, scores.parameters.get("alpha")) == (row["criterion"], row["alpha"])
-        assert judged(selection, 1.0) == pytest.approx((row["stability"], row["quality"]), abs=REFITTED)
+        assert (scores.criterion, scores.parameters.get("alpha")) == (row.criterion, row.alpha)
+        assert judged(selection, 1.0) == pytest.approx((row.stability, row.quality), abs=REFITTED)
     # The best is judged with all weights of tokens; it is what the plan keeps.
     plan = PruningPlan.from_file(done.folder / "plan.json")
     for row in tried[8:]:
-        assert judged(plan.kept, row["token_weights"]) == pytest.approx(
-            (row["stability"], row["quality"]), abs=REFITTED
-        )
+        assert judged(plan.kept, row.token_weights) == pytest.approx((row.stability, row.quality), abs=REFITTED)
     # What is saved is what was chosen.
     slim = predict(hies_export.load(done.folder / "slim"), prepared.rows.held_out)
-    (chosen,) = (row for row in tried if row["chosen"])
-    assert agreement(dense, slim) == pytest.approx(chosen["stability"])
+    (chosen,) = (row for row in tried if row.chosen)
+    assert agreement(dense, slim) == pytest.approx(chosen.stability)
 
 
 def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import pkgutil
 import signal
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -197,27 +198,29 @@ def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.Cap
     with without_tracing():
         assert hies("run", project / "recipe.yaml", *options, "--json") == 0
     report = Report.from_file(project / "out")
-    curve = report.details["alpha_curve"]
-    assert report.alpha in [point["alpha"] for point in curve]
+    curve = report.details.alpha_curve
+    assert report.alpha in [point.alpha for point in curve]
     assert json.loads((project / "out" / "plan.json").read_text())["alpha"] == report.alpha
-    assert json.loads((project / "out" / "scores.json").read_text())["alpha_curve"] == curve
+    assert json.loads((project / "out" / "scores.json").read_text())["alpha_curve"] == [
+        asdict(point) for point in curve
+    ]
     # It was chosen by what the compensated model makes of the held-out rows.
     asked = {"prune.alpha": "auto", "prune.compensation": {"samples": 60}, "measure.runtimes": ["torch"]}
     prepared = resolve(PruningRecipe.from_yaml(project / "recipe.yaml", asked)).prepared
     slim = hies_export.load(project / "out" / "slim")
     dense_logits, logits = predict(prepared.model, prepared.rows.held_out), predict(slim, prepared.rows.held_out)
     expected = stability(dense_logits, logits)
-    assert next(p for p in curve if p["alpha"] == report.alpha)["stability"] == pytest.approx(expected)
+    assert next(p for p in curve if p.alpha == report.alpha).stability == pytest.approx(expected)
     # The same alpha given as a number, without compensation, is what it started from.
     fixed = ("--set", f"prune.alpha={report.alpha}", "-o", project / "fixed", *torch_only)
     with without_tracing():
         assert hies("run", project / "recipe.yaml", *fixed) == 0
     alone = Report.from_file(project / "fixed")
     assert alone.heads == report.heads
-    assert report.details["uncompensated"]["metrics"]["accuracy"] == alone.quality["slim"]
-    assert report.details["uncompensated"]["stability"] == alone.stability
-    assert {fit["method"] for fit in report.details["compensation"]} <= {"least_squares", "bias", "none"}
-    assert len(report.details["compensation"]) == sum(kept < 6 for kept in report.heads["kept_per_layer"])
+    assert report.details.uncompensated.metrics["accuracy"] == alone.quality["slim"]
+    assert report.details.uncompensated.stability == alone.stability
+    assert {fit.method for fit in report.details.compensation} <= {"least_squares", "bias", "none"}
+    assert len(report.details.compensation) == sum(kept < 6 for kept in report.heads["kept_per_layer"])
     assert report.cut_max_abs < 1e-4
     assert "accuracy before compensation" in capsys.readouterr().out
 
@@ -248,7 +251,7 @@ def test_regression(project: Path) -> None:
     report = Report.from_file(project / "out")
     assert report.quality["metric"] == "pearson"
     assert 0 <= report.stability <= 1
-    assert report.details["stability_tolerance"] == 0.1
+    assert report.details.stability_tolerance == 0.1
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

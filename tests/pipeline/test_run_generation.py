@@ -183,12 +183,12 @@ def test_vision_language_model(make: Callable[..., None], tmp_path: Path, reques
     report = Report.from_file(out)
     scores = json.loads((out / "scores.json").read_text())
     assert len(scores["his"]) == 5  # two layers of the decoder, three of the image tower
-    assert sum(len(kept) for kept in report.details["head_map"].values()) == report.heads["total"] == 20
+    assert sum(len(kept) for kept in report.details.head_map.values()) == report.heads["total"] == 20
     assert report.quality["metric"] == "exact_match"
     assert report.cut_max_abs < 1e-4
     assert report.reload_max_abs < 1e-5
     assert {row["runtime"] for row in report.latency} == {"torch"}
-    cut = {name.split(".")[1]: line for name, line in report.details["head_map"].items() if "·" in line}
+    cut = {name.split(".")[1]: line for name, line in report.details.head_map.items() if "·" in line}
     assert cut
     images = [tmp_path / f"{i}.png" for i in range(2)]
     for i, file in enumerate(images):

@@ -5,13 +5,15 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
-from support.reports import make_report
+from support.reports import DATA, make_report
+from support.reports import TRIED as TRIED_ROW
 
+from hies_export.measure.counts import LayerFlops
 from hies_export.report.card import render_card
+from hies_export.report.details import NeuronCount
 from hies_export.report.drawing import Bar, bar_figure
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
@@ -35,16 +37,17 @@ PLAN = PruningPlan(
     alpha=0.5,
 )
 TRIED = [
-    {"criterion": "hies", "alpha": 0.25, "steps": 1, "token_weights": 1.0, "quality": 0.86123, "stability": 0.951}
-    | {"chosen": False},
-    {"criterion": "<b>|", "alpha": None, "steps": 2, "token_weights": 0.1, "quality": 0.9, "stability": 1.0}
-    | {"chosen": True},
+    TRIED_ROW | {"criterion": "hies", "alpha": 0.25, "quality": 0.86123, "stability": 0.951},
+    TRIED_ROW
+    | {"criterion": "<b>|", "steps": 2, "token_weights": 0.1, "quality": 0.9, "stability": 1.0, "chosen": True},
 ]
 
 
 def without_heads(report: Report) -> Report:
     heads = {"total": 0, "removed": 0, "kept_per_layer": []}
-    return dataclasses.replace(report, heads=heads, details={**report.details, "head_map": {}, "heads": {}})
+    return dataclasses.replace(
+        report, heads=heads, details=report.details.model_copy(update={"head_map": {}, "heads": {}})
+    )
 
 
 def test_a_plan_is_counted_by_kind() -> None:
@@ -61,7 +64,7 @@ def test_a_plan_is_counted_by_kind() -> None:
 
 def test_heads_have_marks_and_neurons_bars() -> None:
     assert head_map(PLAN) == {"layer.0.attention": "■·■■", "layer.1.attention": "·■··"}
-    assert neuron_counts(PLAN) == {"layer.0": {"kept": 1000, "total": 1536}, "layer.1": {"kept": 1536, "total": 1536}}
+    assert neuron_counts(PLAN) == {"layer.0": NeuronCount(1000, 1536), "layer.1": NeuronCount(1536, 1536)}
     heads, neurons = plan_maps(PLAN)
     assert heads.lines[1] == ("layer.1.attention", "· ■ · ·", 1, 4)
     assert neurons.lines[0] == ("layer.0", KEPT * 15 + CUT * 9, 1000, 1536)  # 24 * 1000 / 1536 = 15.6
@@ -69,7 +72,7 @@ def test_heads_have_marks_and_neurons_bars() -> None:
 
 @pytest.mark.parametrize(("kept", "marks"), [(0, 0), (1, 1), (64, 1), (1535, 23), (1536, 24)])
 def test_a_bar_is_full_or_empty_only_where_the_layer_is(kept: int, marks: int) -> None:
-    (line,) = UnitBars("neuron", {"layer": (kept, 1536)}).lines
+    (line,) = UnitBars("neuron", {"layer": NeuronCount(kept, 1536)}).lines
     assert line.marks == KEPT * marks + CUT * (BAR_WIDTH - marks)
 
 
@@ -85,10 +88,7 @@ def test_the_file_has_neurons_only_where_they_could_go(tmp_path: Path) -> None:
 
 
 def test_texts_name_both_kinds() -> None:
-    report = make_report(
-        neurons=64,
-        data={"labels": "data", "calibration_samples": 8, "evaluation_samples": 9} | {"evaluation_split": "test"},
-    )
+    report = make_report(neurons=64, data=DATA | {"calibration_samples": 8})
     assert title(report) == "some/model, 25% of its attention heads and 12% of its feed-forward neurons removed"
     assert method_text(report).startswith("Heads and neurons were scored on 8 samples with their labels; quality is")
     assert title(without_heads(report)) == "some/model, 12% of its feed-forward neurons removed"
@@ -124,7 +124,9 @@ def test_every_rendering_draws_the_bars() -> None:
 
 def test_bars_stand_beside_the_heads_of_their_layer() -> None:
     def rows(modules: list[str], beside: list[str]) -> list[str | None]:
-        figure = bar_figure(UnitBars("neuron", {name: (i + 1, 8) for i, name in enumerate(modules)}), beside=beside)
+        figure = bar_figure(
+            UnitBars("neuron", {name: NeuronCount(i + 1, 12) for i, name in enumerate(modules)}), beside=beside
+        )
         return [bar and bar.text for bar in figure.rows]
 
     bert = [f"bert.encoder.layer.{i}" for i in range(12)]
@@ -138,7 +140,7 @@ def test_bars_stand_beside_the_heads_of_their_layer() -> None:
     # A layer without attention has no row beside it: then no bar stands beside a head.
     assert rows([f"layers.{i}.mlp" for i in range(3)], ["layers.0.attention", "layers.2.attention"]) == ["1", "2", "3"]
     assert rows(bert[:2], []) == ["1", "2"]
-    different = bar_figure(UnitBars("neuron", {"a": (3, 4), "b": (2000, 8000)}))
+    different = bar_figure(UnitBars("neuron", {"a": NeuronCount(3, 4), "b": NeuronCount(2000, 8000)}))
     assert different.rows == [
         Bar(0.75, "3 of 4", "a: 3 of 4 neurons kept (75%)"),
         Bar(0.25, "2,000 of 8,000", "b: 2,000 of 8,000 neurons kept (25%)"),
@@ -187,18 +189,18 @@ def test_what_was_tried_is_a_table() -> None:
     assert "<td>&lt;b&gt;|, 2 steps, token weights 0.1</td>" in page
     without_labels = [{**row, "quality": None} for row in TRIED]
     assert "accuracy" not in tried_table(make_report(tried=without_labels)).header
-    for nothing in (make_report(alpha_curve=()), make_report(alpha_curve=(), tried=[])):
+    for nothing in (make_report(alpha_curve=[]), make_report(alpha_curve=[], tried=[])):
         assert tried_table(nothing) is None
         assert "How it was chosen" not in render_html(nothing) + render_markdown(nothing)
 
 
 def test_layers_show_their_feed_forward_blocks() -> None:
-    def layer(**parts: float) -> dict[str, Any]:
-        return {"layer": "layer.0", "projections": 3e6, "products": 1e6, "other": 2e6, **parts}
+    def layer(feed_forward: int = 0) -> LayerFlops:
+        return LayerFlops("layer.0", 3 * 10**6, 10**6, 2 * 10**6, feed_forward)
 
-    old = layer_table([layer()])
-    assert list(old.header) == ["MFLOPs", "projections", "attention products", "other", "all"]
-    table = layer_table([layer(feed_forward=12e9)], [layer(feed_forward=6e9)])
+    of_heads = layer_table([layer()])
+    assert list(of_heads.header) == ["MFLOPs", "projections", "attention products", "other", "all"]
+    table = layer_table([layer(12 * 10**9)], [layer(6 * 10**9)])
     assert list(table.header) == ["MFLOPs", "projections", "attention products", "feed-forward", "other", "all"]
     assert table.rows[0] == ["layer.0", "3", "1", "12,000 → 6,000", "2", "12,006 → 6,006"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.reports import make_report
+from support.reports import DATA, make_report
 
 from hies_export.errors import RequestError
 from hies_export.report.report import FirstMetric, Report
@@ -67,12 +67,10 @@ def test_a_file_that_is_no_report_is_refused(change: dict[str, object], tmp_path
     ],
 )
 def test_rows_that_the_model_knows_are_suspected(quality: float | None, slim: float, metric: str, warned: bool) -> None:
-    report = make_report()
-    data = {"labels": "data", "calibration_samples": 8, "evaluation_samples": 9, "evaluation_split": "validation"}
-    data |= {"held_out_samples": 256, "held_out_split": "train[:90%]"}
-    curve = [{"alpha": alpha, "quality": quality, "stability": 0.5} for alpha in (0.0, 0.5)]
-    changed = replace(report, alpha=0.5, details=report.details | {"data": data, "alpha_curve": curve, "tried": None})
-    found = method_text(replace(changed, quality=FirstMetric(metric=metric, dense=0.3, slim=slim)))
+    curve = [{"alpha": a, "quality": quality, "standard_error": 0.1, "stability": 0.5} for a in (0.0, 0.5)]
+    data = DATA | {"held_out_samples": 256, "held_out_split": "train[:90%]"}
+    report = make_report(data=data, alpha_curve=curve, uncompensated=None)
+    found = method_text(replace(report, quality=FirstMetric(metric=metric, dense=0.3, slim=slim)))
     said = "further rows of train[:90%], and has"
     assert (said in found) is warned
 
@@ -83,11 +81,7 @@ def test_rows_that_the_model_knows_are_suspected(quality: float | None, slim: fl
         ({"evaluation_of": 1500, "evaluation_rows": "drawn"}, "over 600 samples, drawn from the 1,500 of validation."),
         ({"evaluation_of": 1500, "evaluation_rows": "first"}, "over the first 600 of the 1,500 samples of validation."),
         ({"evaluation_of": 600, "evaluation_rows": "drawn"}, "over all 600 samples of validation."),
-        ({}, "over 600 samples of validation."),  # of an older version
     ],
 )
 def test_a_report_says_which_rows_quality_is_of(data: dict[str, Any], said: str) -> None:
-    report = make_report()
-    known = {"labels": "data", "calibration_samples": 8, "evaluation_samples": 600, "evaluation_split": "validation"}
-    found = method_text(replace(report, details=report.details | {"data": known | data}))
-    assert f"quality is {said}" in found
+    assert f"quality is {said}" in method_text(make_report(data=DATA | {"evaluation_samples": 600} | data))

@@ -60,7 +60,7 @@ from support.models import (
     write_rows,
 )
 from support.mutations import damaged, damaged_setting
-from support.reports import make_report
+from support.reports import DATA, TRIED, make_report
 
 LONGEST_MESSAGE = 5000
 
@@ -233,19 +233,15 @@ def _runs(folder: Path) -> list[Read]:
             for side in ("dense", "slim")
         }
         | {"shape": [8, 128]},
-        data={
-            **{"labels": "data", "calibration_samples": 32, "evaluation_samples": 64, "evaluation_split": "validation"},
-            **{"name": "some/data", "file": None},
-        },
-        tried=[{"criterion": "his", "alpha": None, "quality": 0.8, "stability": 0.9, "chosen": True}],
+        data=DATA | {"name": "some/data"},
+        tried=[TRIED | {"criterion": "his", "quality": 0.8, "stability": 0.9, "chosen": True}],
     )
     for file in (alone, drawn, run / "report.json"):
         file.write_text(report.to_json())
-    marks = report.details["head_map"]
+    marks = report.details.head_map
     kept = {name: Kept(tuple(i for i, mark in enumerate(line) if mark == KEPT), 4) for name, line in marks.items()}
     kept |= {
-        name: Kept(tuple(range(count["kept"])), count["total"], kind="mlp")
-        for name, count in report.details["neurons"].items()
+        name: Kept(tuple(range(count.kept)), count.total, kind="mlp") for name, count in report.details.neurons.items()
     }
     (run / "plan.json").write_text(PruningPlan("hies", 0.5, kept=kept).to_json())
     numbers = {name: [0.01 + 0.1 * i for i in range(units.total)] for name, units in kept.items()}
@@ -253,7 +249,6 @@ def _runs(folder: Path) -> list[Read]:
         **{"criterion": "hies", "parameters": {"alpha": 0.5, "normalize": "model"}, "scores": numbers},
         **{"his": numbers, "entropy": {name: numbers[name] for name in marks}, "weight_l2": numbers},
         **{"samples": 8, "labels": "data", "fingerprint": "f"},
-        "alpha_curve": [{"alpha": a, "quality": 0.8, "stability": 0.9} for a in (0.0, 0.5)],
     }
     (run / "scores.json").write_text(json.dumps(scores))
     bench = {"a": "one", "b": "other", "environment": {"cpu": "c"}}

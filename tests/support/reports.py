@@ -5,6 +5,15 @@ from typing import Any
 from hies_export.report.maps import CUT, KEPT
 from hies_export.report.report import Report
 
+# Rows of a run of which nothing more is worth a sentence.
+DATA: dict[str, Any] = {
+    **{"labels": "data", "calibration_samples": 32, "calibration_batch": 8, "calibration_batch_asked": 8},
+    **{"compensation_samples": 0, "evaluation_samples": 64, "evaluation_of": 64, "evaluation_rows": "first"},
+    **{"evaluation_split": "validation", "held_out_samples": 0, "held_out_split": "train", "held_out_further": True},
+    **{"name": None, "file": None, "fingerprint": "f"},
+}
+TRIED: dict[str, Any] = {"candidate": 0, "steps": 1, "token_weights": 1.0, "alpha": None, "chosen": False}
+
 
 def latency_row(runtime: str, ratio: float, **other: Any) -> dict[str, Any]:
     row = {
@@ -60,8 +69,11 @@ def make_report(*, layers: int = 3, heads: int = 4, neurons: int = 0, **details:
             "heads": numbers,
             **({"neurons": blocks} if neurons else {}),
             "metrics": {"accuracy": {"dense": 0.9, "slim": 0.89}, "f1": {"dense": 0.8, "slim": 0.81}},
-            "alpha_curve": [{"alpha": a, "quality": 0.8 + a / 10, "stability": 0.9} for a in (0.0, 0.5, 0.9)],
+            "alpha_curve": [
+                {"alpha": a, "quality": 0.8 + a / 10, "standard_error": 0.0, "stability": 0.9} for a in (0.0, 0.5, 0.9)
+            ],
             "uncompensated": {"metrics": {"accuracy": 0.85, "f1": 0.7}, "stability": 0.8},
+            "data": DATA,
             **details,
         },
     )

@@ -1,0 +1,262 @@
+"""`details` of report.json: what the renderings show beyond the summary, as a run builds it and as a file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, model_validator
+
+from ..evaluate.judge import Quality
+from ..measure.contention import OtherWork
+from ..measure.counts import Both, Count, FlopCount, LayerFlops, Shape
+from ..measure.rows import LatencyRow
+from ..slim.refit import LayerFit
+
+Marks = Annotated[str, Field(pattern="^[■·]{1,16384}$")]
+Numbers = dict[str, Annotated[list[FiniteFloat], FailFast()]]
+"""Module -> one number per unit."""
+
+
+@dataclass(frozen=True)
+class NeuronCount:
+    """How many neurons of a feed-forward block stay, and how many there were."""
+
+    kept: Count
+    total: Annotated[Count, Field(ge=1)]
+
+    def __post_init__(self) -> None:
+        if self.kept > self.total:
+            raise ValueError(f"kept must be at most total, got {self.kept} of {self.total}")
+
+
+@dataclass(frozen=True)
+class BudgetOutcome:
+    """A budget, and how the run met it.
+
+    Attributes:
+        kind: Name of the budget's field in the recipe.
+    """
+
+    kind: str
+
+    def details(self) -> dict[str, Any]:
+        """Return the fields that are not None, for report.json."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class HeadsOutcome(BudgetOutcome):
+    """A budget of heads.
+
+    Attributes:
+        target: Share of the heads to remove, in [0, 1].
+    """
+
+    kind: Literal["heads"]
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class CostOutcome(BudgetOutcome):
+    """A budget of FLOPs, parameters or time, as a share of the dense model's.
+
+    Attributes:
+        target: Largest share allowed.
+        predicted: Share that the cost table predicts.
+        runtime, batch, sequence: Where time is measured; None for what is counted.
+        table: The timed cuts behind the prediction, `CostTable.measured`; None for what is counted.
+        measured: Share that was counted or timed; None until then.
+        noisy: Whether the control shows that `measured` is unreliable; None for what is counted.
+    """
+
+    kind: Literal["flops", "parameters", "latency"]
+    target: float
+    predicted: float
+    runtime: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    table: tuple[Mapping[str, Any], ...] | None = None
+    measured: float | None = None
+    noisy: bool | None = None
+
+    def with_measured(self, *, flops: FlopCount, parameters: Both[int], latency: Iterable[LatencyRow]) -> CostOutcome:
+        """Return the outcome with `measured` and, for time, `noisy` filled in from the slim model's measurements."""
+        counted = {"flops": flops, "parameters": parameters}
+        if self.kind in counted:
+            return replace(self, measured=counted[self.kind].ratio)
+        wanted = (self.runtime, self.batch, self.sequence)
+        rows = (row for row in latency if row.phase != "decode")
+        row = next(row for row in rows if (row.runtime, row.batch, row.sequence) == wanted)
+        return replace(self, measured=row.ratio, noisy=row.noisy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxDropOutcome(BudgetOutcome):
+    """The result of a `max_drop` budget: the largest cut whose metric, on held-out rows, is within the allowed loss.
+
+    Attributes:
+        metric: Name of the metric.
+        by: Largest loss allowed, in the metric's own unit.
+        dense: Metric of the dense model.
+        refitted: Metric of the chosen selection, cut and refitted; None if selections were evaluated masked.
+        masked: Metric of the chosen selection, masked; None if selections were evaluated refitted.
+        samples: Number of held-out samples.
+        judged: The selections that were tried, see `MaxDropChoice`.
+        slim: Metric of the slim model; None until it is evaluated.
+    """
+
+    kind: Literal["max_drop"]
+    metric: str
+    by: float
+    dense: float
+    refitted: float | None = None
+    masked: float | None = None
+    samples: int
+    judged: tuple[Mapping[str, Any], ...]
+    slim: float | None = None
+
+
+@dataclass(frozen=True)
+class AlphaPoint:
+    """How a candidate of `alpha: auto` was judged on held-out rows, as in `Judgement`."""
+
+    alpha: FiniteFloat
+    quality: float | None
+    standard_error: float
+    stability: FiniteFloat
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate of `criterion: auto`, cut at the budget, refitted and judged on held-out rows.
+
+    Attributes:
+        candidate: Position among the candidates.
+        criterion: Its criterion.
+        alpha: Weight of HIS in the criterion; None if it has no such weight.
+        steps: Number of rounds in which units were removed.
+        token_weights: How evenly the refit weighs tokens, see `Compensation`.
+        quality: The first metric; None without labels.
+        stability: Share of predictions that equal the dense model's, in [0, 1].
+        chosen: Whether it was chosen.
+    """
+
+    candidate: int
+    criterion: str
+    alpha: float | None
+    steps: int
+    token_weights: float
+    quality: float | None
+    stability: float
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """Model types of both models; they differ where the slim one was written as a sibling."""
+
+    dense: str
+    slim: str
+
+
+@dataclass(frozen=True)
+class FlopsByLayer:
+    """FLOPs of both models by layer, for one forward pass at `shape`, (batch, sequence)."""
+
+    dense: list[LayerFlops]
+    slim: list[LayerFlops]
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        if len(self.dense) != len(self.slim):
+            raise ValueError(f"dense and slim must have as many layers, got {len(self.dense)} and {len(self.slim)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """Which rows units were scored on, plans were judged on, and metrics were measured on.
+
+    Attributes:
+        labels: "data", or "predictions" of the model itself.
+        calibration_batch, calibration_batch_asked: Samples in one forward pass, fewer than asked for if these did not
+            fit into memory.
+        evaluation_of: Samples of the split, of which `evaluation_samples` were used.
+        held_out_further: Whether held-out rows are those of the calibration split that were not scored on.
+        name, file: The data set on the Hub, or the file of the evaluation split.
+        fingerprint: SHA-256 of the calibration batches.
+    """
+
+    labels: str
+    calibration_samples: int
+    calibration_batch: int
+    calibration_batch_asked: int
+    compensation_samples: int
+    evaluation_samples: int
+    evaluation_of: int
+    evaluation_rows: Literal["drawn", "first"]
+    evaluation_split: str
+    held_out_samples: int
+    held_out_split: str
+    held_out_further: bool
+    name: str | None
+    file: str | None
+    fingerprint: str
+
+
+class Details(BaseModel):
+    """What the renderings show beyond the summary, in the order of report.json.
+
+    Attributes:
+        base_model: Hub id of the dense model; None if it was read from a folder.
+        head_map: Attention module -> a mark per head, ■ kept, · cut.
+        heads: Attention module -> "his", "entropy" or "score" -> one number per head.
+        neurons: Feed-forward block -> its counts.
+        metrics, benchmarks: Name -> value of both models.
+        uncompensated: Quality of the cut alone; None if nothing was compensated.
+        compensation: The refit of every consumer that lost inputs.
+        alpha_curve: What `alpha: auto` tried.
+        tried: What `criterion: auto` tried.
+        stability_of: Word for one prediction: "choice", "answer", "next token" or "prediction".
+        stability_tolerance: Largest difference of equal predictions of a regression.
+        custom_code: Whether transformers needs `modeling_hies.py` to load the slim model.
+        auto_class: The class of transformers that loads it.
+        onnx, gguf: What is known of the export.
+        run: How to repeat the run, a `RunRecord`.
+    """
+
+    base_model: str | None = None
+    head_map: dict[str, Marks] = Field(default_factory=dict)
+    heads: dict[str, Numbers] = Field(default_factory=dict)
+    neurons: dict[str, NeuronCount] = Field(default_factory=dict)
+    budget: Annotated[HeadsOutcome | CostOutcome | MaxDropOutcome, Field(discriminator="kind")] | None = None
+    metrics: dict[str, Both[float]] = Field(default_factory=dict)
+    benchmarks: dict[str, Both[float]] = Field(default_factory=dict)
+    uncompensated: Quality | None = None
+    compensation: list[LayerFit] = Field(default_factory=list)
+    alpha_curve: list[AlphaPoint] = Field(default_factory=list)
+    tried: list[Tried] = Field(default_factory=list)
+    stability_of: str = "prediction"
+    stability_tolerance: float | None = None
+    custom_code: bool = False
+    family: Family | None = None
+    other_work: OtherWork | None = None
+    flops_per_layer: FlopsByLayer | None = None
+    auto_class: str = "AutoModel"
+    onnx: dict[str, Any] | None = None
+    gguf: dict[str, Any] | None = None
+    data: DataFacts
+    run: dict[str, Any] | None = None
+
+    @field_serializer("budget")
+    def _known(self, budget: BudgetOutcome | None) -> dict[str, Any] | None:
+        return None if budget is None else budget.details()
+
+    @model_validator(mode="after")
+    def _measured(self) -> Details:
+        if isinstance(self.budget, CostOutcome) and self.budget.measured is None:
+            raise ValueError("budget.measured is missing")
+        if isinstance(self.budget, MaxDropOutcome) and self.budget.slim is None:
+            raise ValueError("budget.slim is missing")
+        return self
