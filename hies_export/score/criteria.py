@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,6 @@ from ..errors import RecipeError
 from ..kinds import ATTENTION, KINDS
 from ..units import Units
 from ..values import Scores, Statistics
-from .normalize import NORMALIZE, min_max
 
 ScoreFunction = Callable[..., Mapping[str, Tensor]]
 
@@ -62,6 +62,29 @@ COMPENSATED_NAMES = (COMPENSATED, "hies-compensated")
 FALLBACK = "fisher"
 # Chooses among criteria on held-out rows; see `pipeline.choose`.
 AUTO = "auto"
+
+NORMALIZE = ("model", "layer")
+
+
+class DegenerateRangeWarning(UserWarning):
+    """All units have the same value, so min-max normalisation cannot tell them apart and scores them all 0."""
+
+
+def min_max(values: Mapping[str, Tensor], *, normalize: str, what: str) -> Mapping[str, Tensor]:
+    """Return (s - min) / (max - min) for every unit, (units,) by module, over the model or over each module."""
+    if normalize == "model":
+        return _min_max(values, what)
+    return {name: _min_max({name: v}, f"{what} in {name}")[name] for name, v in values.items()}
+
+
+def _min_max(values: Mapping[str, Tensor], what: str) -> Mapping[str, Tensor]:
+    everything = torch.cat(list(values.values()))
+    low, high = everything.min(), everything.max()
+    if high == low:
+        message = f"{what} is the same for every head, so it cannot tell them apart and counts as 0"
+        warnings.warn(message, DegenerateRangeWarning, stacklevel=4)
+        return {name: torch.zeros_like(v) for name, v in values.items()}
+    return {name: (v - low) / (high - low) for name, v in values.items()}
 
 
 def criterion(
@@ -266,6 +289,7 @@ def _scored(
 
 
 def _check(statistics: Statistics, criterion: str, alpha: float, normalize: str, *, compared: bool) -> None:
+    """Refuse options out of range and missing statistics, all at once."""
     problems = []
     if criterion not in CRITERIA:
         compensated = criterion in COMPENSATED_NAMES

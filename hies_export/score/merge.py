@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..values import Chain, Removal
@@ -15,6 +15,15 @@ class Edge(NamedTuple):
     slope: float
     start: int
     end: int
+
+
+def edges_by_slope(curves: Iterable[tuple[Sequence[float], Sequence[float]]]) -> list[tuple[int, Edge]]:
+    """Return the edges of the hulls of several curves, each with its curve's number, least slope first.
+
+    A curve is what its first 1, 2, ... removals save, and their effect. Of equal slopes the later curve's come first.
+    """
+    edges = [(edge.slope, -number, edge) for number, curve in enumerate(curves) for edge in hull(*curve)]
+    return [(-number, edge) for _, number, edge in sorted(edges)]
 
 
 def hull(saved: Sequence[float], effects: Sequence[float]) -> list[Edge]:
@@ -41,12 +50,9 @@ def _slope(one: tuple[float, float, int], other: tuple[float, float, int]) -> fl
 
 def merged(chains: Sequence[Chain]) -> Iterator[Removal]:
     """Yield the removals of all chains in the order of the least effect per unit; of equals the later chain's first."""
-    edges = []
-    for number, chain in enumerate(chains):
-        units, saved = 0, []
-        for removal in chain:
-            units += len(removal.units)
-            saved.append(units)
-        edges += [(edge.slope, -number, edge) for edge in hull(saved, [removal.effect for removal in chain])]
-    for _, number, edge in sorted(edges):
-        yield from chains[-number][edge.start : edge.end]
+    curves = (
+        ([*accumulate(len(removal.units) for removal in chain)], [removal.effect for removal in chain])
+        for chain in chains
+    )
+    for number, edge in edges_by_slope(curves):
+        yield from chains[number][edge.start : edge.end]

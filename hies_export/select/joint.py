@@ -9,12 +9,10 @@ curve is cut into edges, and the edges of all chains are taken in the order of t
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..errors import RecipeError
-from ..score.merge import hull
+from ..score.merge import edges_by_slope
 from ..units import Units
 from ..values import Chain, Removal, Scores
 from .budget import CostTable, check_reachable
@@ -30,29 +28,19 @@ MOST_OPTIONS = 20_000
 # Sums of the same costs in different orders differ by less.
 ROUNDING = 1e-12
 
-# What the first 0, 1, 2, ... blocks of a chain save together, and their effect.
+# What the first 0, 1, 2, ... removals of a chain save together, and their effect.
 _Curve = tuple[list[float], list[float]]
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Bundles that one module loses together, and by how much that raises the effect of the chain."""
-
-    module: str
-    units: tuple[int, ...]
-    bundles: int
-    rise: float
 
 
 def removed_jointly(
     scores: Scores, modules: Sequence[Units], table: CostTable, *, ratio: float, constraints: Constraints
 ) -> dict[str, set[int]]:
     """Return the units that go, so that the effects of all chains add up to the least within a budget of cost."""
-    by_name = {module.name: module for module in modules}
-    options = dict(zip(by_name, removable_counts(modules, constraints), strict=True))
+    sizes = {module.name: module.units // bundle_count(module, constraints.unit) for module in modules}
+    options = dict(zip(sizes, map(set, removable_counts(modules, constraints)), strict=True))
     chains = chains_of(scores, modules, unit=constraints.unit)
-    blocks = [list(_blocks(chain, by_name, options, constraints.unit)) for chain in chains]
-    curves = [_curve(chain, table) for chain in blocks]
+    allowed = [list(allowed_removals(chain, sizes, options)) for chain in chains]
+    curves = [curve_of(chain, sizes, table) for chain in allowed]
     # A chain over several modules may not reach the least cost of each: timings need not fall with every unit.
     least = 1 - sum(max(saved) for saved, _ in curves)
     check_reachable(modules, table, ratio=ratio + ROUNDING, constraints=constraints, best=least)
@@ -60,11 +48,11 @@ def removed_jointly(
         saved, effects = zip(*curves, strict=True) if curves else ((), ())
         taken = least_loss_saving(saved, effects, 1 - ratio, grid=GRID)
     else:
-        taken = _by_slopes(curves, 1 - ratio)
+        taken = by_slopes(curves, 1 - ratio)
     removed: dict[str, set[int]] = {}
-    for chain, count in zip(blocks, taken, strict=True):
-        for block in chain[:count]:
-            removed.setdefault(block.module, set()).update(block.units)
+    for chain, count in zip(allowed, taken, strict=True):
+        for removal in chain[:count]:
+            removed.setdefault(removal.module, set()).update(removal.units)
     return removed
 
 
@@ -96,70 +84,55 @@ def chains_of(scores: Scores, modules: Sequence[Units], *, unit: str = "group") 
     return tuple(chains)
 
 
-def _by_slopes(curves: Sequence[_Curve], wanted: float) -> list[int]:
-    """Return how many blocks each chain loses, by taking the edges of all hulls in the order of their slopes."""
-    edges = [
-        (edge.slope, -number, edge)
-        for number, (saved, effects) in enumerate(curves)
-        for edge in hull(saved[1:], effects[1:])
-    ]
+def by_slopes(curves: Sequence[_Curve], wanted: float) -> list[int]:
+    """Return how many removals of each chain to take, by the edges of all hulls in the order of their slopes."""
     taken = [0] * len(curves)
     total = 0.0
-    for _, negative, edge in sorted(edges):
+    for number, edge in edges_by_slope((saved[1:], effects[1:]) for saved, effects in curves):
         if total >= wanted:
             break
-        saved = curves[-negative][0]
+        saved = curves[number][0]
         before = saved[edge.start]
         # All of an edge; of the last one, as little as is enough.
         enough = (p for p in range(edge.start + 1, edge.end) if total + saved[p] - before >= wanted)
-        taken[-negative] = next(enough, edge.end)
-        total += saved[taken[-negative]] - before
+        taken[number] = next(enough, edge.end)
+        total += saved[taken[number]] - before
     return taken
 
 
-def _curve(chain: Sequence[_Block], table: CostTable) -> _Curve:
-    """Return what the first 0, 1, 2, ... blocks of a chain save, as a share of the dense cost, and their effect."""
-    lost: dict[str, int] = {}
-    saved, effects, total, effect = [0.0], [0.0], 0.0, 0.0
-    for block in chain:
-        before = lost.get(block.module, 0)
-        lost[block.module] = before + block.bundles
-        total += table.saved[block.module][before + block.bundles] - table.saved[block.module][before]
-        effect += block.rise
-        saved.append(total)
-        effects.append(effect)
-    return saved, effects
+def curve_of(chain: Sequence[Removal], sizes: Mapping[str, int], table: CostTable) -> _Curve:
+    """Return what the first 0, 1, 2, ... removals of a chain save, as a share of the dense cost, and their effect.
 
-
-def _blocks(
-    chain: Chain, modules: Mapping[str, Units], options: Mapping[str, Sequence[int]], unit: str
-) -> Iterator[_Block]:
-    """Yield the removals of a chain in blocks that leave every module a number of units that the constraints allow.
-
-    A unit waits until its module has lost enough others with it. Units beyond what a module may lose stay. `options`
-    has the numbers of bundles that each module may lose, ascending from 0.
+    `sizes` has the number of units per bundle of each module.
     """
-    lost = dict.fromkeys(modules, 0)
-    waiting: dict[str, list[tuple[tuple[int, ...], float]]] = {name: [] for name in modules}
-    before = 0.0
+    lost = dict.fromkeys(sizes, 0)
+    saved, total = [0.0], 0.0
+    for removal in chain:
+        row, before = table.saved[removal.module], lost[removal.module]
+        lost[removal.module] += len(removal.units) // sizes[removal.module]
+        total += row[lost[removal.module]] - row[before]
+        saved.append(total)
+    return saved, [0.0, *(removal.effect for removal in chain)]
+
+
+def allowed_removals(
+    chain: Chain, sizes: Mapping[str, int], options: Mapping[str, Collection[int]]
+) -> Iterator[Removal]:
+    """Yield the removals of a chain so that each leaves its module a number of units that the constraints allow.
+
+    A bundle waits until its module has lost enough others with it. Units beyond what a module may lose stay. `sizes`
+    has the number of units per bundle, and `options` the numbers of bundles that each module may lose.
+    """
+    lost = dict.fromkeys(sizes, 0)
+    waiting: dict[str, list[tuple[tuple[int, ...], float]]] = {name: [] for name in sizes}
+    before = effect = 0.0
     for removal in chain:
         name, rise, before = removal.module, removal.effect - before, removal.effect
-        bundles = _bundles(removal, modules[name], unit)
+        bundles = [removal.units[i : i + sizes[name]] for i in range(0, len(removal.units), sizes[name])]
         for units in bundles:
             waiting[name].append((units, rise / len(bundles)))
             reached = lost[name] + len(waiting[name])
-            place = bisect_right(options[name], reached) - 1
-            if options[name][place] == reached:
-                yield _Block(
-                    name,
-                    tuple(unit for units, _ in waiting[name] for unit in units),
-                    len(waiting[name]),
-                    sum(rise for _, rise in waiting[name]),
-                )
+            if reached in options[name]:
+                effect += sum(rise for _, rise in waiting[name])
+                yield Removal(name, tuple(unit for units, _ in waiting[name] for unit in units), effect)
                 lost[name], waiting[name] = reached, []
-
-
-def _bundles(removal: Removal, module: Units, unit: str) -> list[tuple[int, ...]]:
-    """Return the bundles of a removal, in its order."""
-    size = module.units // bundle_count(module, unit)
-    return [removal.units[i : i + size] for i in range(0, len(removal.units), size)]

@@ -10,8 +10,7 @@ from hies_export.calibrate.collect import collect_statistics
 from hies_export.calibrate.inputs import RIDGE
 from hies_export.errors import DataError, RecipeError
 from hies_export.prunable.attention import find_attention
-from hies_export.score.criteria import CRITERIA, score_units
-from hies_export.score.normalize import min_max
+from hies_export.score.criteria import CRITERIA, min_max, score_units
 
 EXTRA = ("activation_l2", "output_norm", "obs", "taylor")
 

@@ -3,8 +3,7 @@ import torch
 from torch import Tensor
 
 from hies_export.errors import RecipeError
-from hies_export.score.criteria import CRITERIA, criterion, score_units, uses_alpha
-from hies_export.score.normalize import DegenerateRangeWarning
+from hies_export.score.criteria import CRITERIA, DegenerateRangeWarning, criterion, score_units, uses_alpha
 from hies_export.values import Calibration, Statistics
 
 

@@ -12,7 +12,7 @@ from hies_export.errors import NonFiniteError, PlanError, RecipeError
 from hies_export.select import joint
 from hies_export.select.budget import CostTable
 from hies_export.select.constraints import Constraints, removable_counts
-from hies_export.select.joint import chains_of
+from hies_export.select.joint import allowed_removals, by_slopes, chains_of, curve_of
 from hies_export.select.knapsack import least_loss, least_loss_saving
 from hies_export.select.select import select_units
 from hies_export.units import Selection, Units
@@ -197,13 +197,13 @@ def test_timings_that_are_no_straight_lines(seed: int, ranked: tuple[str, ...], 
 def test_both_solvers_agree_where_curves_are_fine() -> None:
     modules = tuple(m for i in range(3) for m in (heads(f"a{i}", 12), block(f"m{i}", 600)))
     effects, table = effects_of(modules, 1), table_of(modules, {"attention": 30.0, "mlp": 1.0})
-    by_name = {module.name: module for module in modules}
-    options = dict(zip(by_name, removable_counts(modules, Constraints()), strict=True))
+    sizes = {module.name: 1 for module in modules}
+    options = {m.name: range(m.units) for m in modules}
     chains = chains_of(scores_of(effects), modules)
-    curves = [joint._curve(list(joint._blocks(chain, by_name, options, "group")), table) for chain in chains]
+    curves = [curve_of(list(allowed_removals(chain, sizes, options)), sizes, table) for chain in chains]
     for wanted in (0.1002, 0.4002, 0.7002):
         exact = least_loss_saving(*zip(*curves, strict=True), wanted, grid=joint.GRID)
-        slopes = joint._by_slopes(curves, wanted)
+        slopes = by_slopes(curves, wanted)
         losses = [sum(effect[k] for k, (_, effect) in zip(n, curves, strict=True)) for n in (exact, slopes)]
         saved = [sum(saving[k] for k, (saving, _) in zip(n, curves, strict=True)) for n in (exact, slopes)]
         assert min(saved) >= wanted - 1e-9
@@ -317,8 +317,8 @@ def test_uniform_takes_the_smallest_share_that_is_enough() -> None:
 def test_by_slopes_no_more_is_taken_than_is_wanted() -> None:
     """Of four equal steps, two save exactly a half."""
     line = ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0])
-    assert joint._by_slopes([line], 0.5) == [2]
-    assert joint._by_slopes([line, line], 1.25) in ([4, 1], [1, 4])
+    assert by_slopes([line], 0.5) == [2]
+    assert by_slopes([line, line], 1.25) in ([4, 1], [1, 4])
 
 
 def test_uniform_follows_chains_too() -> None:
