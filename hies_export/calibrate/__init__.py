@@ -9,7 +9,7 @@ entropy.py    "entropy": entropies of attention rows
 inputs.py     "activation_l2", "output_norm" and "obs": sums over the inputs of consumers
 weights.py    "weight_l2", "taylor" and "channel_taylor": sums over weights and their gradients
 effects.py    `EffectStream`, for `score_compensated`
-moments.py    `collect_moments` and `MomentStream`, for `compensate`
+moments.py    `MomentStream`, for `compensate`
 ridge.py      `Moments`, and the ridge regression that they allow
 sums.py       `LayerMoments`: running sums, from which moments follow for any weight of the tokens
 readings.py   what consumers read in a batch, and the gradients of the prediction there

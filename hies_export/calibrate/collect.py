@@ -105,7 +105,7 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
     if not labelled and is_regression(model.config):
         raise DataError(
             "a regression model needs labels to be calibrated (against its own predictions its loss has no gradient), "
-            "but the recipe names no label column; set data.label"
+            "but the batches have none; set data.label"
         )
     if not labelled and model.can_generate() and not set(weights.STATISTICS).isdisjoint(needs):
         raise DataError("this model needs labels to be scored by the gradients of its weights; set data.label")

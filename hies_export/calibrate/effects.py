@@ -24,19 +24,12 @@ from .stream import LIMIT_BYTES, Stream
 
 @dataclass(frozen=True)
 class LayerEffects:
-    """What one consumer reads at the real tokens of all samples, and the gradients there; on CPU.
+    """What one consumer reads at the real tokens of all samples, and the gradients there; on CPU."""
 
-    Attributes:
-        inputs: (tokens, inputs) float32.
-        gradients: (tokens, inputs) float32, gradient of the sample's prediction with respect to these inputs.
-        sample: (tokens,) int64, the sample that each token belongs to.
-        centred: Whether the consumer has a bias, which can absorb the mean of the removed inputs.
-    """
-
-    inputs: Tensor
-    gradients: Tensor
-    sample: Tensor
-    centred: bool
+    inputs: Tensor  # (tokens, inputs) float32
+    gradients: Tensor  # (tokens, inputs) float32, of the sample's prediction with respect to these inputs
+    sample: Tensor  # (tokens,) int64, the sample that each token belongs to
+    centred: bool  # the consumer has a bias, which can absorb the mean of the removed inputs
 
 
 class EffectStream(Stream[LayerEffects]):

@@ -42,9 +42,8 @@ class Gates:
     def per_sample(self, gradients: Mapping[str, Tensor | None], losses: Tensor, index: int) -> dict[str, Tensor]:
         """Return module -> gradients of each sample's own loss to its gates, (batch, units) float64 on CPU.
 
-        Args:
-            gradients: Module -> gradient of the sum over all losses of the batch; None if nothing reads the module.
-            losses: (batch,) number of these losses that belong to each sample.
+        `gradients` are those of the sum over all losses of the batch, None if nothing reads the module. `losses` is
+        the number of these losses that belong to each sample, (batch,).
         """
         found = {}
         for name, gate in self.tensors.items():

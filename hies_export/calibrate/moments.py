@@ -1,16 +1,10 @@
-"""Collect the moments of the inputs and outputs of consumers: all that least squares needs, without activations.
-
-MomentStream      the moments of all modules, under a memory limit
-collect_moments   the moments of all modules at once
-"""
+"""Collect the moments of the inputs and outputs of consumers: all that least squares needs, without activations."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +18,6 @@ from ..model.threads import threads_for
 from ..progress import SILENT, Progress
 from ..units import PrunableModule, Selection
 from .readings import Reading, reading
-from .ridge import SplitMoments
 from .stream import LIMIT_BYTES, Stream
 from .sums import LayerMoments, LayerSums, Sums, TargetSums
 
@@ -38,20 +31,10 @@ class MomentStream(Stream[LayerMoments]):
     A module takes 16 bytes for each pair of inputs, and as many for each pair of an input and an output if it has no
     more inputs than outputs (with more, those products follow from the others); twice that if `weighted`.
 
-    Args:
-        dense: The dense model.
-        modules: The modules whose consumers to watch, in the order in which the model runs them.
-        batches: Inputs of the model; padding is excluded by the `attention_mask`. Labels are read only from batches of
-            a language model, if `weighted`.
-        selection: Cover the inputs of the kept units only.
-        slim: Take the inputs from this model, cut by `selection`, and only the outputs from the dense one.
-        limit_bytes: Bytes that the moments of a group of modules may take.
-        weighted: Also add up tokens weighted by the gradient of the prediction; it takes a backward pass as well.
-        owners: As in `Stream`; those that have none are added up in all processes.
-        progress: Shows the loops over the batches.
-
-    Raises:
-        DataError: Fewer than five samples.
+    With a `selection`, the moments cover the inputs of the kept units only. With `slim`, a model cut by it, the inputs
+    are those of that model, and only the outputs the dense model's. If `weighted`, tokens are also added up weighted by
+    the gradient of the prediction; that takes a backward pass, and labels of a language model if the batches have some.
+    A module that `owners` leaves out is added up in all processes.
     """
 
     def __init__(
@@ -100,30 +83,19 @@ def bytes_of(
     dense: PreTrainedModel, module: PrunableModule, *, selection: Selection | None = None, weighted: bool = False
 ) -> int:
     """Return the bytes that the moments of one module take in a `MomentStream`."""
-    outputs, inputs = features_of(dense.get_submodule(module.consumer))
-    derived = selection is None and inputs > outputs
-    inputs = inputs if selection is None else len(selection[module.name].units) * module.unit_width
+    inputs, outputs, derived = _shape(dense, module, selection)
     return 2 * (1 + weighted) * 8 * inputs * (inputs + (0 if derived else outputs))
 
 
-def collect_moments(
-    dense: PreTrainedModel,
-    modules: Sequence[PrunableModule],
-    batches: Sequence[dict[str, Tensor]],
-    *,
-    selection: Selection | None = None,
-    slim: PreTrainedModel | None = None,
-    progress: Progress = SILENT,
-) -> dict[str, SplitMoments]:
-    """Return the moments of every consumer's inputs and dense outputs by module, from one pass over the batches.
+def _shape(dense: PreTrainedModel, module: PrunableModule, selection: Selection | None) -> tuple[int, int, bool]:
+    """Return the numbers of covered inputs and of outputs, and whether sums over outputs follow from those over inputs.
 
-    Without a selection, the moments cover all inputs; those of any selection are sub-blocks of them, so one pass serves
-    any number of plans. `slim` is cut by the selection: the inputs are then its own, and only the outputs the dense
-    model's.
+    With some of the inputs only, they do not. For square consumers, such as attention's, they are cheap to add up.
     """
-    how: dict[str, Any] = {"selection": selection, "slim": slim, "progress": progress}
-    stream = MomentStream(dense, modules, batches, **how, limit_bytes=math.inf, owners={})
-    return {module.name: found.mixed() for module, found in stream}
+    outputs, inputs = features_of(dense.get_submodule(module.consumer))
+    if selection is None:
+        return inputs, outputs, inputs > outputs
+    return len(selection[module.name].units) * module.unit_width, outputs, False
 
 
 def _new_sums(
@@ -131,16 +103,11 @@ def _new_sums(
 ) -> LayerMoments:
     """Return sums of zero for the inputs of a consumer, or with a selection for those of the kept units."""
     layer = dense.get_submodule(module.consumer)
-    outputs, inputs = features_of(layer)
     device = weight_of(layer).device
+    inputs, outputs, derived = _shape(dense, module, selection)
 
     def new() -> Sums:
-        # The products of all inputs of a wide consumer with its targets follow from those of the inputs. For square
-        # consumers, such as attention's, they are cheap to add up.
-        if selection is None and inputs > outputs:
-            return LayerSums(layer, device)
-        kept = inputs if selection is None else len(selection[module.name].units) * module.unit_width
-        return TargetSums(kept, outputs, device)
+        return LayerSums(layer, device) if derived else TargetSums(inputs, outputs, device)
 
     return LayerMoments((new(), new()), (new(), new()) if weighted else None)
 

@@ -22,21 +22,13 @@ from .predictions import predictions
 
 @dataclass(frozen=True)
 class Reading:
-    """One call of a consumer, for one batch.
+    """One call of a consumer, for one batch."""
 
-    Attributes:
-        name: Dotted name of the module.
-        inputs: (batch, tokens, inputs)
-        outputs: (batch, tokens, outputs)
-        gradients: (batch, tokens, inputs), of each sample's prediction; None if not asked for.
-        real: (batch, tokens) bool, the tokens that are not padding.
-    """
-
-    name: str
-    inputs: Tensor
-    outputs: Tensor
-    gradients: Tensor | None
-    real: Tensor
+    name: str  # of the module
+    inputs: Tensor  # (batch, tokens, inputs)
+    outputs: Tensor  # (batch, tokens, outputs)
+    gradients: Tensor | None  # (batch, tokens, inputs), of each sample's prediction; None if not asked for
+    real: Tensor  # (batch, tokens) bool, the tokens that are not padding
 
 
 Read: TypeAlias = Callable[[Mapping[str, Tensor], int], list[Reading]]

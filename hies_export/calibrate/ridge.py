@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,25 +14,15 @@ WIDE = 1024
 
 @dataclass
 class Moments:
-    """Weighted sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64.
+    """Weighted sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64."""
 
-    Attributes:
-        tokens: Sum of the weights; the number of tokens where all weigh one.
-        x: (inputs,) sum of x.
-        y: (outputs,) sum of y.
-        xx: (inputs, inputs) sum of x x^T.
-        yx: (outputs, inputs) sum of y x^T.
-        yy: Sum of |y|^2.
-        counted: Number of tokens.
-    """
-
-    tokens: float
-    x: Tensor
-    y: Tensor
-    xx: Tensor
-    yx: Tensor
-    yy: Tensor
-    counted: int
+    tokens: float  # sum of the weights; the number of tokens where all weigh one
+    x: Tensor  # (inputs,) sum of x
+    y: Tensor  # (outputs,) sum of y
+    xx: Tensor  # (inputs, inputs) sum of x x^T
+    yx: Tensor  # (outputs, inputs) sum of y x^T
+    yy: Tensor  # sum of |y|^2
+    counted: int  # number of tokens
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor) -> Moments:
@@ -40,16 +30,8 @@ class Moments:
         x, y = x.double(), y.double()
         return cls(float(len(x)), x.sum(0), y.sum(0), x.T @ x, y.T @ x, y.pow(2).sum(), len(x))
 
-    def part(self, columns: Tensor) -> Moments:
-        """Return the moments of the inputs with the given indices, (columns,) int64, and of all targets."""
-        return replace(self, x=self.x[columns], xx=self.xx[columns][:, columns], yx=self.yx[:, columns])
-
     def __add__(self, other: Moments) -> Moments:
         return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
-
-    def fit(self, weight: Tensor, *, ridge: float, centred: bool) -> tuple[Tensor, Tensor | None]:
-        """Return what `fits` yields for one ridge."""
-        return next(self.fits(weight, ridges=[ridge], centred=centred))
 
     def fits(self, weight: Tensor, *, ridges: Sequence[float], centred: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield, for each ridge, the regression of y on x that shrinks towards `weight`, (outputs, inputs), not zero.
@@ -109,11 +91,3 @@ class SplitMoments:
 
     fitting: Moments
     held_out: Moments
-
-    def part(self, columns: Tensor) -> SplitMoments:
-        """Return the moments of the inputs with the given indices, (columns,) int64, and of all targets."""
-        columns = columns.to(self.fitting.xx.device)
-        return SplitMoments(self.fitting.part(columns), self.held_out.part(columns))
-
-    def __add__(self, other: SplitMoments) -> SplitMoments:
-        return SplitMoments(self.fitting + other.fitting, self.held_out + other.held_out)

@@ -14,15 +14,16 @@ tuning of Kwon et al. 2022 (https://arxiv.org/abs/2204.09656, section 4.4), fold
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibrate.moments import MomentStream, check_samples, collect_moments
+from ..calibrate.moments import MomentStream, check_samples
 from ..calibrate.ridge import Moments, SplitMoments
 from ..calibrate.stream import LIMIT_BYTES
 from ..calibrate.sums import check_mix
@@ -166,8 +167,17 @@ def compensate(
     if how.sequential:
         fits = []
         for module in cut:
-            found = collect_moments(dense, [module], batches, selection=selection, slim=slim, progress=progress)
-            fits += _refit_all(slim, [(module, found[module.name])], how)
+            stream = MomentStream(
+                dense,
+                [module],
+                batches,
+                selection=selection,
+                slim=slim,
+                limit_bytes=math.inf,
+                owners={},
+                progress=progress,
+            )
+            fits += _refit_all(slim, ((module, moments.mixed()) for module, moments in stream), how)
         return fits
     weights = how.token_weights
     stream = MomentStream(
@@ -187,26 +197,16 @@ def refit(
     slim: PreTrainedModel,
     plan: PruningPlan | Selection,
     modules: Sequence[PrunableModule],
-    moments: Mapping[str, SplitMoments] | MomentStream,
+    moments: MomentStream,
     how: Compensation = LEAST_SQUARES,
 ) -> list[LayerFit]:
-    """Refit the consumers of `slim` in place from moments of all inputs, which serve any number of plans.
-
-    Args:
-        moments: From `collect_moments` on the dense model, or a `MomentStream` of it without a selection, which takes
-            passes over its data where it does not fit its limit at once.
-    """
+    """Refit the consumers of `slim` in place from the dense model's moments of all inputs, which serve any plan."""
     selection = selection_of(plan)
     cut = {module.name: module.columns(selection[module.name].units) for module in modules}
     cut = {name: columns for name, columns in cut.items() if selection[name].removed}
-    weights = how.token_weights
-    if isinstance(moments, MomentStream):
-        check_mix(weights, weighted=moments.weighted)
-        found = ((module, layer.mixed(weights, cut[module.name])) for module, layer in moments.of(cut))
-        return _refit_all(slim, found, how)
-    check_mix(weights, weighted=False)
-    lost = [module for module in modules if module.name in cut]
-    return _refit_all(slim, ((module, moments[module.name].part(cut[module.name])) for module in lost), how)
+    check_mix(how.token_weights, weighted=moments.weighted)
+    found = ((module, layer.mixed(how.token_weights, cut[module.name])) for module, layer in moments.of(cut))
+    return _refit_all(slim, found, how)
 
 
 def _refit_all(

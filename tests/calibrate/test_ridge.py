@@ -5,12 +5,11 @@ import pytest
 import torch
 from support.models import bert, text_batch
 from support.neurons import neurons
-from support.tolerance import assert_near
 from torch import Tensor
 
 from hies_export.calibrate import ridge
 from hies_export.calibrate.moments import bytes_of, check_samples
-from hies_export.calibrate.ridge import Moments, SplitMoments, Spread
+from hies_export.calibrate.ridge import Moments, Spread
 from hies_export.errors import DataError
 from hies_export.prunable.attention import find_attention
 
@@ -32,28 +31,12 @@ def test_moments_are_sums_over_tokens_in_double() -> None:
         np.testing.assert_allclose(value.numpy(), expected, rtol=1e-12)
 
 
-def test_moments_add_up_and_a_part_has_the_columns_in_their_order() -> None:
+def test_moments_add_up() -> None:
     x, y = tokens()
     whole, halves = Moments.of(x, y), Moments.of(x[:25], y[:25]) + Moments.of(x[25:], y[25:])
-    columns = torch.tensor([4, 0, 2])
-    expected = Moments.of(x[:, columns], y)
-    for found, wanted in ((halves, whole), (whole.part(columns), expected)):
-        assert (found.tokens, found.counted) == (60.0, 60)
-        for name in ("x", "y", "xx", "yx", "yy"):
-            torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-12, atol=1e-12)
-
-
-def test_a_split_takes_parts_and_sums_of_both_sides() -> None:
-    (x, y), (u, v) = tokens(), tokens(40, seed=1)
-    one, other = Moments.of(x, y), Moments.of(u, v)
-    columns = torch.tensor([3, 1])
-    part = SplitMoments(one, other).part(columns)
-    both = SplitMoments(one, other) + SplitMoments(other, one)
-    assert_near(part.fitting.xx, one.part(columns).xx)
-    assert_near(part.held_out.yx, other.part(columns).yx)
-    assert (both.fitting.counted, both.held_out.counted) == (100, 100)
-    assert_near(both.fitting.xx, one.xx + other.xx)
-    assert_near(both.held_out.yx, other.yx + one.yx)
+    assert (halves.tokens, halves.counted) == (60.0, 60)
+    for name in ("x", "y", "xx", "yx", "yy"):
+        torch.testing.assert_close(getattr(halves, name), getattr(whole, name), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -72,7 +55,7 @@ def test_a_fit_shrinks_towards_the_weight_by_the_ridge_times_the_mean_square(
     targets = np.vstack([target, np.sqrt(strength) * weight.T])
     expected = np.linalg.lstsq(rows, targets, rcond=None)[0].T
     moments = Moments.of(torch.from_numpy(x), torch.from_numpy(y))
-    found, bias = moments.fit(torch.from_numpy(weight), ridge=0.3, centred=centred)
+    found, bias = next(moments.fits(torch.from_numpy(weight), ridges=[0.3], centred=centred))
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9)
     assert (bias is None) == (not centred)
     if bias is not None:
@@ -88,12 +71,12 @@ def test_inputs_as_wide_as_the_limit_are_solved_by_cholesky(monkeypatch: pytest.
     moments = Moments.of(*tokens())
     moments.xx -= 1000 * torch.eye(5)
     weight = torch.zeros(3, 5, dtype=torch.float64)
-    moments.fit(weight, ridge=1e-3, centred=False)
+    next(moments.fits(weight, ridges=[1e-3], centred=False))
     monkeypatch.setattr(ridge, "WIDE", 5)
     with pytest.raises(torch.linalg.LinAlgError, match="positive-definite"):
-        moments.fit(weight, ridge=1e-3, centred=False)
+        next(moments.fits(weight, ridges=[1e-3], centred=False))
     monkeypatch.setattr(ridge, "WIDE", 6)
-    moments.fit(weight, ridge=1e-3, centred=False)
+    next(moments.fits(weight, ridges=[1e-3], centred=False))
 
 
 def test_an_error_is_a_mean_over_tokens_and_never_below_zero() -> None:

@@ -17,7 +17,7 @@ from transformers import OPTConfig, OPTForSequenceClassification, PreTrainedMode
 
 from hies_export.calibrate import ridge, sums
 from hies_export.calibrate.effects import EffectStream
-from hies_export.calibrate.moments import MomentStream, bytes_of, collect_moments
+from hies_export.calibrate.moments import MomentStream, bytes_of
 from hies_export.calibrate.ridge import Moments
 from hies_export.errors import DataError, NonFiniteError, RequestError
 from hies_export.prunable.attention import find_attention
@@ -187,12 +187,13 @@ def test_what_follows_from_the_inputs_equals_what_is_added_up() -> None:
     model, batches = bert(), text_batches()
     modules = neurons(model)
     selection = half(modules)
-    added = collect_moments(model, modules, batches, selection=selection)  # targets of some inputs must be added up
+    # Targets of some inputs must be added up.
+    added = by_module(MomentStream(model, modules, batches, selection=selection))
     for module, found in MomentStream(model, modules, batches):
         derived = found.mixed(columns=module.columns(selection[module.name].units))
         for one, other in (
-            (derived.fitting, added[module.name].fitting),
-            (derived.held_out, added[module.name].held_out),
+            (derived.fitting, added[module.name].mixed().fitting),
+            (derived.held_out, added[module.name].mixed().held_out),
         ):
             assert (one.tokens, one.counted) == (other.tokens, other.counted)
             for name in SUMS:

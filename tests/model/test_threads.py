@@ -8,7 +8,7 @@ import torch
 from support.models import bert, image_batch, llava, text_batch, vit
 
 from hies_export.calibrate.collect import collect_statistics
-from hies_export.calibrate.moments import collect_moments
+from hies_export.calibrate.moments import MomentStream
 from hies_export.evaluate.predict import predict
 from hies_export.measure.counts import count_flops
 from hies_export.measure.machine import machine_facts
@@ -40,7 +40,7 @@ def seen_in(model: Any, loop: str) -> set[int]:
         functions = {
             "score": lambda: collect_statistics(model, batches, found),
             "effects": lambda: score_compensated(model, batches, found),
-            "moments": lambda: collect_moments(model, found, batches),
+            "moments": lambda: list(MomentStream(model, found, batches)),
             "predict": lambda: predict(model, batches),
         }
         functions[loop]()

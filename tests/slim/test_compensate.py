@@ -76,19 +76,19 @@ def small_layer(correlated: bool) -> tuple[Tensor, Tensor, Tensor, list[int]]:
 def test_least_squares_equals_numpy_to_1e_8() -> None:
     x, weight, bias, kept = small_layer(correlated=True)
     moments = Moments.of(x[:, kept], x @ weight.T + bias)
-    fitted, fitted_bias = moments.fit(weight[:, kept], ridge=1e-12, centred=True)
+    fitted, fitted_bias = next(moments.fits(weight[:, kept], ridges=[1e-12], centred=True))
     design = np.hstack([x[:, kept].numpy(), np.ones((len(x), 1))])
     solution = np.linalg.lstsq(design, (x @ weight.T + bias).numpy(), rcond=None)[0].T
     np.testing.assert_allclose(fitted.numpy(), solution[:, :-1], atol=1e-8)
     assert fitted_bias is not None
     np.testing.assert_allclose(fitted_bias.numpy(), solution[:, -1], atol=1e-8)
-    left, left_bias = moments.fit(weight[:, kept], ridge=0.3, centred=True)
+    left, left_bias = next(moments.fits(weight[:, kept], ridges=[0.3], centred=True))
     expected, expected_bias = design_formula(weight.numpy(), bias.numpy(), x.numpy(), kept, 0.3)
     np.testing.assert_allclose(left.numpy(), expected, atol=1e-8)
     assert left_bias is not None
     assert expected_bias is not None
     np.testing.assert_allclose(left_bias.numpy(), expected_bias, atol=1e-8)
-    uncentred, none = moments.fit(weight[:, kept], ridge=1e-12, centred=False)
+    uncentred, none = next(moments.fits(weight[:, kept], ridges=[1e-12], centred=False))
     solution = np.linalg.lstsq(x[:, kept].numpy(), (x @ weight.T + bias).numpy(), rcond=None)[0].T
     np.testing.assert_allclose(uncentred.numpy(), solution, atol=1e-8)
     assert none is None
@@ -97,7 +97,7 @@ def test_least_squares_equals_numpy_to_1e_8() -> None:
 def test_without_correlation_least_squares_is_the_bias() -> None:
     x, weight, bias, kept = small_layer(correlated=False)
     moments = Moments.of(x[:, kept], x @ weight.T + bias)
-    fitted, fitted_bias = moments.fit(weight[:, kept], ridge=0.1, centred=True)
+    fitted, fitted_bias = next(moments.fits(weight[:, kept], ridges=[0.1], centred=True))
     torch.testing.assert_close(fitted, weight[:, kept], atol=1e-10, rtol=0)
     removed = [1, 4, 5]
     torch.testing.assert_close(fitted_bias, bias + weight[:, removed] @ x[:, removed].mean(0))
@@ -166,7 +166,7 @@ def test_sequential_takes_inputs_from_the_layers_already_refitted() -> None:
     _, y = collected(dense, last, batches)
     moments = Moments.of(torch.from_numpy(x), torch.from_numpy(y))
     original = prune_units(dense, plan, sites).get_submodule(last).weight.detach().double()
-    expected, bias = moments.fit(original, ridge=0.01, centred=True)
+    expected, bias = next(moments.fits(original, ridges=[0.01], centred=True))
     torch.testing.assert_close(slim.get_submodule(last).weight.detach().double(), expected, atol=1e-5, rtol=1e-4)
     assert bias is not None
     torch.testing.assert_close(slim.get_submodule(last).bias.detach().double(), bias, atol=1e-5, rtol=1e-4)

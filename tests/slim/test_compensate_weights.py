@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate import ridge
-from hies_export.calibrate.moments import MomentStream, collect_moments
+from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.ridge import Moments
 from hies_export.errors import RecipeError, RequestError
 from hies_export.slim.refit import Compensation, FewTokensWarning, compensate, refit
@@ -167,6 +167,5 @@ def test_bad_requests() -> None:
     selection = half(modules)
     slim = cut_neurons(dense, selection, modules)
     weighted = Compensation(token_weights=0.5)
-    for moments in (collect_moments(dense, modules, batches), MomentStream(dense, modules, batches)):
-        with pytest.raises(RequestError, match="collect them with weighted=True"):
-            refit(slim, selection, modules, moments, weighted)
+    with pytest.raises(RequestError, match="collect them with weighted=True"):
+        refit(slim, selection, modules, MomentStream(dense, modules, batches), weighted)

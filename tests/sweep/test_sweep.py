@@ -18,7 +18,7 @@ from hies_export.baselines.channels import masked_channels, select_channels
 from hies_export.baselines.names import JUDGED_ONLY
 from hies_export.baselines.slicing import collect_bases, fine_tuned, sliced
 from hies_export.calibrate.collect import collect_statistics
-from hies_export.calibrate.moments import collect_moments
+from hies_export.calibrate.moments import MomentStream
 from hies_export.cli.main import main
 from hies_export.data.batches import by_length
 from hies_export.errors import OutputExistsError, RecipeError, RequestError
@@ -257,7 +257,7 @@ def test_refitting_from_moments_of_all_inputs_equals_a_pass_of_its_own(make: Any
         pytest.skip("its projections have no bias")
     batches = [text_batch(8, 20, labels=False) for _ in range(6)]
     sites, scores = random_scores(model, batches[0])
-    moments = collect_moments(model, sites, batches)
+    moments = MomentStream(model, sites, batches)
     for share in (0.25, 0.5):
         plan = plan_of(scores, sites, heads=share)
         one, other = (prune_units(model, plan, sites) for _ in range(2))
