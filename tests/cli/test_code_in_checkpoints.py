@@ -13,7 +13,7 @@ import transformers
 import yaml
 from PIL import Image
 from support.cuts import random_plan
-from support.models import causal_lm, generative_tokenizer, llama, llava, llava_processor, save_project
+from support.models import llama, llava, llava_processor, save_project, save_stories
 from support.runs import hies
 
 from hies_export.checkpoint.loading import load
@@ -21,7 +21,7 @@ from hies_export.errors import RequestError
 from hies_export.model.tokens import sample_batch
 from hies_export.prunable.attention import find_attention
 
-CLASSIFICATION: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "calibration": {"samples": 4, "batch_size": 2},
     "prune": {"alpha": 0.5, "budget": {"heads": 0.4}},
     "measure": {"shapes": [[2, 8]], "repeats": 2, "runtimes": ["torch"]},
@@ -56,21 +56,20 @@ def image_processor(folder: Path) -> None:
 
 
 def tokenizer(folder: Path) -> None:
-    save_project(folder, train=4, validation=4, **CLASSIFICATION)
+    save_project(folder, train=4, validation=4, **SMALL)
     llama(num_labels=2).save_pretrained(folder / "model")  # whose type does not say which class reads its tokens
     own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     change(folder / "model" / "tokenizer_config.json", **own)
 
 
-def config(folder: Path) -> None:
-    save_project(folder, train=4, validation=4, **CLASSIFICATION)
-    change(folder / "model" / "config.json", model_type="own", auto_map={"AutoConfig": "own.Own"})
+def config(folder: Path, *classes: str, **own: object) -> None:
+    save_project(folder, train=4, validation=4, **SMALL)
+    auto_map = dict.fromkeys(("AutoConfig", *classes), "own.Own")
+    change(folder / "model" / "config.json", model_type="own", auto_map=auto_map, **own)
 
 
 def model(folder: Path) -> None:
-    save_project(folder, train=4, validation=4, **CLASSIFICATION)
-    auto_map = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForSequenceClassification"), "own.Own")
-    change(folder / "model" / "config.json", architectures=["Own"], model_type="own", auto_map=auto_map)
+    config(folder, "AutoModel", "AutoModelForSequenceClassification", architectures=["Own"])
 
 
 def part_of_a_model(folder: Path) -> None:
@@ -83,18 +82,8 @@ def part_of_a_model(folder: Path) -> None:
 
 
 def generation(folder: Path) -> None:
-    causal_lm().save_pretrained(folder / "model")
-    generative_tokenizer().save_pretrained(folder / "model")
+    save_stories(folder, lines=4, evaluation={"split": "train"}, **SMALL)
     (folder / "model" / "custom_generate").mkdir()
-    (folder / "train.jsonl").write_text("\n".join(json.dumps({"text": "Q a b c yes"}) for _ in range(4)))
-    recipe = CLASSIFICATION | {
-        "model": "model",
-        "task": "text-generation",
-        "data": {"files": {"train": "train.jsonl"}, "text": "text"},
-        "evaluation": {"split": "train"},
-        "output": "out",
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
 
 def transformers_loads(name: str, **options: bool) -> Callable[[Path], object]:

@@ -31,26 +31,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def refuse(kind: str) -> Any:
-    def find(model: Any, batch: Any) -> Any:
-        raise UnsupportedModelError(f"no {kind} here [bold]")
+@pytest.fixture
+def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run the command where some kinds are refused; return what it prints, and the result."""
 
-    return find
+    def run(path: Path, *refused: str, code: int = 0) -> tuple[str, dict[str, Any]]:
+        def refuse(kind: str) -> Any:
+            raise UnsupportedModelError(f"no {kind} here [bold]")
+
+        monkeypatch.setitem(FINDERS, "mlp", lambda model, batch: neurons(model))
+        for kind in refused:
+            monkeypatch.setitem(FINDERS, kind, lambda model, batch, kind=kind: refuse(kind))
+        assert main(["inspect", str(path), "--json"]) == code
+        out, err = capsys.readouterr()
+        *lines, result = out.splitlines()
+        return "\n".join(lines) if code == 0 else err, json.loads(result)
+
+    return run
 
 
-def inspect(path: Path, capsys: pytest.CaptureFixture[str], *, code: int = 0) -> tuple[str, dict[str, Any]]:
-    assert main(["inspect", str(path), "--json"]) == code
-    *lines, result = capsys.readouterr().out.splitlines()
-    return "\n".join(lines), json.loads(result)
+SIZES = {"attention": "18 heads", "mlp": "192 neurons"}
 
 
-def test_a_model_shows_heads_and_neurons(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(FINDERS, "mlp", lambda model, batch: neurons(model))
-    text, result = inspect(folder, capsys)
-    assert "18 heads; all of them can be scored and cut" in text
-    assert "192 neurons; all of them can be scored and cut" in text
+def test_a_model_shows_heads_and_neurons(folder: Path, inspect: Any) -> None:
+    text, result = inspect(folder)
+    assert all(f"{size}; all of them can be scored and cut" in text for size in SIZES.values())
     assert "feed-forward block" in text
     assert (result["can_be_cut"], "refused" in result) == (True, False)
     assert [m["heads"] for m in result["attention"]] == [6, 6, 6]
@@ -62,39 +67,20 @@ def test_a_model_shows_heads_and_neurons(
     assert len({row["layer"] for row in layers}) == 4
 
 
-@pytest.mark.parametrize(
-    ("refused", "shown", "not_shown"), [("mlp", "18 heads", "192 neurons"), ("attention", "192 neurons", "18 heads")]
-)
-def test_one_kind_may_be_refused(
-    refused: str,
-    shown: str,
-    not_shown: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(FINDERS, "mlp", lambda model, batch: neurons(model))
-    monkeypatch.setitem(FINDERS, refused, refuse(refused))
-    text, result = inspect(folder, capsys)
-    assert shown in text
-    assert not_shown not in text
-    name = {"mlp": "neurons", "attention": "heads"}[refused]
-    assert f"{name} cannot be cut: no {refused} here [bold]" in text
-    assert result["can_be_cut"] is True
-    assert result["refused"] == {refused: f"no {refused} here [bold]"}
+@pytest.mark.parametrize(("refused", "other"), [("mlp", "attention"), ("attention", "mlp")])
+def test_one_kind_may_be_refused(refused: str, other: str, folder: Path, inspect: Any) -> None:
+    text, result = inspect(folder, refused)
+    assert SIZES[other] in text
+    assert SIZES[refused] not in text
+    assert f"{SIZES[refused].split()[1]} cannot be cut: no {refused} here [bold]" in text
+    assert (result["can_be_cut"], result["refused"]) == (True, {refused: f"no {refused} here [bold]"})
     assert refused not in result
 
 
-def test_a_model_without_any_units_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for kind in ("attention", "mlp"):
-        monkeypatch.setitem(FINDERS, kind, refuse(kind))
-    assert main(["inspect", str(folder), "--json"]) == 2
-    out, err = capsys.readouterr()
-    result = json.loads(out.splitlines()[-1])
+def test_a_model_without_any_units_is_refused(folder: Path, inspect: Any) -> None:
+    error, result = inspect(folder, "attention", "mlp", code=2)
     assert (result["can_be_cut"], result["reason"]) == (False, "no attention here [bold]")
-    assert "error: no attention here [bold]" in err
+    assert "error: no attention here [bold]" in error
 
 
 def test_a_model_that_does_not_run_is_refused(
@@ -111,9 +97,9 @@ def test_a_model_that_does_not_run_is_refused(
 
 
 @pytest.mark.parametrize("name", ["plan.json", "."])
-def test_a_plan_and_a_run_show_both_kinds(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_and_a_run_show_both_kinds(name: str, tmp_path: Path, inspect: Any) -> None:
     (tmp_path / "plan.json").write_text(PLAN.to_json())
-    text, result = inspect(tmp_path / name, capsys)
+    text, result = inspect(tmp_path / name)
     assert text.splitlines() == [
         "1 of 4 heads and 536 of 1,536 neurons removed by hies, alpha 0.5, seed 3",
         "heads  ■ kept  · cut",
@@ -127,13 +113,13 @@ def test_a_plan_and_a_run_show_both_kinds(name: str, tmp_path: Path, capsys: pyt
     assert result["modules"]["layer.0"] == {"kind": "mlp", "kept": 1000}
 
 
-def test_a_slim_checkpoint_says_what_was_cut(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slim_checkpoint_says_what_was_cut(folder: Path, tmp_path: Path, inspect: Any) -> None:
     bert().save_pretrained(tmp_path)
     (tmp_path / "hies_plan.json").write_text(PLAN.to_json())
-    text, result = inspect(tmp_path, capsys)
+    text, result = inspect(tmp_path)
     assert "what was cut from the dense model:\n1 of 4 heads and 536 of 1,536 neurons removed" in text
     assert result["cut"]["neurons"] == {"total": 1536, "removed": 536}
-    assert "cut" not in inspect(folder, capsys)[1]
+    assert "cut" not in inspect(folder)[1]
 
 
 def test_a_file_that_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,15 @@
 """Values that no command can use end in a sentence and exit code 2, before anything is loaded."""
 
+import argparse
 import re
 from pathlib import Path
 
 import pytest
 from support.models import save_project
 from support.runs import hies
+
+from hies_export.cli.arguments import add_recipe, read_recipe
+from hies_export.recipe import PruningRecipe
 
 LONG, SURROGATE = "x" * 300, "a\udcff"
 
@@ -70,17 +74,10 @@ def test_numbers_and_texts(command: str, message: str, capsys: pytest.CaptureFix
     ("change", "message"),
     [
         ("prune.alpha=[0.1", "--set prune.alpha must be plain YAML, but in line 1: while parsing a flow sequence"),
-        ("prune.alpha=*x", "--set prune.alpha must be plain YAML, but in line 1: anchors (&) and aliases (*)"),
-        ("prune.budget={heads: 0.1, heads: 0.2}", "in line 1: the key 'heads' is given again"),
-        ("prune.alpha=!!int x", "in line 1: tags (!) are not allowed"),
-        ("prune.alpha=" + "[" * 3000, "in line 1: values may be at most 20 levels deep"),
-        ("prune.alpha=" + "9" * 5000, "in line 1: a number may have at most 40 characters"),
         ("=5", "--set takes KEY=VALUE, got '=5'"),
         ("prune.alpha", "--set takes KEY=VALUE, got 'prune.alpha'"),
-        ("prune.alhpa=0.5", "prune.alhpa is not a field of the recipe; did you mean 'alpha'"),
         ("prune..alpha=5", "--set takes KEY=VALUE, got 'prune..alpha=5'"),
         ("a." * 2000 + "b=5", "a is not a field of the recipe"),
-        ("model.x=5", "model.x cannot be set: model is a plain value in this recipe"),
         ("prune=5", "prune must be a mapping of fields, got 5"),
         ("data.files=[a]", "data.files must be a mapping, got ['a']"),
         ("data.files.train=[a]", "data.files.train must be a path, got ['a']"),
@@ -93,11 +90,19 @@ def test_numbers_and_texts(command: str, message: str, capsys: pytest.CaptureFix
         ("prune.criterion=" + "x" * 60_000, "prune.criterion: criterion must be one of hies, his"),
         ("device_map=nope", "device_map must be one of auto, balanced, balanced_low_0, sequential or a device of this"),
         ("device_map=meta", "or a device of this machine, got 'meta': it holds no weights"),
-        (
-            "measure.shapes=[[99999, 99999]]",
-            "a shape must have at most 16,777,216 tokens or images, got [99999, 99999]",
-        ),
+        ("measure.shapes=[[99999, 99999]]", "must have at most 16,777,216 tokens or images, got [99999, 99999]"),
     ],
 )
 def test_changes_of_a_recipe(change: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in said(["score", str(folder / "recipe.yaml"), "--set", change], capsys)
+
+
+def test_values_are_yaml_and_all_are_applied(folder: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_recipe(parser)
+    recipe_file = str(folder / "recipe.yaml")
+    assert read_recipe(parser.parse_args([recipe_file])) == PruningRecipe.from_yaml(recipe_file)
+    changes = ("--set", "prune.budget={heads: 0.25}", "--set", "measure.shapes=[[1, 8]]", "--set", "prune.alpha=auto")
+    recipe = read_recipe(parser.parse_args([recipe_file, *changes, "-o", "elsewhere"]))
+    assert (recipe.prune.budget.heads, recipe.prune.alpha) == (0.25, "auto")
+    assert (recipe.measure.shapes, recipe.output) == (((1, 8),), Path("elsewhere"))

@@ -32,11 +32,8 @@ def told(capsys: pytest.CaptureFixture[str]) -> Any:
         capsys.readouterr()
         code = main([*map(str, command)])
         out, err = capsys.readouterr()
-        return (
-            code,
-            " ".join(err.split()),
-            json.loads(out.splitlines()[-1]) if code == 0 and "--json" in command else {},
-        )
+        result = json.loads(out.splitlines()[-1]) if code == 0 and "--json" in command else {}
+        return code, " ".join(err.split()), result
 
     return run
 
@@ -100,51 +97,42 @@ def test_bench_without_the_dense_model_measures_the_noise(ran: Path, tmp_path: P
     assert "its dense model is not where it was" in err
 
 
-def test_bench_of_runs_takes_graphs_where_only_graphs_are_timed(ran: Path, monkeypatch: Any, told: Any) -> None:
-    taken: list[tuple[str, str]] = []
-
-    def remember(first: str, second: str, **_: Any) -> list[Any]:
-        taken.append((first, second))
-        return []
-
-    monkeypatch.setattr("hies_export.pipeline.bench.bench", remember)
-    graph, slim = str(ran / "onnx"), str(ran / "slim")
-    told("bench", ran, ran, "--runtime", "onnxruntime-cpu")
-    told("bench", ran, ran, "--runtime", "onnxruntime-cpu", "--runtime", "torch")
-    told("bench", ran, ran, "--runtime", "onnxruntime-cpu", "--dtype", "float16")
-    told("bench", ran, ran)
-    told("bench", graph, ran)
-    told("bench", slim, ran, "--runtime", "onnxruntime-cpu")
-    assert taken == [(graph, graph), (slim, slim), (slim, slim), (slim, slim), (graph, graph), (slim, slim)]
-
-
-def test_bench_leaves_the_exports_of_others_alone(ran: Path, tmp_path: Path, monkeypatch: Any, told: Any) -> None:
+@pytest.fixture
+def compared(monkeypatch: Any, told: Any) -> Any:
+    """Run `bench` without timing anything, and return the two models that it would time."""
     taken: list[tuple[str, str]] = []
     monkeypatch.setattr("hies_export.pipeline.bench.bench", lambda a, b, **_: taken.append((a, b)) or [])
-    model = tmp_path / "model"
-    shutil.copytree(ran.parent / "model", model)
-    shutil.copytree(ran / "onnx", model / "onnx")
-    told("bench", model, "--runtime", "onnxruntime-cpu")
-    assert taken == [(str(model), str(model))]
+
+    def run(*command: str | Path) -> tuple[str, str]:
+        told("bench", *command)
+        return taken[-1]
+
+    return run
 
 
-def test_bench_of_runs_takes_gguf_files_where_only_those_are_timed(
-    ran: Path, tmp_path: Path, monkeypatch: Any, told: Any
-) -> None:
-    taken: list[tuple[str, str]] = []
-    monkeypatch.setattr("hies_export.pipeline.bench.bench", lambda a, b, **_: taken.append((a, b)) or [])
+def test_bench_of_runs_takes_exports_where_only_those_are_timed(ran: Path, tmp_path: Path, compared: Any) -> None:
     run, alone = tmp_path / "run", tmp_path / "alone.gguf"
     shutil.copytree(ran, run)
     (run / "gguf").mkdir()
     for file in (run / "gguf" / "model.gguf", run / "gguf" / "config.json", alone):
         file.write_bytes(b"{}")
-    gguf, slim = str(run / "gguf"), str(run / "slim")
-    told("bench", run, run, "--runtime", "llamacpp")
-    told("bench", run, run, "--runtime", "llamacpp", "--runtime", "onnxruntime-cpu")
-    told("bench", alone, run)
-    assert taken == [(gguf, gguf), (slim, slim), (str(alone), gguf)]
-    code, err, _ = told("generate", gguf, "--prompt", "a")
-    assert (code, f"{gguf} is a GGUF file; give {slim}" in err) == (2, True)
+    graph, gguf, slim, ort = *(str(run / name) for name in ("onnx", "gguf", "slim")), ("--runtime", "onnxruntime-cpu")
+    assert compared(run, run, *ort) == (graph, graph)
+    assert compared(run, run, *ort, "--runtime", "torch") == (slim, slim)
+    assert compared(run, run, *ort, "--dtype", "float16") == (slim, slim)
+    assert compared(run, run) == (slim, slim)
+    assert compared(graph, run) == (graph, graph)
+    assert compared(slim, run, *ort) == (slim, slim)
+    assert compared(run, run, "--runtime", "llamacpp") == (gguf, gguf)
+    assert compared(run, run, "--runtime", "llamacpp", *ort) == (slim, slim)
+    assert compared(alone, run) == (str(alone), gguf)
+
+
+def test_bench_leaves_the_exports_of_others_alone(ran: Path, tmp_path: Path, compared: Any) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(ran.parent / "model", model)
+    shutil.copytree(ran / "onnx", model / "onnx")
+    assert compared(model, "--runtime", "onnxruntime-cpu") == (str(model), str(model))
 
 
 @pytest.fixture(scope="module")
@@ -187,10 +175,14 @@ def test_loading_names_the_slim_model_too(ran: Path) -> None:
         hies_export.load(ran)
 
 
-def test_an_onnx_folder_is_no_checkpoint_though_it_has_a_config(ran: Path, told: Any) -> None:
+def test_exports_are_no_checkpoints_though_they_have_a_config(ran: Path, tmp_path: Path, told: Any) -> None:
     code, err, _ = told("export", ran / "onnx", "-o", "nowhere")
-    assert code == 2
-    assert f"{ran / 'onnx'} is an ONNX folder; give {ran / 'slim'}" in err
+    assert (code, f"{ran / 'onnx'} is an ONNX folder; give {ran / 'slim'}" in err) == (2, True)
+    for name in ("gguf/model.gguf", "slim/config.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"{}")
+    code, err, _ = told("generate", tmp_path / "gguf", "--prompt", "a")
+    assert (code, f"{tmp_path / 'gguf'} is a GGUF file; give {tmp_path / 'slim'}" in err) == (2, True)
 
 
 def test_push_and_ui_and_report_name_the_run(ran: Path, others: Path, told: Any) -> None:
@@ -199,15 +191,12 @@ def test_push_and_ui_and_report_name_the_run(ran: Path, others: Path, told: Any)
         assert code == 2
         assert f"{ran / 'slim'} is a checkpoint; give {ran}" in err
     code, err, _ = told("push", others / "sweep", "user/repo")
-    assert code == 2
-    assert "a push needs the folder of a run, but" in err
-    assert "is the folder of a sweep" in err
-
-
-def test_plans_are_not_in_sweeps(ran: Path, others: Path, tmp_path: Path, told: Any) -> None:
-    code, err, _ = told("apply", others / "sweep", ran.parent / "model", "-o", tmp_path / "slim")
-    assert code == 2
-    assert "is the folder of a sweep; save one from the page of 'hies-export ui" in err
+    assert (code, f"a push needs the folder of a run, but {others / 'sweep'} is the folder of a sweep" in err) == (
+        2,
+        True,
+    )
+    code, err, _ = told("apply", others / "sweep", ran.parent / "model", "-o", "slim")
+    assert (code, "is the folder of a sweep; save one from the page of 'hies-export ui" in err) == (2, True)
 
 
 def test_a_checkpoint_with_a_graph_beside_it_and_what_was_pushed_are_checkpoints(tmp_path: Path) -> None:

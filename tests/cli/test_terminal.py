@@ -1,9 +1,13 @@
-"""Standard error: stages, our warnings and log records; of the libraries only what `--verbose` asks for."""
+"""Standard error: stages, our warnings and log records. Standard output: results, and last the line of `--json`."""
 
 import io
+import json
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +33,12 @@ def warn(*_: object) -> None:
     logging.getLogger("hies_export.somewhere").info("a detail")
 
 
-def test_our_messages_are_single_lines(run_command: Callable[..., Any]) -> None:
-    assert run_command(warn) == (0, "", "warning: ours [dim]\nwarning: a record of [dim] 3\n")
+@pytest.mark.parametrize(("verbose", "theirs"), [(False, ""), (True, "warning: theirs\n")])
+def test_messages_are_single_lines_ours_alone_without_verbose(
+    verbose: bool, theirs: str, run_command: Callable[..., Any]
+) -> None:
+    said = f"warning: ours [dim]\n{theirs}warning: a record of [dim] 3\n"
+    assert run_command(warn, verbose=verbose) == (0, "", said)
 
 
 def test_a_message_is_printed_once_and_counted(run_command: Callable[..., Any]) -> None:
@@ -43,11 +51,6 @@ def test_a_message_is_printed_once_and_counted(run_command: Callable[..., Any]) 
     first, second, last = run_command(warn_often).err.splitlines()
     assert (first, second) == (beginning + "x" * 100, "warning: something else")
     assert last == beginning + "x" * (100 - len(beginning)) + "... (1,153 times in all)"
-
-
-def test_verbose_shows_those_of_the_libraries(run_command: Callable[..., Any]) -> None:
-    said = "warning: ours [dim]\nwarning: theirs\nwarning: a record of [dim] 3\n"
-    assert run_command(warn, verbose=True) == (0, "", said)
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -106,3 +109,20 @@ def test_a_log_says_now_and_then_how_far_a_loop_is(monkeypatch: pytest.MonkeyPat
         "  score [units]: 960 of 1,000, 2:00 so far, about 0:05 left",
     ]
     assert list(progress.track([], "nothing")) == []
+
+
+def test_the_result_is_the_last_line_and_only_when_asked_for(run_command: Callable[..., Any], tmp_path: Path) -> None:
+    def run(console: Console, progress: TerminalProgress) -> dict[str, Any]:
+        progress.stage("load")
+        console.print("a table")
+        return {"heads": 3, "text": "two\nlines"}
+
+    assert run_command(run)[:2] == (0, "a table\n")
+    table, result = run_command(run, json=True).out.splitlines()
+    assert (table, json.loads(result)) == ("a table", {"heads": 3, "text": "two\nlines"})
+    with (tmp_path / "out").open("w") as file:
+        command = [sys.executable, "-m", "hies_export", "architectures", "bert", "--json"]
+        subprocess.run(command, stdout=file, check=True)
+    *lines, result = (tmp_path / "out").read_text().splitlines()
+    assert "model type" in lines[0]
+    assert list(json.loads(result)["types"]) == ["bert"]

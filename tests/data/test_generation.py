@@ -142,16 +142,14 @@ def test_text_that_is_too_short() -> None:
         batches_of(rows_of(text=["a", "b"]), TEXT, tokenizer=generative_tokenizer(), packing=False, max_length=1)
 
 
-def test_a_tokenizer_without_padding_says_what_is_used(caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = generative_tokenizer(pad_token=None)
-    config = LlamaConfig(vocab_size=32, max_position_embeddings=64)
-    with caplog.at_level(logging.WARNING, logger="hies_export"):
-        (batch,) = batches_of(
-            rows_of(question=["a b", "c"], answer=["d", "e"]), ASKED, tokenizer=tokenizer, config=config
-        )
-    assert "texts are padded with '</s>'" in caplog.text
+def test_padding_by_the_end_token_is_no_answer() -> None:
+    config, rows = (
+        LlamaConfig(vocab_size=32, max_position_embeddings=64),
+        rows_of(question=["a b", "c"], answer=["d", "e"]),
+    )
+    (batch,) = batches_of(rows, ASKED, tokenizer=generative_tokenizer(pad_token=None), config=config)
     assert words(batch["input_ids"][1]) == "<s> Q c A e </s> </s>"
-    assert labelled(batch) == ["d </s>", "e </s>"]  # the padding is none, although it is the same token
+    assert labelled(batch) == ["d </s>", "e </s>"]
 
 
 # ---- prompt and answer -----------------------------------------------------------------------------------
@@ -183,19 +181,14 @@ def test_templates() -> None:
     def check(columns: Columns, rows: datasets.Dataset = rows) -> None:
         reader_for("text-generation", columns=columns, config=LlamaConfig()).check(rows)
 
-    for prompt, match in (
+    for columns, match in (
         (
-            "{qestion}",
+            Columns(prompt="{qestion}", answer="answer"),
             r"data.prompt must be a column .*question, answer, hint.*, got 'qestion'; did you mean 'question'",
         ),
-        ("{}", "must be the name of a column, got {}"),
-        ("{question", "must be a template such as"),
-    ):
-        with pytest.raises(DataError, match=match):
-            check(Columns(prompt=prompt, answer="answer"))
-    with pytest.raises(DataError, match=r"data.answer must be a column .* got 'anser'; did you mean 'answer'"):
-        check(Columns(prompt="{question}", answer="anser"))
-    for columns, match in (
+        (Columns(prompt="{}", answer="answer"), "must be the name of a column, got {}"),
+        (Columns(prompt="{question", answer="answer"), "must be a template such as"),
+        (Columns(prompt="{question}", answer="anser"), r"data.answer must be .* 'anser'; did you mean 'answer'"),
         (Columns(prompt="{question}"), r"needs data\.text \(one column\), or data\.prompt and data\.answer"),
         (Columns(text=("question",), prompt="{question}", answer="answer"), r"needs data\.text \(one column\), or"),
         (Columns(), r"needs data\.text \(one column\), or .*; the data has question, answer, hint"),
@@ -336,11 +329,8 @@ def test_easy_vqa(shared: Path) -> None:
     reader = reader_of_images(columns)
     reader.check(rows)
     drawn = reader.draw(rows, samples=40, shuffle_seed=0)
-    pairs = [
-        (number, *pair)
-        for number, row in enumerate(rows)
-        for pair in zip(row["questions"], row["answers"], strict=True)
-    ]
+    asked = [zip(row["questions"], row["answers"], strict=True) for row in rows]
+    pairs = [(number, *pair) for number, of_row in enumerate(asked) for pair in of_row]
     assert 40 < len(pairs) == len(reader.draw(rows))
     expected = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))[:40]]
     assert [(r["questions"], r["answers"]) for r in drawn] == [(question, answer) for _, question, answer in expected]
