@@ -28,7 +28,7 @@ from ..report.card import LICENSE_KEYS, read_card, render_card
 from ..report.details import Details
 from ..report.figures import CAPTIONS, draw_report
 from ..report.html import render_html
-from ..report.markdown import render_markdown
+from ..report.jinja import render_markdown
 from ..report.report import Report
 from ..report.text import model_name, title
 

@@ -17,8 +17,8 @@ from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
 from ..report.details import DataFacts, Details, Family
 from ..report.html import render_html
+from ..report.jinja import render_markdown
 from ..report.maps import head_map, neuron_counts
-from ..report.markdown import render_markdown
 from ..report.report import FirstMetric, Report, plan_counts
 from ..slim.config import is_slim
 from ..slim.siblings import families

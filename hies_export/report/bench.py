@@ -1,4 +1,4 @@
-"""The comparisons that `hies-export bench` or bench/gpu.py wrote: read from JSON, shown on a terminal or as a page."""
+"""Comparisons of models in time: read from JSON, shown on a terminal or as a page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from .drawing import latency_scale
 from .jinja import render
 from .report import REPORT, Report
 from .rows import environment_table, latency_table
-from .schemas import BenchOfMany, BenchOfTwo
 from .terminal import plain_table
 from .text import environment_text, latency_text
 
@@ -27,9 +26,7 @@ class BenchRow(LatencyRow):
     model: str
 
 
-# A row with a model is a BenchRow: pydantic keeps the member of a union that takes most of the given fields.
-_Rows = list[BenchRow | LatencyRow]
-_BENCH = Rule("a bench must be the JSON of 'hies-export bench --json'", "measure again", shown=True)
+_BENCH = Rule("a comparison must be JSON that hies_export wrote", "measure again", shown=True)
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,8 @@ class BenchTable:
 
     title: str
     names: tuple[str, str]
-    rows: Sequence[LatencyRow]
+    # A row with a model is a BenchRow: pydantic keeps the member of a union that takes most of the given fields.
+    rows: Sequence[BenchRow | LatencyRow]
 
 
 @dataclass(frozen=True)
@@ -52,26 +50,22 @@ class Bench:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, where: str | Path = "it") -> Bench:
-        """Read what `hies-export bench --json` prints or bench/gpu.py writes; `where` names the file in refusals."""
-        if "tables" in values:
-            title, parts, missing = values["title"], values["tables"], values["missing"]
-        else:
-            title, missing = f"A {values['a']}, B {values['b']}", ()
-            parts = [{"title": "Latency", "names": ("A", "B"), "rows": values["latency"]}]
-        tables = [
-            BenchTable(p["title"], tuple(p["names"]), check(p["rows"], _Rows, _BENCH, where=str(where))) for p in parts
-        ]
-        return cls(title, tables, missing, values["environment"])
+        """Read tables, or one comparison of `a` and `b`; `where` names the file in refusals."""
+        if "tables" not in values:
+            table = {"title": "Latency", "names": ("A", "B"), "rows": values.get("latency")}
+            title, environment = f"A {values['a']}, B {values['b']}", values.get("environment")
+            values = {"title": title, "tables": [table], "missing": (), "environment": environment}
+        bench: Bench = check(values, cls, _BENCH, where=str(where))
+        return bench
 
 
 def read_report(path: str | Path) -> Report | Bench:
-    """Read a run's report, from its folder or report.json, or the JSON of `hies-export bench --json`."""
+    """Read a run's report, from its folder or report.json, or the JSON of a comparison."""
     path = Path(path)
     if path.is_dir():
         return Report.from_file(path)
     values = read_json(path, dict[str, Any], REPORT)
     if "tables" in values or {"a", "b"} <= set(values):
-        check(values, BenchOfMany if "tables" in values else BenchOfTwo, _BENCH, where=str(path))
         return Bench.from_values(values, where=path)
     return Report.from_values(values, where=path)
 

@@ -17,7 +17,6 @@ from ..model.online import hub_or_cache
 from .details import DataFacts
 from .jinja import render_report
 from .report import Report
-from .rows import comparison_table
 from .text import named_units, title
 
 # Metadata that the card of a slim model inherits from the dense model's.
@@ -41,9 +40,7 @@ def render_card(
     """Return the README.md of a slim checkpoint.
 
     Args:
-        report: The report of the run that made it.
-        location: What the checkpoint is loaded from: its folder, with the ONNX folder beside it, or a Hub id, with the
-            ONNX folder in the repository.
+        location: What the checkpoint is loaded from: its folder, or a Hub id; the export is beside it or in it.
         revision: Branch on the Hub, where it is not the main one.
         origin: `base_model` and the licence, as in the metadata of a card; see `read_card`.
         images: File -> its caption.
@@ -52,7 +49,6 @@ def render_card(
         "card.md.j2",
         report,
         metadata=card_metadata(report, origin or {}).to_yaml(),
-        comparison=comparison_table(report),
         images=images or {},
         location=location,
         on_hub="/" in location,

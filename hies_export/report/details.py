@@ -33,11 +33,7 @@ class NeuronCount:
 
 @dataclass(frozen=True)
 class BudgetOutcome:
-    """A budget, and how the run met it.
-
-    Attributes:
-        kind: Name of the budget's field in the recipe.
-    """
+    """A budget, and how the run met it; `kind` is its field in the recipe."""
 
     kind: str
 
@@ -48,11 +44,7 @@ class BudgetOutcome:
 
 @dataclass(frozen=True)
 class HeadsOutcome(BudgetOutcome):
-    """A budget of heads.
-
-    Attributes:
-        target: Share of the heads to remove, in [0, 1].
-    """
+    """A budget of heads; `target` is the share of them to remove, in [0, 1]."""
 
     kind: Literal["heads"]
     target: float | None = None
@@ -60,15 +52,10 @@ class HeadsOutcome(BudgetOutcome):
 
 @dataclass(frozen=True)
 class CostOutcome(BudgetOutcome):
-    """A budget of FLOPs, parameters or time, as a share of the dense model's.
+    """A budget of FLOPs, parameters or time, as shares of the dense model's; `measured` is None until it is known.
 
-    Attributes:
-        target: Largest share allowed.
-        predicted: Share that the cost table predicts.
-        runtime, batch, sequence: Where time is measured; None for what is counted.
-        table: The timed cuts behind the prediction, `CostTable.measured`; None for what is counted.
-        measured: Share that was counted or timed; None until then.
-        noisy: Whether the control shows that `measured` is unreliable; None for what is counted.
+    Of time only: where it is measured, the timed cuts behind the prediction (`CostTable.measured`), and whether the
+    control shows that the measurement is unreliable.
     """
 
     kind: Literal["flops", "parameters", "latency"]
@@ -94,17 +81,10 @@ class CostOutcome(BudgetOutcome):
 
 @dataclass(frozen=True, kw_only=True)
 class MaxDropOutcome(BudgetOutcome):
-    """The result of a `max_drop` budget: the largest cut whose metric, on held-out rows, is within the allowed loss.
+    """The largest cut that loses at most `by` of a metric, in its own unit, on `samples` held-out rows.
 
-    Attributes:
-        metric: Name of the metric.
-        by: Largest loss allowed, in the metric's own unit.
-        dense: Metric of the dense model.
-        refitted: Metric of the chosen selection, cut and refitted; None if selections were evaluated masked.
-        masked: Metric of the chosen selection, masked; None if selections were evaluated refitted.
-        samples: Number of held-out samples.
-        judged: The selections that were tried, see `MaxDropChoice`.
-        slim: Metric of the slim model; None until it is evaluated.
+    The chosen selection was evaluated either refitted or masked; `slim` is None until the slim model is evaluated.
+    `judged` are the selections that were tried, see `MaxDropChoice`.
     """
 
     kind: Literal["max_drop"]
@@ -132,15 +112,7 @@ class AlphaPoint:
 class Tried:
     """A candidate of `criterion: auto`, cut at the budget, refitted and judged on held-out rows.
 
-    Attributes:
-        candidate: Position among the candidates.
-        criterion: Its criterion.
-        alpha: Weight of HIS in the criterion; None if it has no such weight.
-        steps: Number of rounds in which units were removed.
-        token_weights: How evenly the refit weighs tokens, see `Compensation`.
-        quality: The first metric; None without labels.
-        stability: Share of predictions that equal the dense model's, in [0, 1].
-        chosen: Whether it was chosen.
+    `candidate` is its position among them, `quality` the first metric, None without labels.
     """
 
     candidate: int
@@ -176,16 +148,11 @@ class FlopsByLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """Which rows units were scored on, plans were judged on, and metrics were measured on.
+    """Which rows units were scored on, plans were judged on (held out), and metrics were measured on.
 
-    Attributes:
-        labels: "data", or "predictions" of the model itself.
-        calibration_batch, calibration_batch_asked: Samples in one forward pass, fewer than asked for if these did not
-            fit into memory.
-        evaluation_of: Samples of the split, of which `evaluation_samples` were used.
-        held_out_further: Whether held-out rows are those of the calibration split that were not scored on.
-        name, file: The data set on the Hub, or the file of the evaluation split.
-        fingerprint: SHA-256 of the calibration batches.
+    `labels` are "data" or "predictions" of the model itself; `evaluation_of` is how many samples the split has;
+    held-out rows are `further` where they are of the calibration split; `name` is on the Hub, and `fingerprint` is of
+    the calibration batches.
     """
 
     labels: str
@@ -212,17 +179,11 @@ class Details(BaseModel):
         base_model: Hub id of the dense model; None if it was read from a folder.
         head_map: Attention module -> a mark per head, ■ kept, · cut.
         heads: Attention module -> "his", "entropy" or "score" -> one number per head.
-        neurons: Feed-forward block -> its counts.
-        metrics, benchmarks: Name -> value of both models.
         uncompensated: Quality of the cut alone; None if nothing was compensated.
-        compensation: The refit of every consumer that lost inputs.
-        alpha_curve: What `alpha: auto` tried.
-        tried: What `criterion: auto` tried.
+        alpha_curve, tried: What `alpha: auto` and `criterion: auto` tried.
         stability_of: Word for one prediction: "choice", "answer", "next token" or "prediction".
         stability_tolerance: Largest difference of equal predictions of a regression.
-        custom_code: Whether transformers needs `modeling_hies.py` to load the slim model.
-        auto_class: The class of transformers that loads it.
-        onnx, gguf: What is known of the export.
+        custom_code: Whether transformers needs `modeling_hies.py` to load the slim model, as its `auto_class`.
         run: How to repeat the run, a `RunRecord`.
     """
 

@@ -20,10 +20,9 @@ class UnitCell(NamedTuple):
 
 @dataclass(frozen=True)
 class MapFigure:
-    """A map of all units, layers down and units across.
+    """A map of all units, layers down and units across; `kind` is its CSS class.
 
-    `kind` is the CSS class: "plan", or the name of the numbers that are shown. `ends` are the numbers of an empty and
-    of a full cell; empty for the plan.
+    `ends` are the numbers of an empty and of a full cell; empty for the plan.
     """
 
     kind: str
@@ -48,11 +47,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class BarFigure:
-    """A bar per layer, layers down.
-
-    None leaves a row free, where the map beside it has a module and there is no bar. `text_width` is that of the
-    longest text beside a bar, in units of the map.
-    """
+    """A bar per layer, layers down; None leaves a row free. `text_width` is that of the longest text."""
 
     title: str
     note: str
@@ -89,20 +84,15 @@ class Scale:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve in an SVG 600 units wide.
+    """A curve in an SVG 600 units wide, whose axis begins at `left`.
 
     Attributes:
-        label: What it shows.
-        left: Where the axis begins.
-        line: Points of the line that is drawn.
-        dots: Points with a mark.
         ends: The largest and the smallest value: height, and the number as text.
-        axis: Text at both ends of the axis.
-        bottom: Height of that text.
+        axis: Text at both ends of the axis, at the height `bottom`.
         kind: CSS class of the curve; each kind of number has a colour.
         ticks: Places on the axis, and the numbers there.
-        chosen: Where on the axis the choice is marked; None for no mark.
-        band: Heights of the top and the bottom of a shaded band; None for no band.
+        chosen: Where on the axis the choice is marked.
+        band: Heights of the top and the bottom of a shaded band.
     """
 
     label: str

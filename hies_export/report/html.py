@@ -25,7 +25,7 @@ from .drawing import (
 from .jinja import render_report
 from .maps import CUT, UnitBars, UnitMap, unit_maps
 from .report import Report
-from .rows import check_table, environment_table, percentile_table, quality_table, size_rows
+from .rows import size_rows
 from .text import agreement, criterion_text
 
 # Numbers of a head that have a map: title, and how to read it.
@@ -48,16 +48,9 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         figures=head_figures(heads) if heads else [],
         numbers=_numbers(heads) if heads else None,
         bars=neuron_bars(report, heads),
-        quality=quality_table(report),
-        agreement=agreement(report),
-        uncompensated=report.details.uncompensated,
         alpha_curves=alpha_curves(report),
-        sizes=size_rows(report),
         place=_common_scale(report),
         whole=Scale(1.0),
-        percentiles=percentile_table(report.latency),
-        checks=check_table(report).rows,
-        environment=environment_table(report.environment),
     )
 
 

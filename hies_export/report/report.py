@@ -24,13 +24,9 @@ REPORT = Rule("a report must be a report.json or a run's folder", "give the fold
 
 @dataclass(frozen=True, eq=False)
 class UnitCounts(Record):
-    """How many units of a kind, such as heads, the dense model has and how many were removed.
+    """How many units of a kind the dense model has, how many were removed, and how many each module keeps.
 
-    Attributes:
-        total: Units of the dense model.
-        removed: Those that the slim model lacks.
-        kept_per_layer: Units that each module keeps; of attention, query heads. Empty where the run left this kind of
-            unit alone.
+    Heads are query heads. `kept_per_layer` is empty where the run left this kind of unit alone.
     """
 
     total: Count
@@ -161,14 +157,6 @@ class Report:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, where: str | Path) -> Report:
-        """Read what a report.json holds.
-
-        Args:
-            values: The fields of the file.
-            where: The file, for messages.
-
-        Raises:
-            RequestError: It is not a report.
-        """
+        """Read the fields of a report.json; `where` names the file in refusals."""
         report: Report = check(values, cls, REPORT, where=str(where))
         return report

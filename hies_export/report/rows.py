@@ -100,7 +100,7 @@ def tried_table(report: Report) -> Table | None:
         agreement(report): lambda row: f"{row.stability:.1%}",
         "": lambda row: "chosen" if row.chosen else "",
     }
-    return _filled(columns, report.details.tried)
+    return filled(columns, report.details.tried)
 
 
 def _candidate(row: Tried) -> str:
@@ -113,7 +113,7 @@ def _candidate(row: Tried) -> str:
     return ", ".join(filter(None, (row.criterion, *parts)))
 
 
-def _filled(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> Table:
+def filled(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> Table:
     """Return the table of what each column says of each row, without empty columns."""
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     cells = {name: column for name, column in cells.items() if any(column)}
@@ -153,7 +153,7 @@ def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense",
         "tokens/s": lambda row: pair_text(row.tokens_per_second),
         "device GB": lambda row: pair_text(row.peak_bytes, scale=1e-9),
     }
-    return _filled(columns, rows)
+    return filled(columns, rows)
 
 
 def percentile_table(rows: Sequence[LatencyRow]) -> Table:

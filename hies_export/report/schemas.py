@@ -1,4 +1,4 @@
-"""What the JSON files beside report.json must hold: a bench, scores.json of a run, sweep.json and details.json."""
+"""What scores.json of a run, and sweep.json and details.json of a sweep, must hold."""
 
 from __future__ import annotations
 
@@ -15,32 +15,6 @@ RERUN = "run it again"
 SCORES = Rule("scores.json must be as a run of this version wrote it", RERUN, megabytes=1024, shown=True)
 SWEEP = Rule("sweep.json must be as a sweep of this version wrote it", RERUN, shown=True)
 SWEEP_DETAILS = Rule("details.json must be as a sweep of this version wrote it", RERUN, megabytes=1024, shown=True)
-
-
-class BenchPart(Schema):
-    """A table of a bench."""
-
-    title: str
-    names: Annotated[list[str], Field(min_length=2, max_length=2)]
-    rows: list[Any]
-
-
-class BenchOfTwo(Schema):
-    """What `hies-export bench --json` prints."""
-
-    a: str
-    b: str
-    latency: list[Any]
-    environment: dict[str, Any]
-
-
-class BenchOfMany(Schema):
-    """What bench/gpu.py writes."""
-
-    title: str
-    tables: list[BenchPart]
-    missing: list[str]
-    environment: dict[str, Any]
 
 
 class ScoresFile(Schema):

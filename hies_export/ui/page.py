@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checkpoint.folders import replace_file
 from ..checkpoint.refits import REFIT
@@ -18,10 +19,10 @@ from ..report.drawing import BarFigure, Curve, Dot, MapFigure, bar_figure, curve
 from ..report.jinja import environment, escape_markdown
 from ..report.maps import UnitBars, UnitMap, plan_maps
 from ..report.report import plan_counts
-from ..report.rows import Table
+from ..report.rows import Table, filled
 from ..report.text import removed_text
 from ..studies.explore import FAMILY, Exploration, Measured, estimate, fit, lost_share, read_exploration
-from ..studies.trials import Result, results_of, same_units
+from ..studies.trials import Result, Trial, results_of, same_units
 from ..values import PruningPlan
 from .guard import THIS_MACHINE, Guard
 
@@ -29,6 +30,31 @@ from .guard import THIS_MACHINE, Guard
 BY_SLIDERS = "by the sliders (HIES)"
 # Title of the numbers of a plan that was evaluated itself.
 MEASURED = "Measured, of this plan itself"
+_NOT_COMPENSATED = (
+    "apply does NOT compensate this plan: it cuts only, and quality is lower. prune refits the layers, as its recipe "
+    "says."
+)
+
+
+class Settings(NamedTuple):
+    """What the controls of the page are set to, in their order; see `Exploration.plan_at`."""
+
+    alpha: float
+    sparsity: float
+    allocation: str
+    neurons: float | None = None
+    chosen: str = BY_SLIDERS
+
+    @property
+    def by_sliders(self) -> bool:
+        """Whether the sliders make the plan; else the measured one is shown that is `chosen`."""
+        return self.chosen == BY_SLIDERS
+
+    def plan(self, exploration: Exploration) -> PruningPlan:
+        """Return the plan that is asked for."""
+        if self.by_sliders:
+            return exploration.plan_at(self.alpha, self.sparsity, self.allocation, neurons=self.neurons)
+        return next(trial.plan for trial in exploration.trials if trial.label == self.chosen)
 
 
 def require_gradio() -> None:
@@ -152,20 +178,14 @@ def _controls(exploration: Exploration) -> list[Any]:
     return [*sliders, chosen]
 
 
-def draw(
-    exploration: Exploration,
-    alpha: float,
-    sparsity: float,
-    allocation: str,
-    neurons: float | None = None,
-    chosen: str = BY_SLIDERS,
-) -> str:
+def draw(exploration: Exploration, *values: Any) -> str:
     """Return as HTML what a plan keeps, its cost, and its measured or predicted quality; or why there is no such plan.
 
-    The plan is that of `Exploration.plan_at`, or the measured one with the label `chosen`.
+    `values` are those of the controls, see `Settings`.
     """
+    settings = Settings(*values)
     try:
-        plan = _plan(exploration, alpha, sparsity, allocation, neurons, chosen)
+        plan = settings.plan(exploration)
     except PlanError as error:
         return _render("message.html.j2", text=str(error))
     lost = lost_share(exploration.statistics["his"], plan)
@@ -176,9 +196,9 @@ def draw(
         (f"FLOPs{at}, of dense", f"{exploration.flops_ratio(plan):.3f}"),
         ("importance (HIS) removed", f"{lost:.1%}"),
     ]
-    figure, bars = _figures(exploration, plan, alpha if chosen == BY_SLIDERS else None)
+    figure, bars = _figures(exploration, plan, settings.alpha if settings.by_sliders else None)
     results = {result.how: result for result in results_of(exploration.trials, plan)}
-    by_his = chosen == BY_SLIDERS or plan.criterion in FAMILY
+    by_his = settings.by_sliders or plan.criterion in FAMILY
     predictions = [
         _predicted(exploration, measured, lost, results.pop(measured.how, None))
         for measured in exploration.measured
@@ -191,20 +211,11 @@ def draw(
         figure=figure,
         bars=bars,
         ranks_neurons=exploration.ranks_neurons,
-        chosen=chosen != BY_SLIDERS,
+        chosen=not settings.by_sliders,
         counted=any(trial.flops_ratio is not None and same_units(trial.plan, plan) for trial in exploration.trials),
         predictions=predictions,
         note=_compensation_note(exploration, plan),
     )
-
-
-def _plan(
-    exploration: Exploration, alpha: float, sparsity: float, allocation: str, neurons: float | None, chosen: str
-) -> PruningPlan:
-    """Return the plan of the sliders, or the measured one that was chosen."""
-    if chosen == BY_SLIDERS:
-        return exploration.plan_at(alpha, sparsity, allocation, neurons=neurons)
-    return next(trial.plan for trial in exploration.trials if trial.label == chosen)
 
 
 def _figures(
@@ -232,24 +243,19 @@ def _figures(
     return figure, bars
 
 
-def save(
-    exploration: Exploration,
-    folder: Path,
-    alpha: float,
-    sparsity: float,
-    allocation: str,
-    neurons: float | None = None,
-    chosen: str = BY_SLIDERS,
-) -> str:
-    """Write a plan into the folder; return as HTML where it is and the commands that cut by it."""
+def save(exploration: Exploration, folder: Path, *values: Any) -> str:
+    """Write the plan of the controls into the folder; return as HTML where it is and the commands that cut by it."""
+    settings = Settings(*values)
     try:
-        plan = _plan(exploration, alpha, sparsity, allocation, neurons, chosen)
+        plan = settings.plan(exploration)
     except PlanError as error:
         return _render("message.html.j2", text=str(error))
-    share = f"-neurons-{neurons:g}" if neurons is not None and exploration.ranks_neurons else ""
-    name = f"alpha{alpha:g}-{allocation}-{sparsity:g}{share}"
-    if chosen != BY_SLIDERS:
-        name = re.sub(r"[^\w.]+", "-", chosen.replace("%", "")).strip("-")
+    if settings.by_sliders:
+        ranked = settings.neurons is not None and exploration.ranks_neurons
+        share = f"-neurons-{settings.neurons:g}" if ranked else ""
+        name = f"alpha{settings.alpha:g}-{settings.allocation}-{settings.sparsity:g}{share}"
+    else:
+        name = re.sub(r"[^\w.]+", "-", settings.chosen.replace("%", "")).strip("-")
     file = folder / f"plan-{name}.json"
     replace_file(file, plan.to_json())
     name, model = shlex.quote(str(file)), shlex.quote(exploration.model or "MODEL")
@@ -264,23 +270,20 @@ def save(
 
 def _compensation_note(exploration: Exploration, plan: PruningPlan) -> str:
     """Return what must be known of compensated models before a plan is applied; nothing if none was compensated."""
-    if not plan.compensation:
-        if not any("compensated" in result.how for trial in exploration.trials for result in trial.results):
-            return ""
-        return (
-            "Some of the models that were measured here are compensated. apply does NOT compensate this plan: it cuts "
-            "only, and quality is lower. prune refits the layers, as its recipe says."
-        )
+    method = plan.compensation.get("method")
     if plan.refit is not None:
         return (
-            f"This is the plan of the run, whose model is compensated ({plan.compensation['method']}). apply takes the "
-            f"refitted layers from {REFIT} beside it; without that file it cuts only."
+            f"This is the plan of the run, whose model is compensated ({method}). apply takes the refitted layers from "
+            f"{REFIT} beside it; without that file it cuts only."
         )
-    return (
-        f"The models that were measured here are compensated ({plan.compensation['method']}), and so is what is "
-        "predicted. apply does NOT compensate this plan: it cuts only, and quality is lower. prune refits the layers, "
-        "as its recipe says."
-    )
+    if method is not None:
+        return (
+            f"The models that were measured here are compensated ({method}), and so is what is predicted. "
+            + _NOT_COMPENSATED
+        )
+    if any("compensated" in result.how for trial in exploration.trials for result in trial.results):
+        return f"Some of the models that were measured here are compensated. {_NOT_COMPENSATED}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -298,14 +301,11 @@ def _predicted(exploration: Exploration, measured: Measured, lost: float, exact:
 
     `exact` is what was measured of the plan itself, if it was.
     """
-    kinds = (
-        (
-            *(exploration.metric, measured.quality, exact.quality if exact else None),
-            higher_is_better(exploration.metric),
-            ".4f",
-        ),
-        (*("same predictions", measured.stability, exact.stability if exact else None), True, ".1%"),
-    )
+    metric = exploration.metric
+    kinds = [
+        (metric, measured.quality, exact.quality if exact else None, higher_is_better(metric), ".4f"),
+        ("same predictions", measured.stability, exact.stability if exact else None, True, ".1%"),
+    ]
     rows, curves = [], {}
     for name, values, known, more_is_better, form in kinds:
         if not values:
@@ -317,12 +317,11 @@ def _predicted(exploration: Exploration, measured: Measured, lost: float, exact:
         else:
             rows.append([name, f"{known:{form}}", ""])
         curves[name] = _curve(name, measured.lost, values, lost, more_is_better, at=known)
-    said = "predicted" if exact is None else "measured"
-    header = ["", said, "mean error" if any(row[2] for row in rows) else ""]
-    title = MEASURED if exact is not None else f"Predicted from {len(measured.lost)} models"
-    if not header[2]:
-        header, rows = header[:2], [row[:2] for row in rows]
-    return _Prediction(title, measured.how, Table(header, rows), curves)
+    said, title = "predicted", f"Predicted from {len(measured.lost)} models"
+    if exact is not None:
+        said, title = "measured", MEASURED
+    columns = {header: itemgetter(column) for column, header in enumerate(("", said, "mean error"))}
+    return _Prediction(title, measured.how, filled(columns, rows), curves)
 
 
 def _only_measured(exploration: Exploration, result: Result) -> _Prediction:
@@ -335,22 +334,16 @@ def _only_measured(exploration: Exploration, result: Result) -> _Prediction:
 
 def _trial_table(exploration: Exploration) -> Table:
     """Return all plans that were measured, and what of them."""
-    rows = [
-        [
-            trial.label,
-            _made(result.how),
-            "" if result.quality is None else f"{result.quality:.4f}",
-            f"{result.stability:.1%}",
-            "" if trial.flops_ratio is None else f"{trial.flops_ratio:.3f}",
-            f"{trial.plan.removed:,}" if trial.plan.heads else "",
-            f"{trial.plan.removed_neurons:,}" if trial.plan.neurons else "",
-        ]
-        for trial in exploration.trials
-        for result in trial.results
-    ]
-    header = ("plan", "", exploration.metric, "same predictions", "FLOPs", "heads removed", "neurons removed")
-    columns = [column for column in range(len(header)) if any(row[column] for row in rows)]
-    return Table([header[c] for c in columns], [[row[c] for c in columns] for row in rows])
+    columns: dict[str, Callable[[tuple[Trial, Result]], str]] = {
+        "plan": lambda row: row[0].label,
+        "": lambda row: _made(row[1].how),
+        exploration.metric: lambda row: "" if row[1].quality is None else f"{row[1].quality:.4f}",
+        "same predictions": lambda row: f"{row[1].stability:.1%}",
+        "FLOPs": lambda row: "" if row[0].flops_ratio is None else f"{row[0].flops_ratio:.3f}",
+        "heads removed": lambda row: f"{row[0].plan.removed:,}" if row[0].plan.heads else "",
+        "neurons removed": lambda row: f"{row[0].plan.removed_neurons:,}" if row[0].plan.neurons else "",
+    }
+    return filled(columns, [(trial, result) for trial in exploration.trials for result in trial.results])
 
 
 def _made(how: str) -> str:

@@ -7,7 +7,7 @@ from support.reports import make_report
 
 from hies_export.report.card import render_card
 from hies_export.report.html import render_html
-from hies_export.report.markdown import render_markdown
+from hies_export.report.jinja import render_markdown
 from hies_export.report.terminal import print_report
 
 NOTE = "Written as mistral, which computes the same: a config of llama does not take this number of heads."

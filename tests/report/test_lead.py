@@ -11,8 +11,8 @@ from support.reports import TRIED, latency_row, make_report
 from hies_export.report.card import render_card
 from hies_export.report.drawing import Scale, latency_scale
 from hies_export.report.html import render_html
+from hies_export.report.jinja import render_markdown
 from hies_export.report.lead import asked_row, lead_text
-from hies_export.report.markdown import render_markdown
 from hies_export.report.report import FirstMetric, Report
 from hies_export.report.terminal import print_report
 from hies_export.report.text import alpha_text, tried_text

@@ -17,8 +17,8 @@ from hies_export.report.details import NeuronCount
 from hies_export.report.drawing import Bar, bar_figure
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
+from hies_export.report.jinja import render_markdown
 from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, UnitBars, head_map, neuron_counts, plan_maps
-from hies_export.report.markdown import render_markdown
 from hies_export.report.report import Report, UnitCounts, plan_counts
 from hies_export.report.rows import comparison_table, layer_table, tried_table
 from hies_export.report.terminal import print_report

@@ -21,9 +21,8 @@ from hies_export.report.bench import Bench, print_bench, read_report, render_ben
 from hies_export.report.card import render_card
 from hies_export.report.figures import CAPTIONS, draw_report
 from hies_export.report.html import render_html
-from hies_export.report.jinja import one_line
+from hies_export.report.jinja import one_line, render_markdown
 from hies_export.report.maps import KEPT
-from hies_export.report.markdown import render_markdown
 from hies_export.report.report import Report
 from hies_export.report.terminal import print_report
 

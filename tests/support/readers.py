@@ -32,8 +32,8 @@ from hies_export.report.bench import print_bench, read_report, render_bench
 from hies_export.report.card import read_card, render_card
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
+from hies_export.report.jinja import render_markdown
 from hies_export.report.maps import KEPT, plan_maps
-from hies_export.report.markdown import render_markdown
 from hies_export.report.report import Report
 from hies_export.report.terminal import map_text, print_report
 from hies_export.runtimes.llamacpp import read_version
