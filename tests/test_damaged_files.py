@@ -1,6 +1,7 @@
 """What the tool says of files that were damaged in ways that people reported."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,100 +33,89 @@ def change(file: Path, *place: Any, to: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def plan() -> PruningPlan:
-    return random_cut(bert(), text_batch())[1]
-
-
-@pytest.mark.parametrize(
-    ("place", "to", "message"),
-    [
-        (("units", 0), "a", r"units\[0\] must be a valid integer, got 'a'"),
-        (("units", 0), 1.5, r"units\[0\] must be a valid integer, got 1.5"),
-        (("units",), [0, 99], r"units must be ascending indices in \[0, 6\), at least one, got \[0, 99\]"),
-        (("units",), [-1, 2], r"ascending indices in \[0, 6\)"),
-        (("units",), [], r"ascending indices in \[0, 6\), at least one, got \[\]"),
-        (("total",), 10**12, r"total must be less than or equal to 1048576, got 1000000000000"),
-        (("groups",), 4, "total must be a multiple of groups, got 6 and 4"),
-        (("kind",), "mouth", "kind must be 'attention' or 'mlp', got 'mouth'"),
-    ],
-)
-def test_units_of_a_plan(plan: PruningPlan, place: Any, to: Any, message: str, tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    change(tmp_path / "plan.json", "kept", next(iter(plan.kept)), *place, to=to)
-    with pytest.raises(PlanError, match=r"a plan must be JSON written by hies_export .*plan.json kept\[.*" + message):
-        PruningPlan.from_file(tmp_path / "plan.json")
-    assert hies("inspect", tmp_path / "plan.json") == 2
-
-
-def test_fields_of_a_plan(plan: PruningPlan, tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    for name, to, message in (("model", 5, "model must be an object, got 5"), ("x", 1, "x Extra inputs are not")):
-        file.write_text(plan.to_json())
-        change(file, name, to=to)
-        with pytest.raises(PlanError, match=message):
-            PruningPlan.from_file(file)
-    file.write_bytes(plan.to_json().encode().replace(b"attention", b"att\xff"))
-    with pytest.raises(PlanError, match=r"plan.json is no JSON: invalid unicode code point at line \d+"):
-        PruningPlan.from_file(file)
-
-
-@pytest.fixture(scope="module")
-def slim_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("slim")
-    random_cut(bert(), text_batch())[0].save_pretrained(folder)
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file, or a checkpoint, of every kind in `KINDS`."""
+    folder = tmp_path_factory.mktemp("files")
+    slim, plan, _ = random_cut(bert(), text_batch())
+    slim.save_pretrained(folder / "slim")
+    bert().save_pretrained(folder / "dense")
+    causal_lm().save_pretrained(folder / "decoder")
+    (folder / "plan.json").write_text(plan.to_json())
+    (folder / "report.json").write_text(make_report().to_json())
     return folder
 
 
-@pytest.fixture
-def slim(slim_files: Path, tmp_path: Path) -> Path:
-    for file in slim_files.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
-
-
-LAYER = "encoder.layer.0.attention.self"
-
-
-@pytest.mark.parametrize(
-    ("place", "to", "message"),
-    [
-        (("linear",), 5, "hies_export.linear must be an object, got 5"),
-        (("linear",), {"encoder.layer.9.x": [4, 4]}, "names 'encoder.layer.9.x', which is not a linear layer"),
-        (("linear",), {"embeddings.LayerNorm": [4, 4]}, "'embeddings.LayerNorm', which is not a linear"),
-        (("linear",), {f"{LAYER}.query": [4]}, r"query'\] List should have at least 2 items"),
-        (("linear",), {f"{LAYER}.query": [0, 48]}, r"query'\]\[0\] must be greater than or equal to 1, got 0"),
-        (("attributes",), {"nowhere": {"num_attention_heads": 2}}, "'nowhere', which is not a module of"),
-        (("attributes",), {LAYER: {"forward": 2}}, "names 'forward', which is not a number of its Bert"),
-        (("attributes",), {LAYER: {"num_attention_heads": "2"}}, "must be a valid integer, got '2'"),
-    ],
-)
-def test_the_block_of_a_slim_checkpoint(slim: Path, place: Any, to: Any, message: str) -> None:
-    change(slim / "config.json", "hies_export", *place, to=to)
-    with pytest.raises(RequestError, match=r"the config of a model must be .*" + message):
-        load(slim)
+# What is damaged -> what reads it, the error, and how its sentence begins.
+KINDS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "plan.json": (PruningPlan.from_file, PlanError, "a plan must be JSON written by hies_export .*plan.json .*"),
+    "report.json": (Report.from_file, RequestError, "a report must be a report.json or a run's folder.*"),
+    "slim/config.json": (lambda file: load(file.parent), RequestError, "the config of a model must be .*"),
+    "dense/config.json": (lambda file: load(file.parent), RequestError, ""),
+    "decoder/generation_config.json": (lambda file: load(file.parent), RequestError, ""),
+}
+GENERATION = "generation_config.json eos_token_id must be a valid integer, got {'x': 1}"
+MODULE, LAYER = "bert.encoder.layer.0.attention.self", "encoder.layer.0.attention.self"
+KEPT, UNITS = ("kept", MODULE), ("kept", MODULE, "units")
+LINEAR, ATTRIBUTES = ("hies_export", "linear"), ("hies_export", "attributes")
+PER_LAYER = {"dense": [], "slim": [{"layer": "a", "projections": 1, "products": 1, "other": 1}], "shape": [1, 2]}
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("kind", "place", "to", "message"),
     [
-        (lambda file: file.write_text("[1]"), r"in .*config.json the whole must be an object, got \[1\]"),
-        (lambda file: change(file, "architectures", to=5), "architectures must be a valid list, got 5"),
-        (lambda file: change(file, "hidden_size", to="wide"), "hidden_size"),
-        (lambda file: change(file, "num_attention_heads", to=5), r"no BertFor\w+ can be built of .*not a multiple"),
-        (lambda file: change(file, "num_hidden_layers", to=10**9), "num_hidden_layers must be at most 10000, got"),
-        (
-            lambda file: change(file, "pruned_heads", to={"0": [1, "x"]}),
-            r"pruned_heads\['0'\]\[1\] must be a valid int",
-        ),
-        (lambda file: change(file, "pruned_heads", to={"x": [1]}), "pruned_heads"),
-        (lambda file: change(file, "pruned_heads", to={"0": [77]}), "names head 77 of layer 0, which had 6"),
+        ("plan.json", (*UNITS, 0), "a", r"kept\[.*units\[0\] must be a valid integer, got 'a'"),
+        ("plan.json", (*UNITS, 0), 1.5, r"units\[0\] must be a valid integer, got 1.5"),
+        ("plan.json", UNITS, [0, 99], r"units must be ascending indices in \[0, 6\), at least one, got \[0, 99\]"),
+        ("plan.json", UNITS, [-1, 2], r"ascending indices in \[0, 6\)"),
+        ("plan.json", UNITS, [], r"ascending indices in \[0, 6\), at least one, got \[\]"),
+        ("plan.json", (*KEPT, "total"), 10**12, r"total must be less than or equal to 1048576, got 1000000000000"),
+        ("plan.json", (*KEPT, "groups"), 4, "total must be a multiple of groups, got 6 and 4"),
+        ("plan.json", (*KEPT, "kind"), "mouth", "kind must be 'attention' or 'mlp', got 'mouth'"),
+        ("plan.json", ("model",), 5, "model must be an object, got 5"),
+        ("plan.json", ("x",), 1, "x Extra inputs are not"),
+        ("slim/config.json", LINEAR, 5, "hies_export.linear must be an object, got 5"),
+        ("slim/config.json", LINEAR, {"encoder.layer.9.x": [4, 4]}, "'encoder.layer.9.x', which is not a linear layer"),
+        ("slim/config.json", LINEAR, {"embeddings.LayerNorm": [4, 4]}, "'embeddings.LayerNorm', which is not a linear"),
+        ("slim/config.json", LINEAR, {f"{LAYER}.query": [4]}, r"query'\] List should have at least 2 items"),
+        ("slim/config.json", LINEAR, {f"{LAYER}.query": [0, 48]}, r"query'\]\[0\] must be greater than or eq.* got 0"),
+        ("slim/config.json", ATTRIBUTES, {"nowhere": {"heads": 2}}, "'nowhere', which is not a module of"),
+        ("slim/config.json", ATTRIBUTES, {LAYER: {"forward": 2}}, "names 'forward', which is not a number of its Bert"),
+        ("slim/config.json", ATTRIBUTES, {LAYER: {"num_attention_heads": "2"}}, "must be a valid integer, got '2'"),
+        ("dense/config.json", (), [1], r"in .*config.json the whole must be an object, got \[1\]"),
+        ("dense/config.json", ("architectures",), 5, "architectures must be a valid list, got 5"),
+        ("dense/config.json", ("hidden_size",), "wide", "hidden_size"),
+        ("dense/config.json", ("num_attention_heads",), 5, r"no BertFor\w+ can be built of .*not a multiple"),
+        ("dense/config.json", ("num_hidden_layers",), 10**9, "num_hidden_layers must be at most 10000, got"),
+        ("dense/config.json", ("pruned_heads",), {"0": [1, "x"]}, r"pruned_heads\['0'\]\[1\] must be a valid int"),
+        ("dense/config.json", ("pruned_heads",), {"x": [1]}, "pruned_heads"),
+        ("dense/config.json", ("pruned_heads",), {"0": [77]}, "names head 77 of layer 0, which had 6"),
+        ("decoder/generation_config.json", ("eos_token_id",), {"x": 1}, GENERATION),
+        ("report.json", ("parameters", "dense"), 0, "parameters.dense must be greater than 0, got 0"),
+        ("report.json", ("details", "head_map"), {"a": 5}, "details.head_map.a must be a valid string, got 5"),
+        ("report.json", ("details", "neurons"), {"a": {"kept": 1}}, "details.neurons.a.total is missing"),
+        ("report.json", ("details", "metrics"), {"f1": {"dense": 1}}, "details.metrics.f1.slim is missing"),
+        ("report.json", ("details", "uncompensated"), {"metrics": {}, "stability": 1}, "the first metric, 'accuracy'"),
+        ("report.json", ("details", "budget"), {"kind": "flops"}, "details.budget.target is missing"),
+        ("report.json", ("details", "data"), {"labels": "a"}, "details.data.calibration_samples is missing"),
+        ("report.json", ("details", "flops_per_layer"), PER_LAYER, "as many layers"),
+        ("report.json", ("latency", 0, "ratio"), float("nan"), r"latency\[0\].ratio must be a finite number, got nan"),
     ],
 )
-def test_a_config(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
-    bert().save_pretrained(tmp_path)
-    damage(tmp_path / "config.json")
-    with pytest.raises(RequestError, match=message):
-        load(tmp_path)
+def test_a_value_that_does_not_fit(kind: str, place: Any, to: Any, message: str, files: Path, tmp_path: Path) -> None:
+    file = shutil.copytree(files, tmp_path / "copy") / kind
+    change(file, *place, to=to) if place else file.write_text(json.dumps(to))
+    read, error, beginning = KINDS[kind]
+    with pytest.raises(error, match=beginning + message):
+        read(file)
+    if command := {"plan.json": "inspect", "report.json": "report"}.get(kind):
+        assert hies(command, file) == 2
+
+
+def test_a_plan_that_is_no_utf8(files: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_bytes((files / "plan.json").read_bytes().replace(b"attention", b"att\xff"))
+    with pytest.raises(PlanError, match=r"plan.json is no JSON: invalid unicode code point at line \d+"):
+        PruningPlan.from_file(file)
 
 
 @pytest.mark.parametrize("command", ["run", "inspect", "export", "bench"])
@@ -174,40 +164,12 @@ def test_the_header_of_safetensors(tmp_path: Path) -> None:
         read_tensors(tmp_path)
 
 
-def test_a_generation_config(tmp_path: Path) -> None:
+def test_a_generation_config_beside_a_graph(tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path)
     change(tmp_path / "generation_config.json", "eos_token_id", to={"x": 1})
-    message = "generation_config.json eos_token_id must be a valid integer, got {'x': 1}"
-    with pytest.raises(RequestError, match=message):
-        load(tmp_path)
     (tmp_path / "model.onnx").write_text("")
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=GENERATION):
         OnnxGenerator.from_folder(tmp_path)
-
-
-LAYER = {"layer": "a", "projections": 1, "products": 1, "other": 1}
-
-
-@pytest.mark.parametrize(
-    ("place", "to", "message"),
-    [
-        (("parameters", "dense"), 0, "parameters.dense must be greater than 0, got 0"),
-        (("details", "head_map"), {"a": 5}, "details.head_map.a must be a valid string, got 5"),
-        (("details", "neurons"), {"a": {"kept": 1}}, "details.neurons.a.total is missing"),
-        (("details", "metrics"), {"f1": {"dense": 1}}, "details.metrics.f1.slim is missing"),
-        (("details", "uncompensated"), {"metrics": {}, "stability": 1}, "must have the first metric, 'accuracy'"),
-        (("details", "budget"), {"kind": "flops"}, "details.budget.target is missing"),
-        (("details", "data"), {"labels": "data"}, "details.data.calibration_samples is missing"),
-        (("details", "flops_per_layer"), {"dense": [], "slim": [LAYER], "shape": [1, 2]}, "as many layers"),
-        (("latency", 0, "ratio"), float("nan"), r"latency\[0\].ratio must be a finite number, got nan"),
-    ],
-)
-def test_a_report(place: Any, to: Any, message: str, tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text(make_report().to_json())
-    change(tmp_path / "report.json", *place, to=to)
-    with pytest.raises(RequestError, match=f"a report must be a report.json or a run's folder.*{message}"):
-        Report.from_file(tmp_path)
-    assert hies("report", tmp_path) == 2
 
 
 @pytest.mark.parametrize("lacking", ["head_map", "heads", "metrics", "alpha_curve", "uncompensated"])

@@ -55,11 +55,8 @@ def test_what_does_not_fit_is_refused_with_its_place(text: Any, problem: str) ->
 
 
 def test_long_values_and_names_are_not_quoted_whole() -> None:
-    for large in (
-        {"parts": {"n" * 10_000: 5}},
-        {"parts": {"a": {"counts": "x" * 10_000}}},
-        [["y" * 10_000] * 1000] * 9,
-    ):
+    inner = {"counts": "x" * 10_000}
+    for large in ({"parts": {"n" * 10_000: 5}}, {"parts": {"a": inner}}, [["y" * 10_000] * 1000] * 9):
         with pytest.raises(DataError, match="must be") as caught:
             check(large, Outer, RULE, where="it")
         assert len(str(caught.value)) < 1000

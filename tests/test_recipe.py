@@ -42,20 +42,6 @@ def test_a_latency_budget_is_met_in_one_dtype() -> None:
         PruningRecipe(**fields, measure={"dtypes": ["float32", "float16"]})
 
 
-def test_there_are_recipes() -> None:
-    assert {p.stem for p in RECIPES} >= {"quickstart-vit-digits", "bert-sst2", "bert-stsb", "vit-cifar100"}
-
-
-def test_defaults() -> None:
-    recipe = PruningRecipe(**GOOD)
-    assert recipe.prune.criterion == "hies"
-    assert recipe.prune.modules == ("attention",)
-    assert (recipe.prune.multiple_of.heads, recipe.prune.multiple_of.neurons) == (1, 1)
-    assert recipe.data.text == ("sentence",)
-    assert (recipe.calibration.samples, recipe.calibration.split) == (32, "train")
-    assert recipe.measure.runtimes == ("torch", "onnxruntime-cpu")
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -66,11 +52,7 @@ def test_defaults() -> None:
         ("prune.budget.heads", 1.2, r"prune.budget.heads: sparsity must be in \(0, 1\), got 1.2"),
         ("prune.budget.heads", 0, r"sparsity must be in \(0, 1\), got 0"),
         ("prune.budget.heads", "half", "prune.budget.heads must be .* number.*, got 'half'"),
-        (
-            "prune.budget",
-            {},
-            "prune.budget: exactly one of heads, flops, parameters, latency, max_drop must be given, got n",
-        ),
+        ("prune.budget", {}, "exactly one of heads, flops, parameters, latency, max_drop must be given, got none"),
         ("prune.alpha", 1.0, r"prune.alpha: alpha must be in \[0, 1\), got 1;"),
         ("prune.alpha", -0.1, r"alpha must be in \[0, 1\), got -0.1"),
         ("prune.alpha", float("nan"), r"alpha must be in \[0, 1\), got nan"),
@@ -78,26 +60,17 @@ def test_defaults() -> None:
         ("prune.compensation", {"method": "magic"}, "compensation.method must be 'bias', 'least_squares' or 'scalars'"),
         ("prune.compensation", {"sample": 5}, "prune.compensation.sample is not a field .* did you mean 'samples'"),
         ("prune.compensation", {"ridge": 0}, "prune.compensation.ridge must be greater than 0, got 0"),
-        ("prune.criterion", "hiess", "criterion must be one of hies, .*, got 'hiess'; did you mean 'hies'"),
         (
             "prune.criterion",
-            "compensate",
-            "one of hies, .*, compensated, hies-compensated, auto, got 'compensate'; did",
+            "hiess",
+            "criterion must be one of hies, .*, compensated, .*, auto, got 'hiess'; did you mean 'hies'",
         ),
-        (
-            "prune.budget.parameters",
-            1,
-            r"prune.budget.parameters: parameters must be in \(0, 1\), a share of .*, got 1;",
-        ),
+        ("prune.budget.parameters", 1, r"prune.budget.parameters: .* must be in \(0, 1\), a share of .*, got 1;"),
         ("prune.budget", {"flops": 0.5, "parameters": 0.5}, "must be given, got flops and parameters"),
         ("prune.modules", ["heads"], "prune.modules.0 must be 'attention' or 'mlp', got 'heads'"),
         ("prune.modules", [], r"prune.modules: modules must be attention, mlp or both, each once, got \[\]"),
         ("prune.modules", ["mlp", "mlp"], r"must be attention, mlp or both, each once, got \['mlp', 'mlp'\]"),
-        (
-            "prune.modules",
-            ["mlp"],
-            r"budget.heads is for modules: \[attention\], got modules: \[mlp\]; set budget.flops",
-        ),
+        ("prune.modules", ["mlp"], r"budget.heads is for modules: \[attention\], got modules: \[mlp\]; set budget"),
         ("prune.modules", ["mlp", "attention"], r"got modules: \[attention, mlp\]; set budget.flops, parameters, lat"),
         ("prune.multiple_of", 0, "prune.multiple_of.heads must be greater than or equal to 1, got 0"),
         ("prune.multiple_of", {"neurons": 0}, "prune.multiple_of.neurons must be greater than or equal to 1, got 0"),
@@ -105,21 +78,13 @@ def test_defaults() -> None:
         ("prune.compensation", {"token_weights": 0}, "prune.compensation.token_weights must be greater than 0, got 0"),
         ("prune.compensation", {"token_weights": 2}, "token_weights must be less than or equal to 1, got 2"),
         ("prune.compensation", {"memory_gb": 0}, "prune.compensation.memory_gb must be greater than 0, got 0"),
-        (
-            "prune.compensation",
-            {"token_weights": 0.3, "sequential": True},
-            "sequential refits weigh all tokens alike, got token_weights: 0.3; leave out one",
-        ),
+        ("prune.compensation", {"token_weights": 0.3, "sequential": True}, "alike, got token_weights: 0.3; leave out"),
         ("prune.allocation", "best", "prune.allocation must be 'global' or 'uniform', got 'best'"),
         ("prune.min_heads", 0, "prune.min_heads must be greater than or equal to 1, got 0"),
         ("task", "summarization", "task must be 'text-classification', .* or 'image-text-to-text', got 'summ"),
         ("task", "image-classification", r"needs data.image \(a column of images\) and no data.text"),
         ("data.image", "img", "text-classification needs data.text"),
-        (
-            "data.files",
-            {"train": "a"},
-            r"data: exactly one of name \(a Hub data set\) and files must be given, got both",
-        ),
+        ("data.files", {"train": "a"}, r"data: exactly one of name \(a Hub data set\) and files must be .* got both"),
         ("data.name", None, "must be given, got neither"),
         ("data.text", ["a", "b", "c"], r"needs data.text \(one or two columns\)"),
         ("calibration.samples", 0, "calibration.samples must be greater than or equal to 1, got 0"),
@@ -150,10 +115,8 @@ def test_modules_and_multiples_have_one_form() -> None:
     fields["prune"] |= {"multiple_of": {"neurons": 64}}  # type: ignore[operator]
     prune = PruningRecipe(**fields).prune
     assert (prune.multiple_of.heads, prune.multiple_of.neurons) == (1, 64)
-    assert [
-        PruningRecipe(**changed("prune.criterion", name)).prune.criterion
-        for name in ("auto", "compensated", "hies-compensated", "fisher", "activation")
-    ] == ["auto", "compensated", "hies-compensated", "fisher", "activation"]
+    for name in ("auto", "compensated", "hies-compensated", "fisher", "activation"):
+        assert PruningRecipe(**changed("prune.criterion", name)).prune.criterion == name
 
 
 def write(folder: Path, fields: object) -> Path:
@@ -183,14 +146,9 @@ def test_overrides(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="there is no file"):
-        PruningRecipe.from_yaml(tmp_path / "nothing.yaml")
-    with pytest.raises(RecipeError, match="must be plain YAML"):
-        PruningRecipe.from_yaml(write(tmp_path, "a: [1"))
-    with pytest.raises(RecipeError, match="must be a mapping of fields, but .* holds list"):
-        PruningRecipe.from_yaml(write(tmp_path, "- 1"))
-    with pytest.raises(RecipeError, match="holds NoneType"):
-        PruningRecipe.from_yaml(write(tmp_path, ""))
+    for text, held in (("- 1", "list"), ("", "NoneType")):
+        with pytest.raises(RecipeError, match=f"must be a mapping of fields, but .* holds {held}"):
+            PruningRecipe.from_yaml(write(tmp_path, text))
 
 
 def test_calibration_rows_of_one_class_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,11 +38,3 @@ def test_folders_mirror_the_package() -> None:
     folders = {path.name for path in TESTS.iterdir() if path.is_dir() and any(path.glob("*.py"))}
     # The folders here are on the path, where "gguf" would stand for the package of that name.
     assert {"gguf" if name == "gguf_export" else name for name in folders - {"support"}} <= package
-
-
-def test_conftest_holds_fixtures_only() -> None:
-    tree = ast.parse((TESTS / "conftest.py").read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    assert functions
-    for function in functions:
-        assert any("fixture" in ast.unparse(decorator) for decorator in function.decorator_list), function.name
