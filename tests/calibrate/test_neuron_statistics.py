@@ -11,12 +11,9 @@ from torch import Tensor
 from transformers import OPTConfig, OPTForSequenceClassification, PreTrainedModel
 
 from hies_export.calibrate.collect import collect_statistics
-from hies_export.errors import RecipeError
 from hies_export.prunable.attention import find_attention
 from hies_export.prunable.find import find_modules
-from hies_export.score.criteria import CRITERIA, score_units
 from hies_export.units import PrunableModule
-from hies_export.values import Calibration, Statistics
 
 Batches = list[dict[str, Tensor]]
 
@@ -123,89 +120,3 @@ def test_weight_norms_of_neurons_are_sums_over_rows_and_columns() -> None:
                 for producer in producers:
                     total = total + (layer.get_submodule(producer).weight[neuron].double() ** 2).sum()
                 assert found[module.name][neuron].item() == pytest.approx(total.sqrt().item(), rel=1e-6)
-
-
-def test_criteria_of_neurons_follow_their_statistics() -> None:
-    model, batches = bert(), text_batches()
-    modules = neurons(model)
-    statistics = collect_statistics(model, batches, modules, needs=["activation_l2", "output_norm"])
-    for name, statistic in (
-        ("his", "his"),
-        ("fisher", "fisher"),
-        ("l2", "weight_l2"),
-        ("activation", "activation_l2"),
-        ("activation-l2", "activation_l2"),
-        ("output-norm", "output_norm"),
-    ):
-        assert "mlp" in CRITERIA[name].kinds
-        scores = torch.cat(list(score_units(statistics, criterion=name).scores.values()))
-        values = torch.cat([statistics[statistic][m.name] for m in modules])
-        torch.testing.assert_close(scores, (values - values.min()) / (values.max() - values.min()))
-    with pytest.raises(RecipeError, match="activation needs statistics with activation_l2"):
-        score_units(collect_statistics(model, batches, modules), criterion="activation")
-
-
-def given() -> tuple[Statistics, tuple[PrunableModule, ...]]:
-    """Return statistics of two modules of each kind by hand; neurons have no entropy."""
-    modules = tuple(
-        PrunableModule(name=name, units=3, kind=kind, unit_width=1, consumer=f"{name}.out")
-        for name, kind in (("a0", "attention"), ("a1", "attention"), ("m0", "mlp"), ("m1", "mlp"))
-    )
-
-    def tensors(*rows: list[float]) -> dict[str, Tensor]:
-        return {m.name: torch.tensor(row, dtype=torch.float64) for m, row in zip(modules, rows, strict=False)}
-
-    values = {
-        "his": tensors([1, 2, 3], [4, 5, 6], [0.1, 0.3, 0.2], [0.5, 0.6, 0.4]),
-        "fisher": tensors([9, 8, 7], [6, 5, 4], [0.3, 0.1, 0.2], [0.4, 0.9, 0.7]),
-        "entropy": tensors([0.1, 0.2, 0.3], [0.4, 0.5, 0.6]),
-        "weight_l2": tensors([1, 1, 2], [2, 3, 3], [5, 4, 6], [7, 8, 9]),
-    }
-    return Statistics(values, Calibration(4, "data", "0" * 64)), modules
-
-
-def test_a_criterion_of_heads_leaves_neurons_to_fisher() -> None:
-    statistics, modules = given()
-    found = score_units(statistics, modules, criterion="hies", alpha=0.25)
-    assert (found.criterion, found.parameters) == ("hies", {"alpha": 0.25, "normalize": "model"})
-    heads = score_units(statistics.of(["a0", "a1"]), criterion="hies", alpha=0.25)
-    neurons = score_units(statistics.of(["m0", "m1"]), criterion="fisher")
-    for name in ("a0", "a1", "m0", "m1"):
-        assert torch.equal(found.scores[name], (heads if name[0] == "a" else neurons).scores[name])
-    # HIES ranks heads among themselves; what they cost beside neurons is in one unit for both.
-    assert found.ranked == ("attention",)
-    assert {name: values.tolist() for name, values in found.effects.items()} == {
-        name: values.tolist() for name, values in statistics["fisher"].items()
-    }
-
-
-@pytest.mark.parametrize(
-    ("criterion", "effect", "ranked"),
-    [
-        ("fisher", "fisher", ()),
-        ("his", "his", ()),
-        ("l2", "fisher", ("attention", "mlp")),
-        ("random", "fisher", ("attention", "mlp")),
-        ("ad", "fisher", ("attention",)),
-    ],
-)
-def test_effects_compare_kinds_in_a_unit_of_their_own(criterion: str, effect: str, ranked: tuple[str, ...]) -> None:
-    statistics, modules = given()
-    found = score_units(statistics, modules, criterion=criterion)
-    assert found.ranked == ranked
-    assert all(torch.equal(found.effects[m.name], statistics[effect][m.name]) for m in modules)
-    # Each kind is scaled by its own range.
-    if criterion in ("fisher", "his"):
-        both = torch.cat([found.scores["m0"], found.scores["m1"]])
-        assert (both.min().item(), both.max().item()) == (0, 1)
-    # For one kind alone, scores are those of `score_units`.
-    alone = score_units(statistics, modules[:2], criterion=criterion)
-    expected = score_units(statistics.of(["a0", "a1"]), criterion=criterion)
-    assert alone.parameters == expected.parameters
-    assert all(torch.equal(alone.scores[name], expected.scores[name]) for name in ("a0", "a1"))
-
-
-def test_what_is_unknown_is_refused() -> None:
-    statistics, modules = given()
-    with pytest.raises(RecipeError, match="2 problems"):
-        score_units(statistics, modules, criterion="hise", alpha=1.0)

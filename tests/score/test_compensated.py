@@ -28,7 +28,6 @@ from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
 from hies_export.score import compensated
 from hies_export.score.compensated import Removal, RemovalOptions, removal_chain, score_compensated, scores_of_chains
-from hies_export.score.criteria import score_units
 from hies_export.units import PrunableModule
 
 
@@ -387,6 +386,3 @@ def test_bad_requests() -> None:
     for ridge in (0, -1, float("nan")):
         with pytest.raises(RecipeError, match=f"ridge must be above 0, got {ridge}"):
             score_compensated(model, [batch], sites, ridge=ridge)
-    for name in ("compensated", "hies-compensated"):
-        with pytest.raises(RecipeError, match=f"got '{name}'; {name} is scored by score_compensated"):
-            score_units(None, criterion=name)  # type: ignore[arg-type]

@@ -1,5 +1,8 @@
 """Every criterion by hand on a few numbers, and heads and neurons scored together."""
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +13,8 @@ from hies_export.score.criteria import (
     AUTO,
     COMPENSATED_NAMES,
     CRITERIA,
+    DegenerateRangeWarning,
+    criterion,
     criterion_names,
     needs_of,
     score_units,
@@ -79,12 +84,27 @@ def test_random_draws_one_number_per_unit_from_its_seed() -> None:
     assert as_lists(found.scores) == as_lists(expected)
 
 
-def test_hies_with_activations_by_hand() -> None:
-    given = statistics(activation_l2=HEADS, entropy={"a": [0.2, 0.4], "b": [0.6, 1.0]})
-    found = score_units(given, criterion="ae + activation-l2", alpha=0.25)
+@pytest.mark.parametrize(
+    ("name", "statistic"), [("hies", "his"), ("ae + activation-l2", "activation_l2")], ids=["hies", "activations"]
+)
+def test_hies_by_hand(name: str, statistic: str) -> None:
+    given = statistics(**{statistic: HEADS}, entropy={"a": [0.2, 0.4], "b": [0.6, 1.0]})
+    found = score_units(given, criterion=name, alpha=0.25)
+    # The importance is (s - 1) / 4, the entropy (e - 0.2) / 0.8.
     expected = {"a": [0.75, 0.25 * 0.5 + 0.75 * 0.75], "b": [0.25 * 0.25 + 0.75 * 0.5, 0.25]}
     assert as_lists(found.scores) == expected
     assert found.parameters == {"alpha": 0.25, "normalize": "model"}
+    assert as_lists(score_units(given, criterion=name, alpha=0.0).scores) == {"a": [1, 0.75], "b": [0.5, 0]}
+
+
+def test_a_degenerate_range_scores_zero_and_warns() -> None:
+    flat = statistics(his={"a": [2.0, 2.0], "b": [2.0, 2.0]}, entropy={"a": [0.2, 0.4], "b": [0.6, 1.0]})
+    with pytest.warns(DegenerateRangeWarning, match="HIS is the same for every head"):
+        found = score_units(flat, criterion="hies", alpha=0.5)
+    assert as_lists(found.scores) == {"a": [0.5, 0.375], "b": [0.25, 0]}
+    half_flat = statistics(his={"a": [2.0, 2.0], "b": [1.0, 3.0]})
+    with pytest.warns(DegenerateRangeWarning, match="HIS in a is the same"):
+        assert as_lists(score_units(half_flat, criterion="his", normalize="layer").scores) == {"a": [0, 0], "b": [0, 1]}
 
 
 @pytest.mark.parametrize(("layers", "kept"), [(7, []), (8, [0, 1, 2, 7]), (9, [0, 1, 2, 8])])
@@ -97,19 +117,19 @@ def test_llm_pruner_spares_the_first_layers_and_the_last_of_deep_models(layers: 
 
 
 def test_names_needs_and_alpha() -> None:
+    assert list(CRITERIA)[:6] == ["hies", "his", "fisher", "ad", "l2", "random"]
     assert criterion_names() == (*CRITERIA, *COMPENSATED_NAMES, AUTO)
     assert needs_of("hies", "obs", "compensated", "his") == ("his", "entropy", "obs")
     assert needs_of("no such criterion") == ()
-    assert [name for name in ("hies", "his", "compensated", "ae + activation-l2") if uses_alpha(name)] == [
-        "hies",
-        "ae + activation-l2",
-    ]
+    assert [name for name in CRITERIA if uses_alpha(name)] == ["hies", "ae + activation-l2"]
+    assert not uses_alpha("compensated")
 
 
 def both_kinds() -> Statistics:
     fisher = {"a": [0.1, 0.3], "b": [0.2, 0.5], "m": [0.09, 0.05, 0.07]}
     entropy = {"a": [0.2, 0.4], "b": [0.6, 1.0]}
-    return statistics(his=HEADS | NEURONS, fisher=fisher, entropy=entropy)
+    weights = {"a": [1.0, 2.0], "b": [3.0, 4.0], "m": [7.0, 8.0, 9.0]}
+    return statistics(his=HEADS | NEURONS, fisher=fisher, entropy=entropy, weight_l2=weights)
 
 
 def test_hies_ranks_heads_and_fisher_scores_neurons() -> None:
@@ -137,15 +157,55 @@ def test_a_criterion_of_both_kinds_scales_each_kind_by_itself() -> None:
     assert found.parameters == {"seed": 3}
 
 
-def test_what_is_wrong_is_said() -> None:
+@pytest.mark.parametrize(
+    ("criterion", "effect", "ranked"),
+    [
+        ("fisher", "fisher", ()),
+        ("his", "his", ()),
+        ("l2", "fisher", KINDS),
+        ("random", "fisher", KINDS),
+        ("ad", "fisher", (ATTENTION,)),
+    ],
+)
+def test_effects_compare_kinds_in_a_unit_of_their_own(criterion: str, effect: str, ranked: tuple[str, ...]) -> None:
     given = both_kinds()
-    with pytest.raises(RecipeError, match="criterion must be one of hies, his.* got 'hise'"):
-        score_units(given, MODULES, criterion="hise")
-    with pytest.raises(RecipeError, match=r"needs statistics with weight_l2; .*collect_statistics\(..., needs=\['wei"):
-        score_units(given, criterion="l2")
-    score_units(given.of(["a", "b"]), criterion="hies", alpha=0.0)
-    for alpha in (-0.01, 1.0):
-        with pytest.raises(RecipeError, match=rf"alpha must be in \[0, 1\), got {alpha}; for importance alone use"):
-            score_units(given, criterion="hies", alpha=alpha)
-    with pytest.raises(RecipeError, match="normalize must be model or layer, got 'both'"):
-        score_units(given, criterion="his", normalize="both")
+    found = score_units(given, MODULES, criterion=criterion)
+    assert found.ranked == ranked
+    assert as_lists(found.effects) == as_lists(given[effect])
+    # For one kind alone, scores are those of `score_units` without modules.
+    alone = score_units(given, [MODULES[0], MODULES[2]], criterion=criterion)
+    expected = score_units(given.of(["a", "b"]), criterion=criterion)
+    assert (alone.parameters, as_lists(alone.scores)) == (expected.parameters, as_lists(expected.scores))
+
+
+def test_a_criterion_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hies_export.score.criteria.CRITERIA", dict(CRITERIA))
+
+    @criterion
+    def his_squared(statistics: Statistics, *, normalize: str) -> dict[str, Tensor]:
+        return {name: values**2 for name, values in statistics["his"].items()}
+
+    found = score_units(both_kinds().of(["a", "b"]), criterion="his-squared")
+    assert as_lists(found.scores) == {"a": [1, 9], "b": [4, 25]}
+    assert found.parameters == {"normalize": "model"}
+
+
+@pytest.mark.parametrize(
+    ("options", "problems"),
+    [
+        ({"criterion": "hise"}, ["criterion must be one of hies, his, fisher, ad, l2, random, .*, got 'hise'"]),
+        ({"criterion": "compensated"}, ["got 'compensated'; compensated is scored by score_compensated"]),
+        ({"criterion": "hies-compensated"}, ["'hies-compensated'; hies-compensated is scored by score_compensated"]),
+        ({"criterion": "obs"}, [r"obs needs statistics with obs; .*collect_statistics\(..., needs=\['obs'\]\)"]),
+        ({"alpha": -0.01}, [r"alpha must be in \[0, 1\), got -0.01; for importance alone use criterion: his"]),
+        ({"alpha": 1.0}, [r"alpha must be in \[0, 1\), got 1.0"]),
+        ({"normalize": "both"}, ["normalize must be model or layer, got 'both'"]),
+        ({"criterion": "hise", "alpha": 1.0, "normalize": "both"}, ["criterion must", "alpha must", "normalize must"]),
+    ],
+)
+def test_all_that_is_wrong_is_said_at_once(options: dict[str, Any], problems: list[str]) -> None:
+    with pytest.raises(RecipeError, match=problems[0]) as error:
+        score_units(both_kinds(), MODULES, **options)
+    assert len(error.value.problems) == len(problems)
+    for found, expected in zip(error.value.problems, problems, strict=True):
+        assert re.search(expected, found)
