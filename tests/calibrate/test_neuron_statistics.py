@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.generative import padded
-from support.models import bert, causal_lm, image_batch, llama, text_batch, vit
+from support.models import bert, causal_lm, image_batch, llama, opt, text_batch, vit
 from support.neurons import neurons, one_by_one
 from torch import Tensor
-from transformers import OPTConfig, OPTForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.prunable.attention import find_attention
@@ -16,15 +16,6 @@ from hies_export.prunable.find import find_modules
 from hies_export.units import PrunableModule
 
 Batches = list[dict[str, Tensor]]
-
-
-def opt() -> PreTrainedModel:
-    """Return a model whose feed-forward blocks flatten the tokens of all samples."""
-    options = {"word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "num_labels": 3}
-    config = OPTConfig(
-        vocab_size=100, hidden_size=32, num_hidden_layers=2, ffn_dim=48, num_attention_heads=4, **options
-    )
-    return OPTForSequenceClassification(config).eval()
 
 
 def text_batches() -> Batches:
@@ -95,14 +86,6 @@ def test_his_and_fisher_are_those_of_a_loop_over_samples(case: str) -> None:
     for kind in ("attention", "mlp"):
         alone = collect_statistics(model, batches, [m for m in modules if m.kind == kind])
         assert_close(alone["fisher"], {m.name: fisher[m.name] for m in modules if m.kind == kind})
-
-
-def test_batches_of_flattened_tokens_can_be_split() -> None:
-    model, batches = opt(), text_batches()
-    modules = neurons(model)
-    whole = collect_statistics(model, batches[:1], modules)
-    parts = [{k: v[i : i + 2] for k, v in batches[0].items()} for i in (0, 2)]
-    assert_close(collect_statistics(model, parts, modules)["fisher"], whole["fisher"])
 
 
 def test_weight_norms_of_neurons_are_sums_over_rows_and_columns() -> None:

@@ -3,15 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from support.models import bert, text_batch
-from support.neurons import neurons
 from torch import Tensor
 
 from hies_export.calibrate import ridge
-from hies_export.calibrate.moments import bytes_of, check_samples
 from hies_export.calibrate.ridge import Moments, Spread
-from hies_export.errors import DataError
-from hies_export.prunable.attention import find_attention
 
 
 def tokens(count: int = 60, *, inputs: int = 5, outputs: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -104,24 +99,3 @@ def test_a_spread_is_the_covariance_or_the_second_moments(centred: bool) -> None
     expected = np.cov(a.T, bias=True) if centred else a.T @ a / len(a)
     np.testing.assert_allclose(found.moments.numpy(), expected, rtol=1e-10)
     assert found.moments.dtype == torch.float64
-
-
-def test_five_samples_are_enough_and_four_are_not() -> None:
-    check_samples([{"input_ids": torch.zeros(3, 2)}, {"input_ids": torch.zeros(2, 2)}])
-    with pytest.raises(DataError, match="at least 5 samples, one of them to hold out, got 4; raise compensation"):
-        check_samples([{"input_ids": torch.zeros(2, 2)}] * 2)
-
-
-def test_the_bytes_of_moments_by_hand() -> None:
-    """Two float64 matrices for each pair of inputs, and of an input and an output unless the outputs follow from it."""
-    model, batch = bert(), text_batch()
-    heads, block = find_attention(model, batch)[0], neurons(model)[0]
-    kept = {heads.name: heads.kept((1, 2, 5)), block.name: block.kept(range(32))}
-    for module, selection, expected in (
-        (heads, None, 2 * 8 * 48 * (48 + 48)),  # as many inputs as outputs: added up
-        (block, None, 2 * 8 * 64 * 64),
-        (heads, kept, 2 * 8 * 24 * (24 + 48)),
-        (block, kept, 2 * 8 * 32 * (32 + 48)),
-    ):
-        assert bytes_of(model, module, selection=selection) == expected
-        assert bytes_of(model, module, selection=selection, weighted=True) == 2 * expected

@@ -1,7 +1,7 @@
 """Make batches of text for models that generate."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import PIL.Image
@@ -46,14 +46,6 @@ def with_images(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     if "position_ids" in batch:
         wide["position_ids"] = (wide["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     return wide
-
-
-def unpadded(batches: Sequence[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    for batch in batches:
-        for i in range(len(batch["labels"])):
-            real = batch["attention_mask"][i].bool()
-            one = {k: batch[k][i : i + 1, real] for k in ("input_ids", "labels")}
-            yield one | {k: v[i : i + 1] for k, v in batch.items() if k == "pixel_values"}
 
 
 def png(seed: int = 0) -> bytes:

@@ -20,6 +20,8 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    OPTConfig,
+    OPTForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ViTConfig,
@@ -77,6 +79,15 @@ def llama(**options: object) -> PreTrainedModel:
         "num_labels": 3,
     }
     return shake(LlamaForSequenceClassification(LlamaConfig(**(config | options))))
+
+
+def opt() -> PreTrainedModel:
+    """Return a model whose feed-forward blocks flatten the tokens of all samples."""
+    options = {"word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "num_labels": 3}
+    config = OPTConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, ffn_dim=48, num_attention_heads=4, **options
+    )
+    return OPTForSequenceClassification(config).eval()
 
 
 def causal_lm(**options: object) -> PreTrainedModel:
