@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..measure.rows import LatencyRow
-from .maps import CUT, UnitBars, UnitMap
+from .details import NeuronCount
+from .maps import CUT
 
 
 class UnitCell(NamedTuple):
@@ -108,20 +109,22 @@ class Curve:
     band: tuple[float, float] | None = None
 
 
-def plan_figure(units: UnitMap) -> MapFigure:
+def plan_figure(marks: Mapping[str, str]) -> MapFigure:
     """Return the map of which units stay."""
-    rows = [[UnitCell(float(mark != CUT), mark == CUT) for mark in line] for line in units.marks.values()]
+    rows = [[UnitCell(float(mark != CUT), mark == CUT) for mark in line] for line in marks.values()]
     return MapFigure("plan", "Plan", "filled: kept; crossed: cut", rows)
 
 
-def number_figure(units: UnitMap, kind: str, *, title: str, note: str) -> MapFigure | None:
-    """Return the map of one of the numbers of every unit, between its smallest and largest; None without numbers."""
-    values = [list(units.numbers.get(module, {}).get(kind, ())) for module in units.marks]
+def number_figure(
+    marks: Mapping[str, str], numbers: Mapping[str, Sequence[float]], kind: str, *, title: str, note: str
+) -> MapFigure | None:
+    """Return the map of a number of every unit, between its smallest and largest; None without numbers."""
+    values = [list(numbers.get(module, ())) for module in marks]
     if not any(values):
         return None
     low, high = min(v for row in values for v in row), max(v for row in values for v in row)
     shades = [[(value - low) / (high - low or 1) for value in row] for row in values]
-    return MapFigure(kind, title, note, shaded(units.marks, shades), (f"{low:.2g}", f"{high:.2g}"))
+    return MapFigure(kind, title, note, shaded(marks, shades), (f"{low:.2g}", f"{high:.2g}"))
 
 
 def shaded(marks: Mapping[str, str], shades: Sequence[Sequence[float]]) -> list[list[UnitCell]]:
@@ -132,30 +135,26 @@ def shaded(marks: Mapping[str, str], shades: Sequence[Sequence[float]]) -> list[
     ]
 
 
-def bar_figure(bars: UnitBars, *, beside: Sequence[str] = ()) -> BarFigure:
-    """Return the bars, each at the height of its layer in the map `beside` them.
+def neuron_bars(counts: Mapping[str, NeuronCount], *, beside: Iterable[str] = ()) -> BarFigure | None:
+    """Return the bars of the neurons, each at the height of its layer in the map `beside` them; None without neurons.
 
     Where layers do not match, the bars stand one below the other.
     """
-    lines = bars.lines
-    same = len({line.total for line in lines}) == 1
-    drawn = {
-        line.module: Bar(
-            line.kept / line.total,
-            f"{line.kept:,}" if same else f"{line.kept:,} of {line.total:,}",
-            f"{line.module}: {line.kept:,} of {line.total:,} {bars.unit}s kept ({line.kept / line.total:.0%})",
-        )
-        for line in lines
-    }
-    places = _places(list(drawn), beside)
-    rows: list[Bar | None] = list(drawn.values())
-    if places:
-        rows = [None] * len(beside)
-        for place, bar in zip(places, drawn.values(), strict=True):
-            rows[place] = bar
-    every = f" of {lines[0].total:,} in every layer" if same else ""
-    note = f"kept{every}; grey: cut"
-    return BarFigure(f"{bars.unit.capitalize()}s", note, rows, 8 + 7 * max(len(bar.text) for bar in drawn.values()))
+    if not counts:
+        return None
+    totals = {count.total for count in counts.values()}
+    drawn = []
+    for module, count in counts.items():
+        share, text = count.kept / count.total, f"{count.kept:,} of {count.total:,}"
+        note = f"{module}: {text} neurons kept ({share:.0%})"
+        drawn.append(Bar(share, f"{count.kept:,}" if len(totals) == 1 else text, note))
+    others = list(beside)
+    rows: list[Bar | None] = list(drawn)
+    if places := _places(list(counts), others):
+        at = dict(zip(places, drawn, strict=True))
+        rows = [at.get(place) for place in range(len(others))]
+    every = f" of {totals.pop():,} in every layer" if len(totals) == 1 else ""
+    return BarFigure("Neurons", f"kept{every}; grey: cut", rows, 8 + 7 * max(len(bar.text) for bar in drawn))
 
 
 def _places(modules: Sequence[str], beside: Sequence[str]) -> list[int]:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..checkpoint.folders import replace_file
-from .drawing import MapFigure, latency_scale
-from .html import alpha_curves, head_figures, neuron_bars
+from .drawing import MapFigure, latency_scale, neuron_bars
+from .html import alpha_curves, head_figures
 from .jinja import environment
-from .maps import UnitMap, unit_maps
 from .report import Report
 from .text import held_out_rows
 
@@ -34,12 +33,11 @@ class Panel(NamedTuple):
 
 def draw_report(report: Report) -> dict[str, str]:
     """Return the figures of `CAPTIONS`, file name -> SVG; one that the run has no numbers for is left out."""
-    heads = next((units for units in unit_maps(report) if isinstance(units, UnitMap)), None)
-    bars = neuron_bars(report, heads=None)
+    bars = neuron_bars(report.details.neurons)
     chosen = f"on {held_out_rows(report)}; alpha {report.alpha:g} was chosen" if report.alpha is not None else ""
     curves = alpha_curves(report)
     panels = {
-        "head-maps.svg": map_panels(head_figures(heads)) if heads else [],
+        "head-maps.svg": map_panels(head_figures(report)),
         "neurons.svg": [Panel(f"{bars.title} {bars.note}", _draw("unit_bars", bars, 16))] if bars else [],
         "latency.svg": [Panel("", _draw("latency_plot", report.latency, latency_scale(report.latency)))]
         if report.latency

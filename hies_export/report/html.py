@@ -10,20 +10,9 @@ import json
 from collections.abc import Sequence
 
 from ..evaluate.metrics import higher_is_better
-from .drawing import (
-    BarFigure,
-    Curve,
-    Dot,
-    MapFigure,
-    Scale,
-    bar_figure,
-    curve_places,
-    latency_scale,
-    number_figure,
-    plan_figure,
-)
+from .drawing import Curve, Dot, MapFigure, Scale, curve_places, latency_scale, neuron_bars, number_figure, plan_figure
 from .jinja import render_report
-from .maps import CUT, UnitBars, UnitMap, unit_maps
+from .maps import CUT
 from .report import Report
 from .rows import size_rows
 from .text import agreement, criterion_text
@@ -38,16 +27,15 @@ MAPS = {
 
 def render_html(report: Report, *, location: str = "slim") -> str:
     """Return the report as one self-contained HTML page; `location` is the folder or Hub id to load the model from."""
-    heads = next((units for units in unit_maps(report) if isinstance(units, UnitMap)), None)
+    details = report.details
     return render_report(
         "report.html.j2",
         report,
         subtitle=f"{report.task} · {criterion_text(report)} · seed {report.seed}",
         location=location,
-        heads=heads,
-        figures=head_figures(heads) if heads else [],
-        numbers=_numbers(heads) if heads else None,
-        bars=neuron_bars(report, heads),
+        figures=head_figures(report),
+        numbers=_numbers(report),
+        bars=neuron_bars(details.neurons, beside=details.head_map),
         alpha_curves=alpha_curves(report),
         place=_common_scale(report),
         whole=Scale(1.0),
@@ -64,27 +52,28 @@ def is_page(text: str) -> bool:
     return '<meta name="generator" content="hies-export">' in text[:2000]
 
 
-def head_figures(units: UnitMap) -> list[MapFigure]:
-    """Return the plan, and a map of every number that is known of the units."""
-    figures = [number_figure(units, kind, title=name, note=note) for kind, (name, note) in MAPS.items()]
-    return [plan_figure(units), *(figure for figure in figures if figure is not None)]
+def head_figures(report: Report) -> list[MapFigure]:
+    """Return the plan, and a map of every number that is known of the heads; nothing where the run left them alone."""
+    marks, heads = report.details.head_map, report.details.heads
+    if not marks:
+        return []
+    figures = [plan_figure(marks)]
+    for kind, (name, note) in MAPS.items():
+        numbers = {module: of[kind] for module, of in heads.items() if kind in of}
+        if found := number_figure(marks, numbers, kind, title=name, note=note):
+            figures.append(found)
+    return figures
 
 
-def neuron_bars(report: Report, heads: UnitMap | None) -> BarFigure | None:
-    """Return the bars of the neurons, at the height of their layers in the map of the heads; None without neurons."""
-    found = next((units for units in unit_maps(report) if isinstance(units, UnitBars)), None)
-    return bar_figure(found, beside=list(heads.marks) if heads else []) if found else None
-
-
-def _numbers(units: UnitMap) -> str:
-    """Return, as JSON for the script of the page, whether each unit was cut, and its numbers."""
+def _numbers(report: Report) -> str:
+    """Return, as JSON for the script of the page, whether each head was cut, and its numbers."""
     modules = [
         {
             "name": module,
             "cut": [int(mark == CUT) for mark in line],
-            **{kind: [float(f"{v:.4g}") for v in row] for kind, row in units.numbers.get(module, {}).items()},
+            **{kind: [float(f"{v:.4g}") for v in row] for kind, row in report.details.heads.get(module, {}).items()},
         }
-        for module, line in units.marks.items()
+        for module, line in report.details.head_map.items()
     ]
     # "</script" would end the element that holds it.
     return json.dumps(modules, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,9 +1,8 @@
-"""The maps of which units stay: a mark for every head, and a bar for the neurons of every layer."""
+"""The maps of which units stay, as text: a mark for every head, and a bar for the neurons of every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
@@ -16,7 +15,7 @@ BAR_WIDTH = 24
 
 
 class Line(NamedTuple):
-    """A module in a map as text: its name, its marks, and how many of its units stay."""
+    """A module in a map: its name, its marks, and how many of its units stay."""
 
     module: str
     marks: str
@@ -24,34 +23,11 @@ class Line(NamedTuple):
     total: int
 
 
-@dataclass(frozen=True)
-class UnitMap:
-    """Which units of every module stay, a mark each, and what was computed of each: module -> name -> numbers."""
+class UnitMap(NamedTuple):
+    """Which units of one kind stay, a line per module."""
 
     unit: str
-    marks: Mapping[str, str]
-    numbers: Mapping[str, Mapping[str, Sequence[float]]]
-
-    @property
-    def lines(self) -> list[Line]:
-        """The map as text."""
-        return [Line(name, " ".join(marks), marks.count(KEPT), len(marks)) for name, marks in self.marks.items()]
-
-
-@dataclass(frozen=True)
-class UnitBars:
-    """How many units of every module stay and there were, where there are too many for a mark each."""
-
-    unit: str
-    counts: Mapping[str, NeuronCount]
-
-    @property
-    def lines(self) -> list[Line]:
-        """The bars as text, `BAR_WIDTH` marks long."""
-        return [Line(name, _bar(of.kept, of.total), of.kept, of.total) for name, of in self.counts.items()]
-
-
-Map = UnitMap | UnitBars
+    lines: Sequence[Line]
 
 
 def head_map(plan: PruningPlan) -> dict[str, str]:
@@ -68,32 +44,25 @@ def neuron_counts(plan: PruningPlan) -> dict[str, NeuronCount]:
     return {name: NeuronCount(len(kept.units), kept.total) for name, kept in plan.of_kind(MLP).items()}
 
 
-def unit_maps(report: Report) -> tuple[Map, ...]:
+def unit_maps(report: Report) -> list[UnitMap]:
     """Return a map for every kind of unit that the run could remove. Every rendering draws all of them."""
-    return _maps(report.details.head_map, report.details.heads, report.details.neurons)
+    return _maps(report.details.head_map, report.details.neurons)
 
 
-def plan_maps(plan: PruningPlan) -> tuple[Map, ...]:
+def plan_maps(plan: PruningPlan) -> list[UnitMap]:
     """Return a map for every kind of unit that a plan covers."""
-    return _maps(head_map(plan), {}, neuron_counts(plan))
+    return _maps(head_map(plan), neuron_counts(plan))
 
 
-def _maps(
-    marks: Mapping[str, str],
-    numbers: Mapping[str, Mapping[str, Sequence[float]]],
-    neurons: Mapping[str, NeuronCount],
-) -> tuple[Map, ...]:
-    maps: list[Map] = []
-    if marks:
-        maps.append(UnitMap(UNIT_NAMES[ATTENTION], marks, numbers))
-    if neurons:
-        maps.append(UnitBars(UNIT_NAMES[MLP], neurons))
-    return tuple(maps)
+def _maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> list[UnitMap]:
+    heads = [Line(name, " ".join(line), line.count(KEPT), len(line)) for name, line in marks.items()]
+    blocks = [Line(name, bar(of), of.kept, of.total) for name, of in neurons.items()]
+    return [UnitMap(UNIT_NAMES[kind], lines) for kind, lines in ((ATTENTION, heads), (MLP, blocks)) if lines]
 
 
-def _bar(kept: int, total: int) -> str:
+def bar(count: NeuronCount) -> str:
     """Return a bar of marks; a mark is cut where any unit is cut, and one is kept where any unit stays."""
-    full = BAR_WIDTH * kept // total
-    if kept:
+    full = BAR_WIDTH * count.kept // count.total
+    if count.kept:
         full = max(full, 1)
     return KEPT * full + CUT * (BAR_WIDTH - full)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .lead import lead_text
-from .maps import CUT, KEPT, Map, unit_maps
+from .maps import CUT, KEPT, UnitMap, unit_maps
 from .report import Report
 from .rows import comparison_table, latency_table, tried_table
 from .text import alpha_text, budget_text, family_text, held_out_rows, latency_text, tried_text
@@ -40,7 +40,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(latency_text(report.latency), markup=False, style="dim")
 
 
-def map_text(units: Map) -> Text:
+def map_text(units: UnitMap) -> Text:
     """Return a map for the terminal: a line of marks per layer, and how many units the layer keeps."""
     text = Text()
     text.append(f"{units.unit}s  ", style="bold")

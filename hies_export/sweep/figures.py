@@ -12,11 +12,10 @@ import torch
 from ..baselines.names import OWN_SAMPLES
 from ..errors import RequestError
 from ..files import read_json
-from ..kinds import ATTENTION, UNIT_NAMES
 from ..report import figures
 from ..report.drawing import number_figure
 from ..report.jinja import environment
-from ..report.maps import CUT, KEPT, UnitMap
+from ..report.maps import CUT, KEPT
 from ..report.schemas import SWEEP, SWEEP_DETAILS, SweepFigures, SweepFile
 from ..score.criteria import score_units
 from ..values import Calibration, Statistics
@@ -82,9 +81,9 @@ def head_maps(details: Mapping[str, Any]) -> str:
             name: "".join(KEPT if head in plan["kept"].get(name, range(len(row))) else CUT for head in range(len(row)))
             for name, row in scores.items()
         }
-        units = UnitMap(UNIT_NAMES[ATTENTION], marks, {n: {"score": row.tolist()} for n, row in scores.items()})
+        numbers = {name: row.tolist() for name, row in scores.items()}
         title = f"HIES, α {plan['alpha']:g}" if hies else "HIS"
-        maps.append(number_figure(units, "score", title=f"{title}: {_budget_text(plan)}", note=""))
+        maps.append(number_figure(marks, numbers, "score", title=f"{title}: {_budget_text(plan)}", note=""))
     return figures.arrange(figures.map_panels([found for found in maps if found])) if maps else ""
 
 

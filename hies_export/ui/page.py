@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +16,9 @@ from ..checkpoint.folders import replace_file
 from ..checkpoint.refits import REFIT
 from ..errors import PlanError, require_package
 from ..evaluate.metrics import higher_is_better
-from ..report.drawing import BarFigure, Curve, Dot, MapFigure, bar_figure, curve_places, plan_figure, shaded
+from ..report.drawing import BarFigure, Curve, Dot, MapFigure, curve_places, neuron_bars, plan_figure, shaded
 from ..report.jinja import environment, escape_markdown
-from ..report.maps import UnitBars, UnitMap, plan_maps
+from ..report.maps import head_map, neuron_counts
 from ..report.report import plan_counts
 from ..report.rows import Table, filled
 from ..report.text import removed_text
@@ -141,30 +142,16 @@ def _controls(exploration: Exploration) -> list[Any]:
     import gradio
 
     plan = exploration.plan
+    slider = partial(gradio.Slider, maximum=0.99, step=0.01)
+    share = round(min(0.95, max(0.05, plan.removed / max(1, plan.heads))), 2)
     with gradio.Row():
         sliders = [
-            gradio.Slider(
-                0,
-                0.99,
-                plan.alpha or 0.5,
-                step=0.01,
-                label="alpha (0: entropy, 1: importance)",
-                visible=plan.heads > 0,
-            ),
-            gradio.Slider(
-                0.01,
-                0.99,
-                round(min(0.95, max(0.05, plan.removed / max(1, plan.heads))), 2),
-                step=0.01,
-                label="sparsity (share of heads to remove)",
-                visible=plan.heads > 0,
-            ),
+            slider(0, value=plan.alpha or 0.5, label="alpha (0: entropy, 1: importance)", visible=plan.heads > 0),
+            slider(0.01, value=share, label="sparsity (share of heads to remove)", visible=plan.heads > 0),
             gradio.Radio(["global", "uniform"], value=exploration.allocation, label="allocation"),
-            gradio.Slider(
+            slider(
                 0,
-                0.99,
-                round(min(0.95, plan.removed_neurons / max(1, plan.neurons)), 2),
-                step=0.01,
+                value=round(min(0.95, plan.removed_neurons / max(1, plan.neurons)), 2),
                 label="share of feed-forward neurons to remove",
                 visible=exploration.ranks_neurons,
             ),
@@ -226,21 +213,15 @@ def _figures(
     The map is shaded by HIES where an alpha is given.
     """
     known = exploration.statistics["his"]
-    figure: MapFigure | None = None
-    bars: BarFigure | None = None
-    modules: list[str] = []
-    for units in plan_maps(plan):
-        if isinstance(units, UnitMap):
-            marks = {name: line for name, line in units.marks.items() if name in known}
-            modules = list(marks)
-            if alpha is None:
-                figure = plan_figure(units)
-            else:
-                scores = exploration.scores(alpha).scores
-                figure = MapFigure("score", "Score", "", shaded(marks, [scores[name].tolist() for name in marks]))
-        if isinstance(units, UnitBars):
-            bars = bar_figure(units, beside=modules)
-    return figure, bars
+    marks = head_map(plan)
+    ranked = {name: line for name, line in marks.items() if name in known}
+    bars = neuron_bars(neuron_counts(plan), beside=ranked)
+    if not marks:
+        return None, bars
+    if alpha is None:
+        return plan_figure(marks), bars
+    scores = exploration.scores(alpha).scores
+    return MapFigure("score", "Score", "", shaded(ranked, [scores[name].tolist() for name in ranked])), bars
 
 
 def save(exploration: Exploration, folder: Path, *values: Any) -> str:

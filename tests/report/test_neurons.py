@@ -14,11 +14,11 @@ from support.reports import TRIED as TRIED_ROW
 from hies_export.measure.counts import LayerFlops
 from hies_export.report.card import render_card
 from hies_export.report.details import NeuronCount
-from hies_export.report.drawing import Bar, bar_figure
+from hies_export.report.drawing import Bar, neuron_bars
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
-from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, UnitBars, head_map, neuron_counts, plan_maps
+from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, bar, head_map, neuron_counts, plan_maps
 from hies_export.report.report import Report, UnitCounts, plan_counts
 from hies_export.report.rows import comparison_table, layer_table, tried_table
 from hies_export.report.terminal import print_report
@@ -72,8 +72,7 @@ def test_heads_have_marks_and_neurons_bars() -> None:
 
 @pytest.mark.parametrize(("kept", "marks"), [(0, 0), (1, 1), (64, 1), (1535, 23), (1536, 24)])
 def test_a_bar_is_full_or_empty_only_where_the_layer_is(kept: int, marks: int) -> None:
-    (line,) = UnitBars("neuron", {"layer": NeuronCount(kept, 1536)}).lines
-    assert line.marks == KEPT * marks + CUT * (BAR_WIDTH - marks)
+    assert bar(NeuronCount(kept, 1536)) == KEPT * marks + CUT * (BAR_WIDTH - marks)
 
 
 def test_the_file_has_neurons_only_where_they_could_go(tmp_path: Path) -> None:
@@ -124,9 +123,8 @@ def test_every_rendering_draws_the_bars() -> None:
 
 def test_bars_stand_beside_the_heads_of_their_layer() -> None:
     def rows(modules: list[str], beside: list[str]) -> list[str | None]:
-        figure = bar_figure(
-            UnitBars("neuron", {name: NeuronCount(i + 1, 12) for i, name in enumerate(modules)}), beside=beside
-        )
+        figure = neuron_bars({name: NeuronCount(i + 1, 12) for i, name in enumerate(modules)}, beside=beside)
+        assert figure is not None
         return [bar and bar.text for bar in figure.rows]
 
     bert = [f"bert.encoder.layer.{i}" for i in range(12)]
@@ -140,7 +138,8 @@ def test_bars_stand_beside_the_heads_of_their_layer() -> None:
     # A layer without attention has no row beside it: then no bar stands beside a head.
     assert rows([f"layers.{i}.mlp" for i in range(3)], ["layers.0.attention", "layers.2.attention"]) == ["1", "2", "3"]
     assert rows(bert[:2], []) == ["1", "2"]
-    different = bar_figure(UnitBars("neuron", {"a": NeuronCount(3, 4), "b": NeuronCount(2000, 8000)}))
+    different = neuron_bars({"a": NeuronCount(3, 4), "b": NeuronCount(2000, 8000)})
+    assert different is not None
     assert different.rows == [
         Bar(0.75, "3 of 4", "a: 3 of 4 neurons kept (75%)"),
         Bar(0.25, "2,000 of 8,000", "b: 2,000 of 8,000 neurons kept (25%)"),
