@@ -17,12 +17,13 @@ from .paths import checkpoint_in
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the two models and how to time them."""
+    add = parser.add_argument
     parser.epilog = (
         "Noisy rows were measured too, so the exit code is 0: read `noisy` in the rows of --json. Save that JSON in a "
         "file, and hies-export report shows it again."
     )
-    parser.add_argument("first", metavar="A", type=a_path, help="the model that ratios are relative to, or a run")
-    parser.add_argument(
+    add("first", metavar="A", type=a_path, help="the model that ratios are relative to, or a run")
+    add(
         "second",
         metavar="B",
         type=a_path,
@@ -30,21 +31,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="default: of a run A, its slim model beside its dense one; else A again, which measures the noise",
     )
     repeated: dict[str, Any] = {"action": "append", "default": []}
-    parser.add_argument("--runtime", dest="runtimes", metavar="RUNTIME", help=f"of {RUNTIMES}; repeatable", **repeated)
-    parser.add_argument(
-        "--shape", dest="shapes", metavar="SHAPE", help="BATCHxSEQUENCE, or BATCH for images; repeatable", **repeated
-    )
-    parser.add_argument(
+    add("--runtime", dest="runtimes", metavar="RUNTIME", help=f"of {RUNTIMES}; repeatable", **repeated)
+    add("--shape", dest="shapes", metavar="SHAPE", help="BATCHxSEQUENCE, or BATCH for images; repeatable", **repeated)
+    add(
         "--dtype",
         dest="dtypes",
         metavar="DTYPE",
         help="what checkpoints run in: float32 (the default), float16, bfloat16, or q8_0 on llamacpp; repeatable",
         **repeated,
     )
-    parser.add_argument(
-        "--repeats", metavar="N", type=a_number(int, 1), default=30, help="timed runs of each (default: 30)"
-    )
-    parser.add_argument(
+    add("--repeats", metavar="N", type=a_number(int, 1), default=30, help="timed runs of each (default: 30)")
+    add(
         "--min-seconds",
         metavar="S",
         type=a_number(float, 0),

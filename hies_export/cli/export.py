@@ -15,16 +15,17 @@ from .paths import checkpoint_in
 
 def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
     """Add the checkpoint and how to export it."""
-    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id")
+    add = parser.add_argument
+    add("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id")
     if output is None:
         add_output(parser, required=True)
     else:
         add_output(parser, output)
-    parser.add_argument(
+    add(
         "--format", choices=("onnx", "gguf"), default="onnx", help="onnx (the default), or gguf for llama.cpp: decoders"
     )
-    parser.add_argument("--provider", help="what to fuse ONNX for: cpu (the default), cuda or tensorrt")
-    parser.add_argument("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0")
+    add("--provider", help="what to fuse ONNX for: cpu (the default), cuda or tensorrt")
+    add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0")
     add_json(parser)
 
 

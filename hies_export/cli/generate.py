@@ -15,9 +15,8 @@ from .paths import checkpoint_in
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the model, and prompts or questions."""
-    parser.add_argument(
-        "folder", metavar="FOLDER", type=a_path_or_id, help="ONNX folder; or a checkpoint or a run, which run in torch"
-    )
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", type=a_path_or_id, help="ONNX folder; or a checkpoint or a run, which run in torch")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt", dest="prompts", metavar="TEXT", type=a_text, action="append", help="may be repeated")
     asked.add_argument(
@@ -26,14 +25,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=a_path,
         help="MM-Vet's or VizWiz's JSON; --image is then the folder of images",
     )
-    parser.add_argument(
+    add(
         "-o",
         "--output",
         metavar="FILE",
         type=a_path,
         help="file for the answers to --questions, as MM-Vet's grader reads",
     )
-    parser.add_argument(
+    add(
         "--image",
         dest="images",
         metavar="FILE",
@@ -42,9 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=[],
         help="one, or one per prompt",
     )
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=a_number(int, 1), default=20, help="at most (default: 20)"
-    )
+    add("--max-new-tokens", metavar="N", type=a_number(int, 1), default=20, help="at most (default: 20)")
     add_json(parser)
 
 

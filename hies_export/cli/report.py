@@ -20,14 +20,15 @@ Shown = tuple[dict[str, Any], str, Callable[[], dict[str, str]]]
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and what to draw."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "folder",
         metavar="DIR",
         type=a_path,
         help="the folder of a run or a sweep, or a file with what `bench --json` printed",
     )
-    parser.add_argument("--figures", metavar="DIR", type=a_path, help="draw the figures of a run or a sweep as SVG")
-    parser.add_argument(
+    add("--figures", metavar="DIR", type=a_path, help="draw the figures of a run or a sweep as SVG")
+    add(
         "--html",
         metavar="FILE",
         type=a_path,

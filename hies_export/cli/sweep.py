@@ -18,27 +18,24 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe and the grid."""
+    add = parser.add_argument
     add_recipe(parser)
-    parser.add_argument("--criteria", metavar="A,B,...", help=f"of {CRITERIA} (default: hies,his,ad,l2,random)")
-    parser.add_argument("--alphas", metavar="A,B,...", help="numbers, auto (per sparsity), auto-area; default: auto")
-    parser.add_argument("--sparsities", metavar="S,T,...", help="shares of heads to remove (default: 0.1,0.3,0.5,0.7)")
-    parser.add_argument(
-        "--flops", metavar="F,G,...", help="instead: shares of the dense model's FLOPs to leave, e.g. 0.8,0.6"
-    )
-    parser.add_argument("--modules", metavar="A,B,...", help="attention, mlp, both (default: the recipe's)")
-    parser.add_argument("--seeds", metavar="M,N,...", help="of the calibration rows (default: 0,1,2)")
-    parser.add_argument("--calibration-sizes", metavar="M,N,...", help="rows (default: the recipe's)")
-    parser.add_argument(
-        "--compensations", metavar="A,B,...", help="none, bias, scalars, least_squares, weighted (default: none)"
-    )
-    parser.add_argument(
+    add("--criteria", metavar="A,B,...", help=f"of {CRITERIA} (default: hies,his,ad,l2,random)")
+    add("--alphas", metavar="A,B,...", help="numbers, auto (per sparsity), auto-area; default: auto")
+    add("--sparsities", metavar="S,T,...", help="shares of heads to remove (default: 0.1,0.3,0.5,0.7)")
+    add("--flops", metavar="F,G,...", help="instead: shares of the dense model's FLOPs to leave, e.g. 0.8,0.6")
+    add("--modules", metavar="A,B,...", help="attention, mlp, both (default: the recipe's)")
+    add("--seeds", metavar="M,N,...", help="of the calibration rows (default: 0,1,2)")
+    add("--calibration-sizes", metavar="M,N,...", help="rows (default: the recipe's)")
+    add("--compensations", metavar="A,B,...", help="none, bias, scalars, least_squares, weighted (default: none)")
+    add(
         "--latency",
         metavar="RUNTIME",
         nargs="?",
         const="onnxruntime-cpu",
         help="time every slim model against the dense one, at 8 x 128, on onnxruntime-cpu or another runtime of bench",
     )
-    parser.add_argument("--no-figures", action="store_true", help="draw nothing")
+    add("--no-figures", action="store_true", help="draw nothing")
     add_json(parser)
 
 

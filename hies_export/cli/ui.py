@@ -13,11 +13,10 @@ from .paths import refuse_other_than
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and how to serve it."""
-    parser.add_argument("folder", metavar="DIR", type=a_path, help="a run's or a sweep's folder")
-    parser.add_argument(
-        "--port", metavar="N", type=a_number(int, 1, 65535), help="where to listen (default: a free one from 7860)"
-    )
-    parser.add_argument("--no-browser", action="store_true", help="do not open the page, only serve it")
+    add = parser.add_argument
+    add("folder", metavar="DIR", type=a_path, help="a run's or a sweep's folder")
+    add("--port", metavar="N", type=a_number(int, 1, 65535), help="where to listen (default: a free one from 7860)")
+    add("--no-browser", action="store_true", help="do not open the page, only serve it")
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,18 @@ def read_in_chunks(parts: Sequence[Path], folder: Path, options: Mapping[str, An
     if None in kinds.values():
         return None
     dtype = {column: str for column, kind in kinds.items() if kind == "O"}
-    file, schema = folder / "rows.arrow", None
-    with pa.OSFile(str(file), "wb") as sink:
-        writer = None
-        for part in parts:
-            for table in _tables(part, {**options, "dtype": dtype}):
-                if schema is None or writer is None:
-                    schema = _schema(table, kinds)
-                    writer = pa.ipc.new_stream(sink, schema)
-                # Text in a column of numbers, or a fraction in one of whole numbers, is an error of the cast.
-                writer.write_table(table.select(schema.names).cast(schema))
-        if writer is None:
-            return None
-        writer.close()
-    return datasets.Dataset.from_file(str(file))
+    tables = (table for part in parts for table in _tables(part, {**options, "dtype": dtype}))
+    first = next(tables, None)
+    if first is None:
+        return None
+    numbers = {"i": pa.int64(), "f": pa.float64(), "b": pa.bool_()}
+    schema = pa.schema([(field.name, numbers.get(str(kinds[field.name]), field.type)) for field in first.schema])
+    file = str(folder / "rows.arrow")
+    with pa.OSFile(file, "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for table in itertools.chain([first], tables):
+            # Text in a column of numbers, or a fraction in one of whole numbers, is an error of the cast.
+            writer.write_table(table.select(schema.names).cast(schema))
+    return datasets.Dataset.from_file(file)
 
 
 def _tables(path: Path, options: Mapping[str, Any]) -> Iterator[pa.Table]:
@@ -64,9 +63,9 @@ def _kinds(path: Path, options: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _kind(values: pandas.Series) -> str:
-    kind = values.dtype.kind
     # True, False and empty cells are objects, but no text.
-    return "?" if kind == "O" and pandas.api.types.infer_dtype(values, skipna=True) == "boolean" else kind
+    truth_with_gaps = values.dtype.kind == "O" and pandas.api.types.infer_dtype(values, skipna=True) == "boolean"
+    return "?" if truth_with_gaps else values.dtype.kind
 
 
 def _together(kinds: set[str]) -> str | None:
@@ -76,8 +75,3 @@ def _together(kinds: set[str]) -> str | None:
     if kinds <= {"i", "f"}:
         return max(kinds, key="if".index)
     return "b" if kinds == {"b"} else None
-
-
-def _schema(table: pa.Table, kinds: Mapping[str, str | None]) -> pa.Schema:
-    numbers = {"i": pa.int64(), "f": pa.float64(), "b": pa.bool_()}
-    return pa.schema([(f.name, numbers.get(str(kinds[f.name]), f.type)) for f in table.schema])

@@ -24,7 +24,7 @@ from .prompts import (
     tokenise,
 )
 from .reader import Reader, batched
-from .row_names import row_name
+from .rows import row_name
 from .targets import IGNORED
 from .text_blocks import BLOCK, pack_text
 from .tokens import check_vocabulary, position_ids, settle_padding, token_limit

@@ -16,7 +16,7 @@ from .generation import GenerationReader, check_answer, with_positions
 from .images import as_images, image_of_row
 from .prompts import answer_text, tokenise
 from .reader import batched
-from .row_names import row_name
+from .rows import row_name
 from .targets import IGNORED
 from .tokens import check_vocabulary
 

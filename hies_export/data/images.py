@@ -10,7 +10,7 @@ import datasets
 import PIL.Image
 
 from ..errors import DataError
-from .row_names import row_name
+from .rows import row_name
 
 
 def holds_images(feature: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 
 from ..errors import DataError, listed, quoted
-from .row_names import row_name
+from .rows import row_name
 from .targets import is_regression
 
 logger = logging.getLogger(__name__)

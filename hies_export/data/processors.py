@@ -11,10 +11,16 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 from ..errors import DataError, RequestError, root_cause
 from ..model.internals import never_asking
 from ..model.online import hub_or_cache
-from ..tasks import Task, find_task
+from ..tasks import find_task
 
 logger = logging.getLogger(__name__)
 
+# Whether a task reads texts, and images -> what loads what it needs, and how that is called.
+LOADERS: dict[tuple[bool, bool], tuple[Any, str]] = {
+    (True, False): (AutoTokenizer, "a tokenizer"),
+    (False, True): (AutoImageProcessor, "an image processor"),
+    (True, True): (AutoProcessor, "a processor of images and text"),
+}
 REMEDY = "save the one the model was trained with into that folder with save_pretrained"
 
 
@@ -26,7 +32,7 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
     unknown token where it has no padding token.
     """
     wanted = find_task(task)
-    loader, what = _loader(wanted)
+    loader, what = LOADERS[wanted.text, wanted.images]
     needs = f"prompts need {what}" if for_prompts else f"{task} needs {what}"
     options: dict[str, Any] = {"trust_remote_code": False}
     if revision is not None:
@@ -36,7 +42,8 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
     try:
         with never_asking(), hub_or_cache(path, "model", error=DataError):
             loaded = loader.from_pretrained(path, **options)
-        words = _words(loaded)
+        tokenizer = getattr(loaded, "tokenizer", loaded)
+        words = set(tokenizer.get_vocab().values()) if hasattr(tokenizer, "get_vocab") else set()
     except DataError:
         raise
     except RequestError as error:
@@ -50,30 +57,12 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
         return loaded
     if wanted.images and not (hasattr(loaded, "tokenizer") and hasattr(loaded, "image_processor")):
         raise DataError(f"{needs}, but {path} has only a {type(loaded).__name__}; {REMEDY}")
-    tokenizer = getattr(loaded, "tokenizer", loaded)
     # Where the files are missing, transformers 5 makes a tokenizer of nothing but special tokens.
-    if words < 2:
+    if len(words - {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}) < 2:
         raise DataError(f"{needs}, but the one of {path} has no vocabulary; {REMEDY}")
     if for_prompts:
         _pad_prompts(tokenizer, path)
     return loaded
-
-
-def _words(loaded: Any) -> int:
-    """Return how many tokens that are not special a tokenizer knows, or that of a processor."""
-    tokenizer = getattr(loaded, "tokenizer", loaded)
-    if not hasattr(tokenizer, "get_vocab"):
-        return 0
-    return len(set(tokenizer.get_vocab().values()) - {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
-
-
-def _loader(task: Task) -> tuple[Any, str]:
-    """The Auto class that loads what a task needs, and a name for the latter."""
-    if not task.images:
-        return AutoTokenizer, "a tokenizer"
-    if not task.text:
-        return AutoImageProcessor, "an image processor"
-    return AutoProcessor, "a processor of images and text"
 
 
 def _pad_prompts(tokenizer: Any, path: str | Path) -> None:

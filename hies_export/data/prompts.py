@@ -14,8 +14,7 @@ import torch
 
 from ..errors import DataError, did_you_mean, listed, quoted
 from .labels import STRINGS, kind_of
-from .row_names import own_columns, row_name
-from .rows import column_values
+from .rows import column_values, own_columns, row_name
 from .targets import CHOICE_KEYS
 
 LISTS = (datasets.List, datasets.LargeList)

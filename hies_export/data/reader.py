@@ -16,8 +16,7 @@ from ..tasks import TASKS, TaskName
 from .batches import Batch
 from .images import holds_images
 from .labels import STRINGS, kind_of
-from .row_names import own_columns, row_name
-from .rows import load_rows, mapped_rows, take
+from .rows import load_rows, mapped_rows, own_columns, row_name, take
 
 AnyReader = TypeVar("AnyReader", bound="Reader")
 Item = TypeVar("Item")

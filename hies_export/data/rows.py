@@ -1,6 +1,8 @@
 """Load the rows of one split, of a Hub dataset or of local files, with `datasets`.
 
-Rows stay on disk until some of them are taken, so that memory does not grow with the number of rows.
+Rows stay on disk until some of them are taken, so that memory does not grow with the number of rows. They are drawn,
+shuffled, sliced and repeated before they are read: a column with their numbers goes along, so that an error names the
+row that its user can look up.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from ..errors import DataError, listed, quoted, root_cause
 from ..model.online import hub_or_cache
 from ..progress import quiet
 from .delimited import is_large, read_in_chunks
-from .row_names import number_rows
 
 # Only an empty cell is missing: "None", "NA" and "null" are words that texts contain. Without index_col, a row wider
 # than the header shifts all columns.
@@ -49,6 +50,8 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Rows that are copied at once; of images, they are a few hundred megabytes.
 _TAKEN = 1000
+# The column's name says where the rows are from. No data set or prompt has a column of such a name.
+_NUMBERS = "hies_export: row of "
 
 
 def load_rows(
@@ -142,6 +145,24 @@ def column_values(rows: datasets.Dataset, column: str) -> Iterator[Any]:
         yield from alone[start : start + _TAKEN][column]
 
 
+def number_rows(rows: datasets.Dataset, *, source: str) -> datasets.Dataset:
+    """Return all rows of a source, such as "train.jsonl", in their own order, with a column of their numbers from 0."""
+    return rows.add_column(_NUMBERS + source, np.arange(len(rows)))
+
+
+def row_name(rows: datasets.Dataset, row: int) -> str:
+    """Return what an error calls a row: "row 30 of train.jsonl (from 0)", or "row 3 (from 0)" if it has no number."""
+    for column in rows.column_names:
+        if column.startswith(_NUMBERS):
+            return f"row {rows[column][row]} of {column.removeprefix(_NUMBERS)} (from 0)"
+    return f"row {row} (from 0)"
+
+
+def own_columns(rows: datasets.Dataset) -> list[str]:
+    """Return the names of the columns that the data has itself."""
+    return [column for column in rows.column_names if not column.startswith(_NUMBERS)]
+
+
 def _load_hub_split(name: str, split: str) -> datasets.Dataset:
     parts = name.split("/")
     if len(parts) > 3 or not all(parts) or Path(name).exists():
@@ -193,8 +214,11 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
     builder, options = _BUILDERS[ending]
     try:
         if builder == "csv":
-            if is_large(parts) and (rows := _read_large(parts, cache, options)) is not None:
-                return rows
+            if is_large(parts):
+                with _reading():
+                    rows = read_in_chunks(parts, Path(cache), options)
+                if rows is not None:
+                    return _validated(rows)
             # In one chunk, because the type of a column is inferred chunk by chunk.
             options = {**options, "chunksize": None}
         return _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
@@ -212,12 +236,6 @@ def _load_image_folder(folder: Path, cache: str) -> datasets.Dataset:
             f"an image folder must have one sub-folder of images per class, but {folder} does not load: "
             f"{root_cause(error)}"
         ) from error
-
-
-def _read_large(parts: Sequence[Path], cache: str, options: Mapping[str, Any]) -> datasets.Dataset | None:
-    with _reading():
-        rows = read_in_chunks(parts, Path(cache), options)
-    return None if rows is None else _validated(rows)
 
 
 def _build(builder: str, patterns: list[str], cache: str, **options: Any) -> datasets.Dataset:

@@ -16,7 +16,7 @@ from transformers import BertConfig, LlamaConfig, LlavaConfig, PreTrainedTokeniz
 from hies_export.data.prompts import one_row_per_question, right_choice
 from hies_export.data.reader import Columns, Reader
 from hies_export.data.registry import reader_for
-from hies_export.data.row_names import number_rows, own_columns, row_name
+from hies_export.data.rows import number_rows, own_columns, row_name
 from hies_export.errors import DataError
 
 ROWS = 40
