@@ -14,7 +14,7 @@ from support.models import generative_tokenizer, llava_processor
 from transformers import BertConfig, LlamaConfig, LlavaConfig, PreTrainedTokenizerFast, ViTConfig
 
 from hies_export.data.prompts import one_row_per_question, right_choice
-from hies_export.data.reader import Columns, Reader
+from hies_export.data.reader import Columns
 from hies_export.data.registry import reader_for
 from hies_export.data.rows import number_rows, own_columns, row_name
 from hies_export.errors import DataError
@@ -68,87 +68,65 @@ def without_special_tokens() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-TEXT = Columns(text=("text",), label="label")
-ASKED = Columns(prompt="Q {question} A", answer="answer")
-CHOSEN = Columns(prompt="Q {question} A", answer="answer", label="label")
-SHOWN = Columns(image="image", prompt="{question} A", answer="answer")
 CLASSIFY: dict[str, Any] = {"config": BertConfig(num_labels=2), "processor": generative_tokenizer()}
 GENERATE: dict[str, Any] = {
     "config": LlamaConfig(vocab_size=32, pad_token_id=0, max_position_embeddings=64),
     "processor": generative_tokenizer(),
 }
+LLAVA = {"config": LlavaConfig(text_config=GENERATE["config"], pad_token_id=0), "processor": llava_processor()}
+VIT = {"config": ViTConfig(), "processor": lambda images, **_: {}}
+TEXT, PLAIN, PICTURE = Columns(text=("text",), label="label"), Columns(text=("text",)), Columns(image="image")
+ASKED = Columns(prompt="Q {question} A", answer="answer")
+CHOSEN = Columns(prompt="Q {question} A", answer="answer", label="label")
+SHOWN = Columns(image="image", prompt="{question} A", answer="answer")
 
-# What is read -> task, columns, options of the reader, a good row, and the changes that make it a bad one.
-CASES: dict[str, tuple[str, Columns, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "no text": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}, {"text": None}),
-    "no label": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}, {"label": None}),
-    "label too large": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}, {"label": 2}),
-    "hidden label": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}, {"label": -1}),
-    "no image": ("image-classification", Columns(image="image"), {}, {"image": IMAGE}, {"image": None}),
-    "broken image": ("image-classification", Columns(image="image"), {}, {"image": IMAGE}, {"image": NO_IMAGE}),
-    "no answer": ("text-generation", ASKED, GENERATE, {"question": "a", "answer": "b"}, {"answer": None}),
-    "lists": ("text-generation", ASKED, GENERATE, {"question": ["a"], "answer": ["b"]}, {"answer": ["b", "c"]}),
-    "choice": ("text-generation", CHOSEN, GENERATE, {"question": "a", "answer": ["b", "c"], "label": 1}, {"label": 2}),
-    "long answer": (
-        "text-generation",
-        ASKED,
-        GENERATE | {"max_length": 6},
-        {"question": "a", "answer": "b"},
-        {"answer": "a b c d e f g"},
-    ),
-    "short text": (
-        "text-generation",
-        Columns(text=("text",)),
-        GENERATE | {"packing": False, "processor": without_special_tokens()},
-        {"text": "a b"},
-        {"text": "a"},
-    ),
-    "image that does not decode": (
-        "image-text-to-text",
-        SHOWN,
-        GENERATE | {"processor": "llava"},
-        {"image": IMAGE, "question": "a", "answer": "yes"},
-        {"image": NO_IMAGE},
-    ),
-    "long question": (
-        "image-text-to-text",
-        SHOWN,
-        GENERATE | {"processor": "llava", "max_length": 24},
-        {"image": IMAGE, "question": "a", "answer": "yes"},
-        {"question": "a b c d e f g"},
-    ),
+# Task -> columns, options of the reader, and a good row.
+GOOD: dict[str, tuple[str, Columns, dict[str, Any], dict[str, Any]]] = {
+    "text": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}),
+    "image": ("image-classification", PICTURE, VIT, {"image": IMAGE}),
+    "plain": ("text-generation", PLAIN, GENERATE, {"text": "a b"}),
+    "answer": ("text-generation", ASKED, GENERATE, {"question": "a", "answer": "b"}),
+    "lists": ("text-generation", ASKED, GENERATE, {"question": ["a"], "answer": ["b"]}),
+    "choice": ("text-generation", CHOSEN, GENERATE, {"question": "a", "answer": ["b", "c"], "label": 1}),
+    "shown": ("image-text-to-text", SHOWN, LLAVA, {"image": IMAGE, "question": "a", "answer": "yes"}),
 }
-
-
-def reader_of(case: str) -> Reader:
-    task, columns, options, _, _ = CASES[case]
-    if task == "image-classification":
-        options = {"config": ViTConfig(), "processor": lambda images, **_: {}}
-    if options.get("processor") == "llava":
-        config = LlavaConfig(text_config=options["config"], pad_token_id=0)
-        options = options | {"processor": llava_processor(), "config": config}
-    return reader_for(task, columns=columns, **options)
+# What is wrong -> what is read, the changes that make a row a bad one, and further options of the reader.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "no text": ("text", {"text": None}, {}),
+    "no label": ("text", {"label": None}, {}),
+    "label too large": ("text", {"label": 2}, {}),
+    "hidden label": ("text", {"label": -1}, {}),
+    "no image": ("image", {"image": None}, {}),
+    "broken image": ("image", {"image": NO_IMAGE}, {}),
+    "no answer": ("answer", {"answer": None}, {}),
+    "lists of two lengths": ("lists", {"answer": ["b", "c"]}, {}),
+    "no such choice": ("choice", {"label": 2}, {}),
+    "long answer": ("answer", {"answer": "a b c d e f g"}, {"max_length": 6}),
+    "short text": ("plain", {"text": "a"}, {"packing": False, "processor": without_special_tokens()}),
+    "image that does not decode": ("shown", {"image": NO_IMAGE}, {}),
+    "long question": ("shown", {"question": "a b c d e f g"}, {"max_length": 24}),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_row_of_the_file_is_named(case: str, tmp_path: Path) -> None:
     """A bad row behind a slice and a shuffle, at the place that a list of numbers says."""
-    _, _, _, good, changes = CASES[case]
+    what, changes, options = CASES[case]
+    task, columns, given, good = GOOD[what]
     first, last, seed, samples = 5, 35, 3, 8
     numbers = np.arange(first, last)[np.random.default_rng(seed).permutation(last - first)][:samples]
     bad = int(numbers[-2])
     rows = datasets.Dataset.from_list([good | (changes if i == bad else {}) for i in range(ROWS)])
     rows.to_parquet(tmp_path / "train.parquet")
-    reader = reader_of(case)
+    reader = reader_for(task, columns=columns, **given | options)
 
-    def read(**options: Any) -> None:
-        found = reader.load(files={"train": tmp_path / "train.parquet"}, **options)
+    def read(**drawn: Any) -> None:
+        found = reader.load(files={"train": tmp_path / "train.parquet"}, **drawn)
         reader.batches(found, batch_size=4)
 
-    with pytest.raises(DataError, match=rf"\brow {bad} of train\.parquet \(from 0\)"):
-        read(split=f"train[{first}:{last}]", samples=samples, shuffle_seed=seed)
-    with pytest.raises(DataError, match=rf"\brow {bad} of train\.parquet \(from 0\)"):
-        read(split="train")
+    for drawn in ({"split": f"train[{first}:{last}]", "samples": samples, "shuffle_seed": seed}, {"split": "train"}):
+        with pytest.raises(DataError, match=rf"\brow {bad} of train\.parquet \(from 0\)"):
+            read(**drawn)
     read(split=f"train[{bad + 1}:]")
 
 
