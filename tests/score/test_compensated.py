@@ -241,22 +241,6 @@ def test_units_that_write_nothing_go_first_and_cost_nothing(kind: str) -> None:
     ]
 
 
-def test_few_tokens_take_neurons_to_be_free_and_more_tokens_do_not() -> None:
-    module, options = module_of(40, kind="mlp"), RemovalOptions(1e-6)
-    few = layer_of(20, 40, 5, centred=True)  # any neuron is a combination of the others at 20 tokens
-    many = layer_of(2000, 40, 5, centred=True, seed=3).inputs
-    alone = removal_chain(few, module, 5, options=options)
-    informed = removal_chain(few, module, 5, spread=Spread.of(many, centred=True), options=options)
-    assert alone[9].effect < 1e-3 * informed[9].effect
-    # What the neurons cost where there are enough tokens to tell.
-    truth = LayerEffects(many, layer_of(2000, 40, 5, centred=True, seed=4).gradients, torch.arange(2000) % 500, True)
-    cost = [
-        solved_anew(truth, sorted(u for r in chain[:10] for u in r.units), 500, RemovalOptions(1e-6))
-        for chain in (alone, informed)
-    ]
-    assert cost[1] < cost[0]
-
-
 def test_moments_reach_the_modules_they_were_collected_of() -> None:
     model, batches, others = bert(intermediate_size=16), [text_batch(8, 20)], [text_batch(8, 30), text_batch(8, 30)]
     modules = [*find_attention(model, batches[0]), *neurons(model)]
@@ -289,14 +273,6 @@ def test_the_order_over_modules_is_by_slope_and_budgets_are_nested() -> None:
     for less, more in itertools.pairwise(plans):
         assert all(set(more.kept[s.name].units) <= set(less.kept[s.name].units) for s in sites)
     assert plans[0].alpha is None
-
-
-def test_groups_share_a_rank() -> None:
-    layer, module = layer_of(100, 16, 10, centred=False), module_of(8, width=2, groups=4)
-    found = scores_of_chains([module], [removal_chain(layer, module, 10)], RemovalOptions())
-    by_group = found.scores["layer"].view(4, 2)
-    assert torch.equal(by_group[:, 0], by_group[:, 1])
-    assert sorted(by_group[:, 0].tolist()) == [0, 0.25, 0.5, 0.75]
 
 
 @pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")

@@ -1,4 +1,4 @@
-"""Pruning in steps against a loop over masked models, sample by sample."""
+"""Pruning in steps: against a loop over masked models, sample by sample, and the rounds by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -7,53 +7,39 @@ import pytest
 import torch
 from support.cuts import plan_of
 from support.models import causal_lm, llama, save_project, text_batch
+from support.references import naive_statistics
 from torch import Tensor
 
 from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
-from hies_export.errors import RecipeError
+from hies_export.errors import PlanError, RecipeError
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import options_of, resolve
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
 from hies_export.select.constraints import Constraints
-from hies_export.select.iterative import compose, head_targets
+from hies_export.select.iterative import HeadTarget, compose, filled_in, head_targets
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import compensate
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.sweep import sweep
+from hies_export.units import Kept, Units
 from hies_export.values import PruningPlan, Scores
 
 
 def naive_his(model: Any, sites: Any, batches: list[dict[str, Tensor]], gone: set[tuple[str, int]]) -> dict[Any, float]:
     """Mean over samples of |dL/dm| of every head, with the gone ones at m = 0; one sample at a time."""
-    masks = {s.name: torch.ones(s.units) for s in sites}
-    for name, head in gone:
-        masks[name][head] = 0
-    for mask in masks.values():
-        mask.requires_grad_()
     handles = []
     for site in sites:
-
-        def gate(module: Any, x: Any, site: Any = site) -> Any:
-            return ((x[0].unflatten(-1, (site.units, -1)) * masks[site.name][:, None]).flatten(-2),)
-
-        handles.append(model.get_submodule(site.consumer).register_forward_pre_hook(gate))
-    totals = {(s.name, h): 0.0 for s in sites for h in range(s.units)}
-    samples = 0
-    for batch in batches:
-        for row in range(len(batch["input_ids"])):
-            one = {key: value[row : row + 1] for key, value in batch.items()}
-            gradients = torch.autograd.grad(model(**one).loss, list(masks.values()))
-            for (name, _), gradient in zip(masks.items(), gradients, strict=True):
-                for head, value in enumerate(gradient.abs().tolist()):
-                    totals[name, head] += value
-            samples += 1
+        there = torch.tensor([float((site.name, head) not in gone) for head in range(site.units)])
+        layer, wide = model.get_submodule(site.consumer), there.repeat_interleave(site.unit_width)
+        handles.append(layer.register_forward_pre_hook(lambda _, x, wide=wide: (x[0] * wide,)))
+    his, _ = naive_statistics(model, batches, sites)
     for handle in handles:
         handle.remove()
-    return {key: total / samples for key, total in totals.items()}
+    return {(name, head): value for name, values in his.items() for head, value in enumerate(values.tolist())}
 
 
 def recipe_of(folder: Path, **prune: Any) -> PruningRecipe:
@@ -181,3 +167,66 @@ def test_other_budgets_take_no_steps(prune: dict[str, Any], given: str) -> None:
 def test_a_sweep_takes_no_steps(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="a sweep scores heads once for all sparsities, got prune.steps: 2"):
         sweep(recipe_of(tmp_path, steps=2), SweepGrid(), tmp_path / "sweep")
+
+
+MODULES = (Units(name="a", units=8), Units(name="b", units=4))
+GROUPED = (Units(name="g", units=12, groups=4),)
+
+
+def rounds(share: float, count: int, **constraints: object) -> list[HeadTarget]:
+    return [*head_targets(MODULES, heads=share, count=count, constraints=Constraints(**constraints))]  # type: ignore[arg-type]
+
+
+def test_rounds_remove_equal_shares_of_all_modules() -> None:
+    assert [part.wanted for part in rounds(0.5, 3)] == [2, 4, 6]
+    assert [part.wanted for part in rounds(0.5, 1)] == [6]
+    assert {(*part.dense, part.unit) for part in rounds(0.5, 3)} == {(8, 4, "group")}
+
+
+def test_rounds_that_would_remove_nothing_are_left_out() -> None:
+    # 24 rounds of half a head: those that round to nothing, or to what was removed before, do not appear.
+    assert [part.wanted for part in rounds(0.5, 24)] == [1, 2, 3, 4, 5, 6]
+    # Of 8 and of 4: 0.8, 1.6, 2.4, 3.2 and 4 heads; 0.4, 0.8, 1.2, 1.6 and 2.
+    wanted = [part.wanted for part in rounds(0.5, 5, allocation="uniform")]
+    assert wanted == [[1, 0], [2, 1], [3, 2], [4, 2]]
+
+
+def test_a_budget_that_cannot_be_met_is_refused_in_the_last_round() -> None:
+    with pytest.raises(PlanError, match="must remove at least one head, but heads: 0.01 of 12 rounds to none"):
+        rounds(0.01, 3)
+    # The first rounds fit; only all of it does not.
+    found = head_targets(MODULES, heads=0.9, count=2, constraints=Constraints(min_heads=2))
+    assert next(found).wanted == 5
+    with pytest.raises(PlanError, match="remove 11 of 12 heads, but min_heads 2 leave only 8"):
+        next(found)
+
+
+def test_the_size_of_a_round_is_counted_on_the_model_that_is_left() -> None:
+    left = (Units(name="a", units=5), Units(name="b", units=4))
+    # 6 of 12 in all, and 3 of them are gone.
+    assert HeadTarget(6, (8, 4), "group").size(left) == (3 / 9, None)
+    assert HeadTarget([4, 2], (8, 4), "group").size(left) == (None, [1, 2])
+    left = (Units(name="g", units=8, groups=4),)
+    assert HeadTarget(2, (3,), "query").size(left) == (1 / 2, None)
+    assert HeadTarget([2], (3,), "query").size(left) == (None, [1])
+    (first, *_) = head_targets(GROUPED, heads=0.7, count=2, constraints=Constraints(unit="query"))
+    assert (first.wanted, first.dense, first.unit) == (1, [3], "query")
+
+
+def test_units_are_numbered_as_in_the_first_model() -> None:
+    first = {"a": Kept((0, 1, 2, 6, 7, 8), 12, 4), "b": Kept((0, 1, 2, 3), 4), "m": Kept((1, 3, 5, 7), 8, kind="mlp")}
+    second = {"a": Kept((3, 4, 5), 6, 2), "b": Kept((1, 3), 4), "m": Kept((0, 2), 4, kind="mlp")}
+    assert compose(first, second) == {
+        "a": Kept((6, 7, 8), 12, 4, "attention"),
+        "b": Kept((1, 3), 4),
+        "m": Kept((1, 5), 8, 8, "mlp"),
+    }
+
+
+def test_values_of_units_that_are_gone_stay_those_of_before() -> None:
+    earlier = {"a": torch.arange(5.0), "b": torch.arange(3.0)}
+    later = {"a": torch.tensor([10.0, 30.0]), "b": torch.tensor([7.0, 8.0, 9.0])}
+    kept = {"a": Kept((1, 3), 5), "b": Kept((0, 1, 2), 3)}
+    found = filled_in(earlier, later, kept)
+    assert {name: row.tolist() for name, row in found.items()} == {"a": [0, 10, 2, 30, 4], "b": [7, 8, 9]}
+    assert earlier["a"].tolist() == [0, 1, 2, 3, 4]
