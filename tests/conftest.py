@@ -20,6 +20,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from support import disturbed
+from support.browser import Browser
 from support.hub import TOKEN, Hub
 from support.models import MODELS, SHARED
 from support.runs import without_tracing
@@ -68,7 +69,7 @@ def untraced() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def chromium() -> str:
     """A headless Chromium: $CHROME_PATH, or one on the path."""
     names = (os.environ.get("CHROME_PATH", ""), "chromium", "chromium-browser", "google-chrome", "chrome")
@@ -76,6 +77,16 @@ def chromium() -> str:
     if found is None:
         pytest.skip("no Chromium here: set CHROME_PATH, or install one")
     return found
+
+
+@pytest.fixture(scope="session")
+def browser(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests."""
+    opened = Browser(chromium, tmp_path_factory.mktemp("browser") / "profile")
+    try:
+        yield opened
+    finally:
+        opened.close()
 
 
 @pytest.fixture

@@ -1,22 +1,19 @@
 """Exploring a finished run or sweep: plans as `run` makes them, FLOPs as counted, predictions, and the page itself."""
 
-import base64
 import itertools
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.browser import Browser
 from support.cuts import plan_of
 from support.models import causal_lm
 from support.runs import run_project
@@ -212,86 +209,6 @@ def test_without_gradio_the_error_names_the_extra(ran: Path, monkeypatch: pytest
         show(ran)
 
 
-# ---- the page, in a browser ----------------------------------------------------------------------------------
-
-
-class Browser:
-    """A headless Chromium, talked to by the DevTools protocol over a pipe."""
-
-    def __init__(self, program: str, profile: Path):
-        ours, theirs = os.pipe(), os.pipe()
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        options += ["--disable-component-update", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-        # The browser reads commands from descriptor 3 and answers on 4.
-        start = "import os, sys; r, w, *command = sys.argv[1:]; os.dup2(int(r), 3); os.dup2(int(w), 4)"
-        start += "; os.execvp(command[0], command)"
-        descriptors = [str(ours[0]), str(theirs[1])]
-        profile.mkdir()
-        self._profile = profile
-        with (profile / "log").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", start, *descriptors, program, *options],
-                pass_fds=(ours[0], theirs[1]),
-                stderr=log,
-            )
-        os.close(ours[0])
-        os.close(theirs[1])
-        self._write, self._read = os.fdopen(ours[1], "wb"), os.fdopen(theirs[0], "rb")
-        self._buffer, self._numbers, self.events = b"", itertools.count(1), []
-        target = self("Target.createTarget", url="about:blank")["targetId"]
-        self._session = None
-        self._session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self(f"{domain}.enable")
-
-    _session: str | None = None
-
-    def __call__(self, method: str, **parameters: Any) -> dict[str, Any]:
-        number = next(self._numbers)
-        message = {"id": number, "method": method, "params": parameters}
-        message |= {"sessionId": self._session} if self._session else {}
-        self._write.write(json.dumps(message).encode() + b"\0")
-        self._write.flush()
-        while True:
-            while b"\0" not in self._buffer:
-                more = os.read(self._read.fileno(), 1 << 16)
-                assert more, f"the browser is gone: {(self._profile / 'log').read_text()[-2000:]}"
-                self._buffer += more
-            text, _, self._buffer = self._buffer.partition(b"\0")
-            answer = json.loads(text)
-            if answer.get("id") == number:
-                assert "error" not in answer, answer
-                return answer["result"]
-            self.events.append(answer)
-
-    def ask(self, script: str) -> Any:
-        found = self("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
-
-    def wait(self, script: str, seconds: float = 60) -> Any:
-        end = time.monotonic() + seconds
-        while not (found := self.ask(script)):
-            assert time.monotonic() < end, (script, self.ask("document.body.innerText")[:2000])
-            time.sleep(0.1)
-        return found
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-        self._write.close()
-        self._read.close()
-
-
-@pytest.fixture
-def browser(chromium: str, tmp_path: Path) -> Iterator[Browser]:
-    opened = Browser(chromium, tmp_path / "profile")
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
 @pytest.fixture
 def address(ran: Path) -> Iterator[str]:
     """The page of the run, served by the command line in a process of its own."""
@@ -312,9 +229,8 @@ SLIDE = """(() => { const n = document.querySelectorAll('input[type=number]')[%d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
-def test_sliders_redraw_and_save(width: int, browser: Browser, address: str, ran: Path, tmp_path: Path) -> None:
-    browser("Emulation.setDeviceMetricsOverride", width=width, height=1400, deviceScaleFactor=1, mobile=width < 500)
-    browser("Page.navigate", url=address)
+def test_sliders_redraw_and_save(width: int, browser: Browser, address: str, ran: Path) -> None:
+    browser.show(address, width=width)
     browser.wait("document.querySelectorAll('.hies rect').length == 18")
     assert browser.ask("document.querySelectorAll('.hies .map path').length") == 7  # as the run made it
     browser.ask(SLIDE % (1, "0.5"))
@@ -329,7 +245,6 @@ def test_sliders_redraw_and_save(width: int, browser: Browser, address: str, ran
     browser.ask("[...document.querySelectorAll('button')].find(b => b.innerText == 'Save this plan').click()")
     browser.wait("document.body.innerText.includes('hies-export apply')")
     assert PruningPlan.from_file(plan).kept == read_exploration(ran).plan_at(0.05, 0.5, "global").kept
-    (tmp_path / "page.png").write_bytes(base64.b64decode(browser("Page.captureScreenshot")["data"]))
     asked = [e["params"]["request"]["url"] for e in browser.events if e.get("method") == "Network.requestWillBeSent"]
     assert [url for url in asked if not url.startswith((address, "data:", "blob:", "about:"))] == []
     errors = [e for e in browser.events if e.get("method") in ("Runtime.exceptionThrown",)]
