@@ -75,9 +75,3 @@ def test_every_field_is_described(name: str) -> None:
     assert [f for f in fields if not re.search(rf"\b{f}\b", text)] == []
     methods = [m for m, v in vars(CLASSES[name]).items() if not m.startswith("_") and callable(v)]
     assert [m for m in methods if not inspect.getdoc(getattr(CLASSES[name], m))] == []
-
-
-def test_errors_say_whose_fault_they_are() -> None:
-    tree = inspect.getdoc(inspect.getmodule(HiesError)) or ""
-    errors = {name for name, value in CLASSES.items() if issubclass(value, HiesError)}
-    assert errors == set(re.findall(r"\w+Error\b", tree))

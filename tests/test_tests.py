@@ -1,9 +1,7 @@
-"""What holds of every test file: where it stands, what it imports, which errors it expects."""
+"""What holds of every test file: what it imports, which errors it expects."""
 
 import ast
 from pathlib import Path
-
-import hies_export
 
 TESTS = Path(__file__).parent
 MODULES = sorted(TESTS.rglob("*.py"))
@@ -31,10 +29,3 @@ def test_every_expected_error_says_which() -> None:
         for call in calls:
             if ast.unparse(call.func) in ("pytest.raises", "pytest.warns"):
                 assert "match" in {k.arg for k in call.keywords}, f"{path.relative_to(TESTS)}:{call.lineno}"
-
-
-def test_folders_mirror_the_package() -> None:
-    package = {path.name for path in Path(hies_export.__file__).parent.iterdir() if path.is_dir()}
-    folders = {path.name for path in TESTS.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    # The folders here are on the path, where "gguf" would stand for the package of that name.
-    assert {"gguf" if name == "gguf_export" else name for name in folders - {"support"}} <= package

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import datasets
 import torch
@@ -31,14 +31,13 @@ class ClassificationReader(Reader):
         if self.columns.label:
             dtype = torch.float32 if is_regression(self.config) else torch.int64
             labels = torch.tensor(read_labels(samples, column=self.columns.label, config=self.config), dtype=dtype)
-        encode = self._encoder(samples)
         for part in batched(range(len(samples)), batch_size):
-            batch = encode(part)
+            batch = self._inputs(samples, part)
             yield batch if labels is None else batch | {"labels": labels[part]}
 
     @abstractmethod
-    def _encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
-        """Return a function from the numbers of some samples to the model's inputs."""
+    def _inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
+        """Return the model's inputs of some of the samples."""
 
 
 class TextReader(ClassificationReader):
@@ -50,28 +49,22 @@ class TextReader(ClassificationReader):
 
     task = "text-classification"
 
-    def _encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
+    def _inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
         settle_padding(self.processor, self.config)
         limit = token_limit(self.processor, self.config, self.max_length)
-        # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
-        segments = None if getattr(self.config, "type_vocab_size", 0) >= 2 else False
-        texts = samples.select_columns(list(self.columns.text))
-
-        def encode(part: list[int]) -> Batch:
-            columns = texts[part]
-            encoded = self.processor(
-                *(columns[name] for name in self.columns.text),
-                padding=True,
-                truncation=limit is not None,
-                max_length=limit,
-                return_attention_mask=True,
-                return_token_type_ids=segments,
-                return_tensors="pt",
-            )
-            check_vocabulary(encoded["input_ids"], self.config)
-            return dict(encoded)
-
-        return encode
+        texts = samples.select_columns(list(self.columns.text))[part]
+        encoded = self.processor(
+            *(texts[name] for name in self.columns.text),
+            padding=True,
+            truncation=limit is not None,
+            max_length=limit,
+            return_attention_mask=True,
+            # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
+            return_token_type_ids=None if getattr(self.config, "type_vocab_size", 0) >= 2 else False,
+            return_tensors="pt",
+        )
+        check_vocabulary(encoded["input_ids"], self.config)
+        return dict(encoded)
 
 
 class ImageReader(ClassificationReader):
@@ -79,11 +72,7 @@ class ImageReader(ClassificationReader):
 
     task = "image-classification"
 
-    def _encoder(self, samples: datasets.Dataset) -> Callable[[list[int]], Batch]:
+    def _inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
         column = str(self.columns.image)
         images = as_images(samples, column)
-
-        def encode(part: list[int]) -> Batch:
-            return dict(self.processor([image_of_row(images, column, row) for row in part], return_tensors="pt"))
-
-        return encode
+        return dict(self.processor([image_of_row(images, column, row) for row in part], return_tensors="pt"))

@@ -321,23 +321,3 @@ def test_the_right_choice_is_the_answer() -> None:
         reader.check(rows_of(question=["a"], choices=["d"], label=["0"]))
     with pytest.raises(DataError, match="must have the column 'label', but it has question, choices, labels"):
         reader.check(rows_of(question=["a"], choices=[["d"]], labels=["0"]))
-
-
-def test_easy_vqa(shared: Path) -> None:
-    rows = load_rows(files={"train": shared / "data" / "easy_vqa" / "train.parquet"}, split="train", samples=20)
-    columns = Columns(image="image", prompt="Q {questions} A", answer="answers")
-    reader = reader_of_images(columns)
-    reader.check(rows)
-    drawn = reader.draw(rows, samples=40, shuffle_seed=0)
-    asked = [zip(row["questions"], row["answers"], strict=True) for row in rows]
-    pairs = [(number, *pair) for number, of_row in enumerate(asked) for pair in of_row]
-    assert 40 < len(pairs) == len(reader.draw(rows))
-    expected = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))[:40]]
-    assert [(r["questions"], r["answers"]) for r in drawn] == [(question, answer) for _, question, answer in expected]
-    batches = reader.batches(drawn, batch_size=16)
-    assert [len(b["pixel_values"]) for b in batches] == [16, 16, 8]
-    known = {"yes": "yes </s>", "no": "no </s>"}
-    assert list(itertools.chain(*map(labelled, batches))) == [known.get(a, "<unk> </s>") for *_, a in expected]
-    pictures = [rows[number]["image"].convert("RGB") for number, *_ in expected[:2]]
-    pixels = reader.processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(batches[0]["pixel_values"][:2], pixels)
