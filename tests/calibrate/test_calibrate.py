@@ -1,4 +1,4 @@
-"""Statistics against eager attention, one unpadded sample at a time."""
+"""Statistics of heads and neurons against eager attention and masks, one unpadded sample at a time."""
 
 import math
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.generative import padded, with_images
-from support.models import bert, causal_lm, image_batch, llava, text_batch, vit
-from support.neurons import one_by_one
+from support.models import bert, causal_lm, image_batch, llama, llava, opt, text_batch, vit, zero_padding
+from support.neurons import neurons, one_by_one
 from support.references import naive_statistics
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +15,10 @@ from transformers import PreTrainedModel
 from hies_export.calibrate.collect import collect_statistics
 from hies_export.errors import DataError, NonFiniteError
 from hies_export.prunable.attention import find_attention
+from hies_export.prunable.find import find_modules
+from hies_export.units import PrunableModule
+
+Batches = list[dict[str, Tensor]]
 
 
 def assert_equal_scores(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -22,15 +26,15 @@ def assert_equal_scores(found: dict[str, Tensor], expected: dict[str, Tensor]) -
         torch.testing.assert_close(found[name], values, rtol=1e-4, atol=1e-6)
 
 
-def regression_batches() -> list[dict[str, Tensor]]:
+def regression_batches() -> Batches:
     return [batch | {"labels": torch.randn(len(batch["labels"]))} for batch in (text_batch(4, 10), text_batch(3, 7))]
 
 
-def with_answers(side: str) -> list[dict[str, Tensor]]:
+def with_answers(side: str) -> Batches:
     return [padded([9, 6, 5], side, answers=[2, 5, 1])]
 
 
-CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], list[dict[str, Tensor]]]]] = {
+CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batches]]] = {
     "classes": (bert, lambda: [text_batch(4, 10), text_batch(3, 7), text_batch(2, 9, padding=False)]),
     "regression": (lambda: bert(num_labels=1), regression_batches),
     "vit": (vit, lambda: [image_batch(4), image_batch(2)]),
@@ -129,3 +133,84 @@ def test_regression_needs_labels_and_calibration_needs_samples() -> None:
         collect_statistics(model, [batch], sites)
     with pytest.raises(DataError, match="at least one sample, got none"):
         collect_statistics(model, [], sites)
+
+
+def text_batches() -> Batches:
+    return [zero_padding(text_batch(4, 12)), zero_padding(text_batch(3, 9))]
+
+
+BOTH_KINDS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batches]]] = {
+    "bert with padding": (bert, text_batches),
+    "vit": (vit, lambda: [image_batch(4), image_batch(3)]),
+    "gated, grouped": (lambda: llama(intermediate_size=48), text_batches),
+    "language model": (lambda: causal_lm(intermediate_size=48), lambda: [padded([9, 4, 6, 8], "right")]),
+    "flattened tokens": (opt, text_batches),
+}
+
+
+def naive_signals(
+    model: PreTrainedModel, modules: list[PrunableModule], batches: Batches
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Return HIS, Fisher information and mean |x_u| per unit: one sample at a time, without padding."""
+    masks = {m.name: torch.ones(m.units, requires_grad=True) for m in modules}
+    read: dict[str, list[Tensor]] = {m.name: [] for m in modules}
+    handles = []
+    for module in modules:
+
+        def gate(layer: torch.nn.Module, x: tuple[Tensor, ...], module: PrunableModule = module) -> tuple[Tensor]:
+            units = x[0].unflatten(-1, (module.units, module.unit_width))
+            read[module.name].append(units.detach().flatten(0, -3).double())
+            return ((units * masks[module.name][:, None]).flatten(-2),)
+
+        handles.append(model.get_submodule(module.consumer).register_forward_pre_hook(gate))
+    by_sample = [torch.autograd.grad(model(**one).loss, list(masks.values())) for one in one_by_one(batches)]
+    for handle in handles:
+        handle.remove()
+    gradients = {
+        name: torch.stack(rows).double() for name, rows in zip(masks, zip(*by_sample, strict=True), strict=True)
+    }
+    his = {name: rows.abs().mean(0) for name, rows in gradients.items()}
+    fisher = {name: rows.square().mean(0) for name, rows in gradients.items()}
+    return his, fisher, {name: torch.cat(tokens).norm(dim=-1).mean(0) for name, tokens in read.items()}
+
+
+def assert_near_largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-3, atol=1e-4 * values.abs().max().item())
+
+
+@pytest.mark.parametrize("case", BOTH_KINDS)
+def test_his_and_fisher_are_those_of_a_loop_over_samples(case: str) -> None:
+    make, make_batches = BOTH_KINDS[case]
+    model, batches = make(), make_batches()
+    modules = [*find_attention(model, batches[0]), *neurons(model)]
+    found = collect_statistics(model, batches, modules, needs=["activation_l2"])
+    his, fisher, size = naive_signals(model, modules, batches)
+    assert_near_largest(found["his"], his)
+    assert_near_largest(found["fisher"], fisher)
+    assert_near_largest(found["activation_l2"], size)
+    assert set(found["entropy"]) == {m.name for m in modules if m.kind == "attention"}
+    # Neurons that are all alike would hide a permutation.
+    assert all(values.std() > 0 for values in his.values())
+    # Each kind alone is what it is beside the other.
+    for kind in ("attention", "mlp"):
+        alone = collect_statistics(model, batches, [m for m in modules if m.kind == kind])
+        assert_near_largest(alone["fisher"], {m.name: fisher[m.name] for m in modules if m.kind == kind})
+
+
+def test_weight_norms_of_neurons_are_sums_over_rows_and_columns() -> None:
+    for model, batch, producers, consumer in (
+        (bert(), text_batch(), ["intermediate.dense"], "output.dense"),
+        (llama(), text_batch(padding=False), ["mlp.gate_proj", "mlp.up_proj"], "mlp.down_proj"),
+    ):
+        modules = find_modules(model, batch, kinds=("mlp",))
+        found = collect_statistics(model, [batch], modules)["weight_l2"]
+        for number, module in enumerate(modules):
+            layer = model.get_submodule(module.consumer.removesuffix(f".{consumer}"))
+            assert str(number) in module.consumer
+            for neuron in (0, 5, module.units - 1):
+                total = (layer.get_submodule(consumer).weight[:, neuron].double() ** 2).sum()
+                for producer in producers:
+                    total = total + (layer.get_submodule(producer).weight[neuron].double() ** 2).sum()
+                assert found[module.name][neuron].item() == pytest.approx(total.sqrt().item(), rel=1e-6)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from support.cuts import by_module
 from support.generative import padded, with_images
-from support.models import bert, causal_lm, image_batch, llama, llava, opt, text_batch, vit
-from support.neurons import half, neurons, one_by_one
+from support.models import bert, causal_lm, image_batch, llama, llava, opt, text_batch, vit, zero_padding
+from support.neurons import half, neurons
+from support.references import read_by_sample
 from support.tolerance import assert_near, near
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -42,31 +43,10 @@ class Tokens(NamedTuple):
 
 
 def naive(model: PreTrainedModel, module: PrunableModule, batches: Batches) -> Tokens:
-    """Read a consumer sample by sample, without padding, and differentiate the prediction written out by hand."""
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def hook(layer: torch.nn.Module, x: tuple[Tensor, ...], y: Tensor) -> None:
-        seen.append((x[0], y))
-
-    handle = model.get_submodule(module.consumer).register_forward_hook(hook)
-    parts = []
-    for number, one in enumerate(one_by_one(batches)):
-        logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits[0]
-        if logits.dim() == 2:
-            ids = one["input_ids"][0]
-            places = [t for t in range(1, len(ids)) if ids[t] != getattr(model.config, "image_token_id", None)]
-            prediction = sum(logits[t - 1].log_softmax(-1)[ids[t]] for t in places)
-        elif len(logits) == 1:
-            prediction = logits[0]
-        else:
-            ordered = logits.sort(descending=True).values
-            prediction = ordered[0] - ordered[1]
-        x, y = seen.pop()
-        (g,) = torch.autograd.grad(prediction, x, allow_unused=True)
-        g = torch.zeros_like(x) if g is None else g
-        x, y, g = (t.detach().double().flatten(0, -2).numpy() for t in (x, y, g))
-        parts.append((x, y, g, np.full(len(x), number)))
-    handle.remove()
+    """Read a consumer sample by sample, without padding."""
+    parts = [
+        (x, y, g, np.full(len(x), number)) for number, (x, y, g, _) in enumerate(read_by_sample(model, module, batches))
+    ]
     return Tokens(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
@@ -93,9 +73,7 @@ def assert_is(found: Moments, expected: dict[str, np.ndarray], *, rtol: float = 
 
 
 def text_batches() -> Batches:
-    batches = [text_batch(4, 12, labels=False), text_batch(3, 9, labels=False), text_batch(5, 14, labels=False)]
-    # Decoders find the last token by the padding's number.
-    return [batch | {"input_ids": batch["input_ids"] * batch["attention_mask"]} for batch in batches]
+    return [zero_padding(text_batch(*shape, labels=False)) for shape in ((4, 12), (3, 9), (5, 14))]
 
 
 def image_batches() -> Batches:

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from support.cuts import by_module, plan_of
-from support.models import bert, image_batch, llama, save_text_model, text_batch, vit, write_rows
+from support.models import bert, image_batch, llama, save_text_model, text_batch, vit, write_rows, zero_padding
 from support.neurons import neurons
-from support.references import RIDGE, naive_effect
+from support.references import RIDGE, naive_effect, read_by_sample
 from support.tolerance import assert_near, near
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.effects import EffectStream, LayerEffects
@@ -35,40 +34,20 @@ def regression_bert(**options: Any) -> PreTrainedModel:
     return bert(num_labels=1, **options)
 
 
-def collected(
-    model: PreTrainedModel, module: PrunableModule, batches: list[dict[str, Tensor]]
-) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Per sample (x, y, g) at its real tokens: input, output, and gradient of the prediction at the OUTPUT."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    handle = model.get_submodule(module.consumer).register_forward_hook(lambda m, x, y: seen.append((x[0], y)))
-    samples = []
-    for batch in batches:
-        for i in range(len(next(iter(batch.values())))):
-            one = {k: v[i : i + 1] for k, v in batch.items() if k != "labels"}
-            logits = model(**one).logits[0]
-            ordered = logits.sort(descending=True).values
-            prediction = logits[0] if len(logits) == 1 else ordered[0] - ordered[1]
-            x, y = seen.pop()
-            (g,) = torch.autograd.grad(prediction, y)
-            real = one["attention_mask"][0].bool() if "attention_mask" in one else slice(None)
-            samples.append(tuple(t[0][real].detach().double().numpy() for t in (x, y, g)))
-    handle.remove()
-    return samples
-
-
 @pytest.mark.parametrize("per_sample", [True, False])
 @pytest.mark.parametrize(
     "make", [bert, regression_bert, vit, llama], ids=["bert with padding", "regression", "vit", "grouped, no bias"]
 )
 def test_it_is_greedy_by_the_effect_of_the_compensated_layers(make: Callable[..., Any], per_sample: bool) -> None:
     model = make(intermediate_size=6)
-    batches = [image_batch(9), image_batch(7)] if make is vit else [text_batch(4, 20), text_batch(8, 30)]
+    texts = [zero_padding(text_batch(4, 20)), zero_padding(text_batch(8, 30))]
+    batches = [image_batch(9), image_batch(7)] if make is vit else texts
     modules = [*find_attention(model, batches[0]), *neurons(model)]
     found = score_compensated(model, batches, modules, ridge=RIDGE, per_sample=per_sample)
     assert (found.criterion, found.parameters) == ("compensated", {"ridge": RIDGE, "per_sample": per_sample})
     assert len(found.chains) == len(modules)
     for module, chain in zip(modules, found.chains, strict=True):
-        samples = collected(model, module, batches)
+        samples = [(x, y, g) for x, y, _, g in read_by_sample(model, module, batches)]
         kept = list(range(module.groups))
         for removal in chain:
             # The last group's removal leaves no inputs to build a layer of.

@@ -46,25 +46,15 @@ def test_the_hull_is_the_least_of_all_lines(seed: int, falling: bool, gaps: bool
     slopes = [edge.slope for edge in edges]
     assert slopes == sorted(slopes)
     x = y = 0.0
-    ends = set()
     for slope, start, end in edges:
         step = saved[end - 1] - (saved[start - 1] if start else 0.0)
         assert step > 0
         x, y = x + step, y + slope * step
         assert y == pytest.approx(level(effects)[end - 1])
-        ends.add(x)
         # Nothing lies below the edge.
         for middle in [s for s in saved if x - step <= s <= x]:
             assert y - slope * (x - middle) == pytest.approx(lowest(saved, effects, middle), abs=1e-12)
     assert x == (max(saved) if max(saved) > 0 else 0)
-    # A point that is on the hull, and on no line between others, is an end.
-    for place, total in enumerate(saved):
-        others = [(s, e) for i, (s, e) in enumerate(zip(saved, effects, strict=True)) if i != place and s != total]
-        if total in saved[:place] or total == 0 or not others:
-            continue
-        without = lowest([s for s, _ in others], [e for _, e in others], total) if total < max(saved) else None
-        if without is not None and not falling and level(effects)[place] < without - 1e-9:
-            assert total in ends
 
 
 def test_a_convex_curve_is_its_own_hull_and_a_concave_one_is_a_single_edge() -> None:

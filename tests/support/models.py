@@ -181,6 +181,11 @@ def text_batch(
     return batch
 
 
+def zero_padding(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the batch with zeros for padding: decoders find the last token of a row by that number."""
+    return batch | {"input_ids": batch["input_ids"] * batch["attention_mask"]}
+
+
 def image_batch(size: int = 4, *, labels: bool = True) -> dict[str, torch.Tensor]:
     batch = {"pixel_values": torch.randn(size, 3, 16, 16)}
     if labels:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hies_export.units import PrunableModule
 from hies_export.values import PruningPlan
+from support.neurons import one_by_one
 
 RIDGE = 0.1
 
@@ -36,6 +37,34 @@ def design_formula(
     if b is None:
         return new, None
     return new, b + w[:, removed] @ mean[removed] + (w[:, kept] - new) @ mean[kept]
+
+
+def read_by_sample(
+    model: PreTrainedModel, module: PrunableModule, batches: Sequence[dict[str, Tensor]]
+) -> list[tuple[np.ndarray, ...]]:
+    """Return what a consumer reads and writes for every unpadded sample, and the prediction's gradients to both.
+
+    Each is (tokens, features). The prediction is written out by hand from the logits.
+    """
+    seen: list[tuple[Tensor, Tensor]] = []
+    handle = model.get_submodule(module.consumer).register_forward_hook(lambda m, x, y: seen.append((x[0], y)))
+    found = []
+    for one in one_by_one(batches):
+        logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits[0]
+        if logits.dim() == 2:
+            ids = one["input_ids"][0]
+            places = [t for t in range(1, len(ids)) if ids[t] != getattr(model.config, "image_token_id", None)]
+            prediction = torch.stack([logits[t - 1].log_softmax(-1)[ids[t]] for t in places]).sum()
+        elif len(logits) == 1:
+            prediction = logits[0]
+        else:
+            ordered = logits.sort(descending=True).values
+            prediction = ordered[0] - ordered[1]
+        read = seen.pop()
+        gradients = torch.autograd.grad(prediction, read, allow_unused=True, materialize_grads=True)
+        found.append(tuple(t.detach().double().flatten(0, -2).numpy() for t in (*read, *gradients)))
+    handle.remove()
+    return found
 
 
 def naive_effect(
