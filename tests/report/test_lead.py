@@ -26,6 +26,12 @@ def with_rows(*rows: dict[str, Any], **details: Any) -> Report:
     return dataclasses.replace(make_report(**details), latency=rows)
 
 
+def terminal(report: Report) -> str:
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=200))
+    return out.getvalue()
+
+
 def test_every_rendering_leads_with_the_sentence() -> None:
     report = make_report(budget={"kind": "flops", "target": 0.8, "predicted": 0.8, "measured": 0.8})
     time, stay = "0.81 of the time on ONNX Runtime at 8 x 128", "97 % of the predictions stay"
@@ -34,9 +40,16 @@ def test_every_rendering_leads_with_the_sentence() -> None:
     assert render_markdown(report).split("\n\n")[1] == lead
     assert render_html(report).split("</h1>")[1].startswith(f'\n<p class="lead">{lead.replace(" x ", " × ")}</p>')
     assert f"## What it costs and saves\n\n{lead}\n" in render_card(report)
-    out = io.StringIO()
-    print_report(report, Console(file=out, width=200))
-    assert out.getvalue().startswith(f"\n{lead}\n")
+    assert terminal(report).startswith(f"\n{lead}\n")
+
+
+@pytest.mark.parametrize(("family", "times"), [(("llama", "mistral"), 1), (("llama", "llama"), 0), (None, 0)])
+def test_every_rendering_says_that_the_slim_model_is_of_another_family(family: tuple[str, str], times: int) -> None:
+    note = "Written as mistral, which computes the same: a config of llama does not take this number of heads."
+    report = make_report(family=family and dict(zip(("dense", "slim"), family, strict=True)))
+    for render in (render_card, render_html, render_markdown, terminal):
+        assert render(report).count(note) == times, render
+    assert (f"with no extra code. {note}\n\n## What it costs" in render_card(report)) is bool(times)
 
 
 def test_the_time_is_the_one_that_was_asked_for_and_not_the_best() -> None:

@@ -202,12 +202,3 @@ def test_layers_show_their_feed_forward_blocks() -> None:
     table = layer_table([layer(12 * 10**9)], [layer(6 * 10**9)])
     assert list(table.header) == ["MFLOPs", "projections", "attention products", "feed-forward", "other", "all"]
     assert table.rows[0] == ["layer.0", "3", "1", "12,000 → 6,000", "2", "12,006 → 6,006"]
-
-
-@pytest.mark.parametrize("kind", ["flops", "parameters"])
-def test_a_budget_of_what_is_counted(kind: str) -> None:
-    report = make_report(neurons=64, budget={"kind": kind, "target": 0.6, "predicted": 0.59, "measured": 0.591})
-    what = {"flops": "FLOPs", "parameters": "parameters"}[kind]
-    sentence = f"Budget: at most 0.6 of the {what} of the dense model. Predicted 0.590, measured 0.591."
-    assert sentence in render_markdown(report)
-    assert sentence in render_card(report)

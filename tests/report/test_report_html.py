@@ -87,6 +87,10 @@ def test_noisy_rows_give_no_ratio() -> None:
             "at most 0.85 of the FLOPs of the dense model. Predicted 0.840, measured 0.840.",
         ),
         (
+            {"kind": "parameters", "target": 0.6, "predicted": 0.59, "measured": 0.591},
+            "at most 0.6 of the parameters of the dense model. Predicted 0.590, measured 0.591.",
+        ),
+        (
             {"kind": "max_drop", "metric": "accuracy", "by": 0.01, "samples": 256, "dense": 0.9, "masked": 0.895}
             | {"slim": 0.897, "judged": [{}, {}]},
             "accuracy may get worse by 0.01 on 256 held-out samples. Dense 0.9000, masked 0.8950, slim 0.8970; 2 plans",
@@ -97,6 +101,7 @@ def test_every_rendering_shows_the_budget(budget: dict[str, Any], sentence: str)
     report = make_report(budget=budget)
     assert sentence in "".join(Page(render_html(report)).words)
     assert sentence in render_markdown(report)
+    assert sentence in render_card(report)
 
 
 def test_a_decode_step_shows_tokens_and_every_layer_its_flops() -> None:

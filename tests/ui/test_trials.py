@@ -24,17 +24,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prune = {"modules": ["attention", "mlp"], "budget": {"flops": 0.7}, "compensation": {"samples": 20}}
     measure = {"shapes": [[2, 16]]}
     save_project(folder, train=40, validation=30, calibration={"samples": 8}, prune=prune, measure=measure)
-    options = [
-        "--criteria",
-        "hies,fisher,compensated",
-        "--alphas",
-        "0.3",
-        "--flops",
-        "0.8,0.7",
-        "--modules",
-        "attention,both",
-    ]
-    options += ["--seeds", "1,2", "--compensations", "none,least_squares", "--no-figures"]
+    options = ["--criteria", "hies,fisher,compensated", "--alphas", "0.3", "--flops", "0.8,0.7", "--no-figures"]
+    options += ["--modules", "attention,both", "--seeds", "1,2", "--compensations", "none,least_squares"]
     assert main(["sweep", str(folder / "recipe.yaml"), "-o", str(folder / "sweep"), *options]) == 0
     return folder / "sweep"
 
