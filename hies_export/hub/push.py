@@ -143,10 +143,9 @@ def push_folder(folder: str | Path, repository: str, *, private: bool = False, m
     _require_token()
     api = HfApi(library_name="hies-export")
     with _explain_failure(repository):
-        name = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
-        files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith("."))
-        operations = [CommitOperationAdd(path.relative_to(folder).as_posix(), str(path)) for path in files]
-        made = api.create_commit(name, operations, commit_message=message or f"Add {Path(folder).name}, pruned")
+        target = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
+        operations = [CommitOperationAdd(name, str(path)) for name, path in _visible(Path(folder)).items()]
+        made = api.create_commit(target, operations, commit_message=message or f"Add {Path(folder).name}, pruned")
     return str(made.commit_url)
 
 
@@ -178,9 +177,8 @@ def _check_name(repository: str) -> None:
         if repository.count("/") != 1:
             raise HFValidationError("it has no user or organization")
     except HFValidationError as error:
-        raise RequestError(
-            f"a repository must be USER/REPO, got {repository!r}: {str(error).splitlines()[0]}"
-        ) from error
+        problem = str(error).splitlines()[0]
+        raise RequestError(f"a repository must be USER/REPO, got {repository!r}: {problem}") from error
 
 
 def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[str, Any]:
@@ -246,17 +244,23 @@ def _contents(
     """Return all files of a push: name in the repository -> local path, or the content as bytes."""
     contents: dict[str, str | bytes] = {}
     for source, prefix in ((folder / "slim", ""), *((folder / name, f"{name}/") for name in _EXPORTS)):
-        for file in sorted(path for path in source.rglob("*") if path.is_file() and not path.name.startswith(".")):
-            contents[prefix + file.relative_to(source).as_posix()] = str(file)
-    contents["report.json"] = report.to_json().encode()
-    contents["report.md"] = render_markdown(report).encode()
-    contents["report.html"] = render_html(report, location=repository).encode()
+        contents |= {prefix + name: str(path) for name, path in _visible(source).items()}
     figures = draw_report(report)
-    contents |= {f"images/{name}": svg.encode() for name, svg in figures.items()}
     images = {f"images/{name}": CAPTIONS[name] for name in figures}
-    card = render_card(report, location=repository, revision=revision, origin=origin, images=images)
-    contents["README.md"] = card.encode()
-    return contents
+    written = {
+        "report.json": report.to_json(),
+        "report.md": render_markdown(report),
+        "report.html": render_html(report, location=repository),
+        **{f"images/{name}": svg for name, svg in figures.items()},
+        "README.md": render_card(report, location=repository, revision=revision, origin=origin, images=images),
+    }
+    return contents | {name: text.encode() for name, text in written.items()}
+
+
+def _visible(folder: Path) -> dict[str, Path]:
+    """Return the files below a folder by their names in it, without hidden ones."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return {path.relative_to(folder).as_posix(): path for path in files}
 
 
 def _check_card(card: str | bytes, repository: str) -> None:

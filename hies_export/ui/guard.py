@@ -7,7 +7,7 @@ here (DNS rebinding), it could read the answers too. The browser says both in th
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 Message = MutableMapping[str, Any]
@@ -23,14 +23,10 @@ class Guard:
     """Middleware that refuses a request whose Host is not this machine, or whose Origin is another page.
 
     Source: https://asgi.readthedocs.io/en/latest/specs/www.html
-
-    Args:
-        app: What answers the others.
-        hosts: Names and addresses, without ports, that the page may be opened by.
     """
 
-    def __init__(self, app: App, hosts: Collection[str] = THIS_MACHINE):
-        self._app, self._hosts = app, hosts
+    def __init__(self, app: App):
+        self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request, or refuse it with 403."""
@@ -39,15 +35,14 @@ class Guard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})  # before it is accepted: 403
         else:
-            await send(
-                {"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]},
-            )
+            plain = [(b"content-type", b"text/plain")]
+            await send({"type": "http.response.start", "status": 403, "headers": plain})
             await send({"type": "http.response.body", "body": REFUSED})
 
     def _is_own(self, scope: Message) -> bool:
         given = [(name.lower(), value.decode("latin-1").lower()) for name, value in scope["headers"]]
         hosts = [value for name, value in given if name == b"host"]
         origins = [value for name, value in given if name == b"origin"]
-        if len(hosts) != 1 or re.sub(r":\d+$", "", hosts[0]) not in self._hosts:
+        if len(hosts) != 1 or re.sub(r":\d+$", "", hosts[0]) not in THIS_MACHINE:
             return False
         return all(origin in (f"http://{hosts[0]}", f"https://{hosts[0]}") for origin in origins)
