@@ -29,7 +29,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     for name, entry in table["types"].items():
         without = "not run" if entry["kind"] == "tried" else entry["kind"]
         results = [entry.get("steps", {}).get(step, without) for step in STEPS]
-        lines.add_row(name, entry.get("class", ""), *(_mark(result) for result in results), neurons_in_short(entry))
+        lines.add_row(name, entry.get("class", ""), *map(_mark, results), neurons_in_short(entry))
     console.print(lines)
     for name in options.model_types:
         reason = why_not(table["types"][name]) or "everything holds"

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..errors import UnsupportedModelError
-    from ..studies.theory import Theory
     from ..units import PrunableModule
 
 
@@ -161,6 +160,7 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], consol
 def _inspect_theory(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     from ..pipeline.resolve import resolve
     from ..recipe import PruningRecipe
+    from ..report.terminal import plain_table
     from ..studies.theory import theory
     from ..values import dump_json
 
@@ -172,13 +172,6 @@ def _inspect_theory(options: Namespace, console: Console, progress: Progress) ->
     progress.stage("theory")
     alpha = 0.9 if recipe.prune.alpha == "auto" else recipe.prune.alpha
     found = theory(prepared.model, prepared.rows.calibration, prepared.scored, alpha=alpha)
-    _print_theory(found, console)
-    return {"model": recipe.model, **json.loads(dump_json(asdict(found)))}
-
-
-def _print_theory(found: Theory, console: Console) -> None:
-    from ..report.terminal import plain_table
-
     lines = []
     for name, n in found.modules.items():
         deficit = f"{n.deficit.min():.2f} to {n.deficit.max():.2f}"
@@ -198,3 +191,4 @@ def _print_theory(found: Theory, console: Console) -> None:
     head = ("heads removed by", "sum of HIS", "+ quadratic", "(by blocks)", "measured increase")
     console.print(plain_table(head, rows))
     console.print(f"of the {found.loss}; the bound takes W_O for the model's last layer")
+    return {"model": recipe.model, **json.loads(dump_json(asdict(found)))}

@@ -102,7 +102,7 @@ def mapped_rows(
         if numbered:
             rows = number_rows(rows, source=source)
         if bracket:
-            rows = _sliced(rows, split, bracket + slice_)
+            rows = rows.select(_slice(split + bracket + slice_, {split: len(rows)}))
         if len(rows) == 0:
             raise DataError(f"the split {quoted(split + bracket + slice_)} must have at least one row, but it is empty")
         try:
@@ -185,15 +185,14 @@ def _load_hub_split(name: str, split: str) -> datasets.Dataset:
     return splits[split]
 
 
-def _sliced(rows: datasets.Dataset, split: str, slice_: str) -> datasets.Dataset:
+def _slice(text: str, lengths: dict[str, int]) -> range:
     try:
-        (part,) = datasets.ReadInstruction.from_spec(split + slice_).to_absolute({split: len(rows)})
+        (part,) = datasets.ReadInstruction.from_spec(text).to_absolute(lengths)
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f"a slice of a split must be like train[:80%] or train[100:200], got {quoted(split + slice_)} "
-            f"({root_cause(error)})"
+            f"a slice of a split must be like train[:80%] or train[100:200], got {quoted(text)} ({root_cause(error)})"
         ) from error
-    return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
+    return range(lengths[part.splitname])[part.from_ : part.to]
 
 
 def _check_split(split: str, splits: Mapping[str, Any]) -> None:
