@@ -12,14 +12,14 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from types import FrameType
-from typing import Any, Protocol
+from types import FrameType, ModuleType
+from typing import Any
 
 from rich.console import Console
 
 from .. import __version__, processes
 from ..errors import HiesError, memory_failure, system_failure
-from ..progress import SILENT, Progress
+from ..progress import SILENT
 from . import (
     apply,
     architectures,
@@ -40,22 +40,8 @@ from . import (
 )
 from .terminal import TerminalProgress, in_flags, print_json, show_messages
 
-
-class Command(Protocol):
-    """The file of a command: its name is the command's, its docstring the help text."""
-
-    __name__: str
-    __doc__: str | None
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's arguments; `--json` among them if `run` returns a result."""
-
-    def run(self, options: argparse.Namespace, console: Console, progress: Progress) -> dict[str, Any] | None:
-        """Do it, print it for people, and return what `--json` prints."""
-
-
 # In the order of --help.
-COMMANDS: tuple[Command, ...] = (
+COMMANDS: tuple[ModuleType, ...] = (
     *(run, quickstart, reproduce, score, prune, apply, export, bench, sweep, generate, push, upgrade, inspect),
     *(architectures, ui, report),
 )
@@ -163,7 +149,7 @@ def build_optimum_export_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _finish(parser: argparse.ArgumentParser, command: Command) -> None:
+def _finish(parser: argparse.ArgumentParser, command: ModuleType) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="show warnings and progress of the libraries too")
     parser.set_defaults(command=command)
 
