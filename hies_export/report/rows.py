@@ -148,7 +148,7 @@ def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense",
         first: lambda row: f"{row.dense_ms:.2f} ms",
         second: lambda row: f"{row.slim_ms:.2f} ms",
         f"{second} / {first} [95 %]": ratio_text,
-        f"{first} / {first}": lambda row: f"[{row.control_low:.3f}, {row.control_high:.3f}]",
+        f"{first} / {first}": _control,
         "realised": _realised,
         "tokens/s": lambda row: pair_text(row.tokens_per_second),
         "device GB": lambda row: pair_text(row.peak_bytes, scale=1e-9),
@@ -159,24 +159,18 @@ def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense",
 def percentile_table(rows: Sequence[LatencyRow]) -> Table:
     """Return the percentiles of the times in milliseconds, the ratio beside the control's, and the realised share."""
 
-    def milliseconds(values: tuple[float | None, float | None]) -> str:
-        return "" if None in values else f"{values[0]:.2f} → {values[1]:.2f}"
+    def both(dense: float | None, slim: float | None) -> str:
+        return "" if dense is None or slim is None else f"{dense:.2f} → {slim:.2f}"
 
-    header = ("dense → slim", "p50, ms", "p90, ms", "slim / dense [95 %]", "dense / dense", "realised")
-    return Table(
-        header,
-        [
-            [
-                row_name(row),
-                milliseconds((row.dense_ms, row.slim_ms)),
-                milliseconds((row.dense_p90_ms, row.slim_p90_ms)),
-                ratio_text(row),
-                f"[{row.control_low:.3f}, {row.control_high:.3f}]",
-                _realised(row),
-            ]
-            for row in rows
-        ],
-    )
+    columns: dict[str, Callable[[LatencyRow], str]] = {
+        "dense → slim": row_name,
+        "p50, ms": lambda row: both(row.dense_ms, row.slim_ms),
+        "p90, ms": lambda row: both(row.dense_p90_ms, row.slim_p90_ms),
+        "slim / dense [95 %]": ratio_text,
+        "dense / dense": _control,
+        "realised": _realised,
+    }
+    return Table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
 def layer_table(dense: Sequence[LayerFlops], slim: Sequence[LayerFlops] | None = None) -> Table:
@@ -218,6 +212,11 @@ def si(number: float) -> str:
     scaled = number / 1000**power
     digits = 0 if power == 0 and number == int(number) else max(0, 3 - len(str(int(scaled))))
     return f"{scaled:.{digits}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
+
+
+def _control(row: LatencyRow) -> str:
+    """Return the interval of the control's ratio."""
+    return f"[{row.control_low:.3f}, {row.control_high:.3f}]"
 
 
 def _realised(row: LatencyRow) -> str:

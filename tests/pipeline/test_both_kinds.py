@@ -43,6 +43,7 @@ from hies_export.select.iterative import compose
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, FewTokensWarning, refit
+from hies_export.studies.explore import read_exploration
 from hies_export.units import Kept, Selection
 from hies_export.values import PruningPlan, Scores
 
@@ -144,6 +145,22 @@ def test_a_run_cuts_both_kinds_and_counts_them(done: Run) -> None:
     }
     assert BUDGET - 0.01 < flops <= BUDGET
     assert sum(p.numel() for p in slim.parameters()) == report.parameters["slim"]
+
+
+def test_the_report_and_the_page_know_neurons_by_layer_and_heads_by_number(done: Run) -> None:
+    report = json.loads((done.folder / "report.json").read_text())
+    layers = [f"bert.encoder.layer.{i}" for i in range(3)]
+    counts = zip(layers, report["neurons"]["kept_per_layer"], strict=True)
+    assert report["details"]["neurons"] == {name: {"kept": count, "total": 64} for name, count in counts}
+    heads = [f"{name}.attention.self" for name in layers]
+    assert list(report["details"]["head_map"]) == list(report["details"]["heads"]) == heads
+    assert "## Neurons" in (done.folder / "report.md").read_text()
+    assert (done.folder / "report.html").read_text().count('class="stays"') == 3
+    assert "feed-forward neurons of" in (done.folder / "slim" / "README.md").read_text()
+    exploration = read_exploration(done.folder)
+    ratio = report["flops"]["slim"] / report["flops"]["dense"]
+    assert exploration.flops_ratio(exploration.plan) == pytest.approx(ratio, abs=1e-9)
+    assert exploration.ranks_neurons
 
 
 def test_a_cut_of_both_kinds_computes_what_masks_do_and_reloads(done: Run) -> None:

@@ -1,12 +1,10 @@
 """The sentence that leads, and the sentences on why something was chosen."""
 
 import dataclasses
-import io
 from typing import Any
 
 import pytest
-from rich.console import Console
-from support.reports import TRIED, latency_row, make_report
+from support.reports import TRIED, latency_row, make_report, terminal
 
 from hies_export.report.card import render_card
 from hies_export.report.drawing import Scale, latency_scale
@@ -14,7 +12,6 @@ from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.lead import asked_row, lead_text
 from hies_export.report.report import FirstMetric, Report
-from hies_export.report.terminal import print_report
 from hies_export.report.text import alpha_text, tried_text
 
 LATENCY = {"kind": "latency", "target": 0.85, "predicted": 0.84, "measured": 0.83, "noisy": False}
@@ -24,12 +21,6 @@ LATENCY |= {"runtime": "torch", "batch": 1, "sequence": 128}
 
 def with_rows(*rows: dict[str, Any], **details: Any) -> Report:
     return dataclasses.replace(make_report(**details), latency=rows)
-
-
-def terminal(report: Report) -> str:
-    out = io.StringIO()
-    print_report(report, Console(file=out, width=200))
-    return out.getvalue()
 
 
 def test_every_rendering_leads_with_the_sentence() -> None:

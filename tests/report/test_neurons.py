@@ -1,14 +1,12 @@
 """Reports of runs that removed neurons: counts by hand, in every rendering, with and without heads."""
 
 import dataclasses
-import io
 import json
 import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from support.reports import DATA, make_report
+from support.reports import DATA, make_report, terminal
 from support.reports import TRIED as TRIED_ROW
 
 from hies_export.measure.counts import LayerFlops
@@ -21,7 +19,6 @@ from hies_export.report.jinja import render_markdown
 from hies_export.report.maps import BAR_WIDTH, CUT, KEPT, bar, head_map, neuron_counts, plan_maps
 from hies_export.report.report import Report, UnitCounts, plan_counts
 from hies_export.report.rows import comparison_table, layer_table, tried_table
-from hies_export.report.terminal import print_report
 from hies_export.report.text import method_text, removed_text, title
 from hies_export.units import Kept
 from hies_export.values import PruningPlan
@@ -107,10 +104,8 @@ def test_texts_name_both_kinds() -> None:
 
 def test_every_rendering_draws_the_bars() -> None:
     report = make_report(neurons=1536)
-    out = io.StringIO()
-    print_report(report, Console(file=out, width=140))
     bar = "■" * 21 + "···"
-    assert f"    1  {bar}  1,344 of 1,536  encoder.layer.1.output\n" in out.getvalue()
+    assert f"    1  {bar}  1,344 of 1,536  encoder.layer.1.output\n" in terminal(report)
     assert f"  1  {bar}  1,344/1,536\n" in render_markdown(report)
     page = render_html(report)
     assert page.count('class="stays"') == page.count('class="gone"') == 3
@@ -153,9 +148,7 @@ def test_a_run_that_left_heads_alone_renders() -> None:
     assert page.count('class="stays"') == 3
     assert 'id="heads"' not in page
     assert "<script" not in page
-    out = io.StringIO()
-    print_report(report, Console(file=out, width=140))
-    for text in (page, render_markdown(report), render_card(report), out.getvalue()):
+    for text in (page, render_markdown(report), render_card(report), terminal(report)):
         assert "attention heads" not in text
         assert "feed-forward neurons" in text
 

@@ -14,7 +14,7 @@ from huggingface_hub import metadata_load
 from markdown_it import MarkdownIt
 from rich.console import Console
 from support.browser import Browser
-from support.reports import DATA, latency_row, make_report
+from support.reports import DATA, latency_row, make_report, terminal
 
 from hies_export.errors import RequestError
 from hies_export.report.bench import Bench, print_bench, read_report, render_bench
@@ -24,7 +24,6 @@ from hies_export.report.html import render_html
 from hies_export.report.jinja import one_line, render_markdown
 from hies_export.report.maps import KEPT
 from hies_export.report.report import Report
-from hies_export.report.terminal import print_report
 
 
 class Page(HTMLParser):
@@ -263,10 +262,8 @@ def test_metadata_is_what_it_was_given(tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_names_as_they_are() -> None:
-    out = io.StringIO()
     report = dataclasses.replace(make_report(), latency=[latency_row("[red]torch[/]", 0.8)])
-    print_report(report, Console(file=out, width=140))
-    assert "[red]torch[/] 8 x 128" in out.getvalue()
+    assert "[red]torch[/] 8 x 128" in terminal(report)
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:

@@ -1,9 +1,13 @@
 """Make reports without a run."""
 
+import io
 from typing import Any
+
+from rich.console import Console
 
 from hies_export.report.maps import CUT, KEPT
 from hies_export.report.report import Report
+from hies_export.report.terminal import print_report
 
 # Rows of a run of which nothing more is worth a sentence.
 DATA: dict[str, Any] = {
@@ -23,6 +27,13 @@ def latency_row(runtime: str, ratio: float, **other: Any) -> dict[str, Any]:
         **{"control_ratio": 1.001, "control_low": 0.995, "control_high": 1.006},
     }
     return row | other
+
+
+def terminal(report: Report) -> str:
+    """Return what a report prints."""
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=200))
+    return out.getvalue()
 
 
 def make_report(*, layers: int = 3, heads: int = 4, neurons: int = 0, **details: Any) -> Report:

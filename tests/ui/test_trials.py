@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from support.models import save_project
-from support.runs import without_tracing
 
 from hies_export.cli.main import main
 from hies_export.studies.explore import Exploration, estimate, lost_share, read_exploration
@@ -61,15 +60,9 @@ def test_every_plan_shows_what_was_measured_of_it(swept: Path) -> None:
         assert "FLOPs are estimated" not in text
 
 
-def test_what_a_run_measured_replaces_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prune = {"alpha": "auto", "budget": {"heads": 0.4}}
-    measure = {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2}
-    save_project(tmp_path, train=40, validation=20, calibration={"samples": 8}, prune=prune, measure=measure)
-    monkeypatch.setattr("hies_export.pipeline.candidates.ALPHAS", (0.0, 0.5, 0.9))  # fewer to judge
-    with without_tracing():
-        assert main(["run", str(tmp_path / "recipe.yaml")]) == 0
-    exploration = read_exploration(tmp_path / "out")
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+def test_what_a_run_measured_replaces_predictions(ran: Path) -> None:
+    exploration = read_exploration(ran)
+    report = json.loads((ran / "report.json").read_text())
     point = next(p for p in report["details"]["alpha_curve"] if p["alpha"] == report["alpha"])
     text = text_of(draw(exploration, report["alpha"], 0.4, "global"))
     own = f"accuracy {report['quality']['slim']:.4f} same predictions {report['stability']:.1%}"

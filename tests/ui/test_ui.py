@@ -16,7 +16,6 @@ import torch
 from support.browser import Browser
 from support.cuts import plan_of
 from support.models import causal_lm
-from support.runs import run_project
 
 import hies_export
 from hies_export.cli.main import main
@@ -27,15 +26,6 @@ from hies_export.report.maps import CUT
 from hies_export.studies.explore import Exploration, estimate, lost_share, read_exploration
 from hies_export.ui.page import draw, save, show
 from hies_export.values import Calibration, PruningPlan, Statistics
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with alpha: auto, and its project above it."""
-    prune = {"alpha": "auto", "budget": {"heads": 0.4}}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hies_export.pipeline.candidates.ALPHAS", (0.0, 0.5, 0.9))  # fewer to judge
-        return run_project(tmp_path_factory.mktemp("project"), train=40, validation=20, prune=prune)
 
 
 @pytest.fixture(scope="module")
