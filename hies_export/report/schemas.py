@@ -105,9 +105,8 @@ class SweepFigures(Schema):
     def _of_the_same_heads(self) -> SweepFigures:
         for name, values in self.entropy.items():
             if not values or len(values) != len(self.his.get(name, ())):
-                raise ValueError(
-                    f"entropy and his must have a value for each head, but their numbers differ in {quoted(name)}"
-                )
+                problem = f"but their numbers differ in {quoted(name)}"
+                raise ValueError(f"entropy and his must have a value for each head, {problem}")
         return self
 
 
@@ -117,15 +116,14 @@ class SweepDetails(SweepFigures):
     seed: int
     calibration_samples: int
     key_value_heads: dict[str, Annotated[Count, Field(ge=1)]]
-    kinds: dict[str, Literal["attention", "mlp"]] = Field(default_factory=dict)
-    about: SweepAbout = Field(default_factory=SweepAbout)
+    kinds: dict[str, Literal["attention", "mlp"]]
+    about: SweepAbout
 
     @model_validator(mode="after")
     def _whole_groups(self) -> SweepDetails:
         for name, values in self.his.items():
             groups = self.key_value_heads.get(name)
             if not values or groups is None or len(values) % groups:
-                raise ValueError(
-                    f"key_value_heads must divide the units of every module, got {groups} in {quoted(name)}"
-                )
+                where = f"got {groups} in {quoted(name)}"
+                raise ValueError(f"key_value_heads must divide the units of every module, {where}")
         return self

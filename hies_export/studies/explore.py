@@ -361,7 +361,7 @@ def _of_sweep(folder: Path) -> Exploration:
     for plan in plans.values():
         _check_units(statistics, plan)
     per_head, per_neuron = _flops_by_rows(rows)
-    about = SweepAbout(**details.get("about", {}))
+    about = SweepAbout(**details["about"])
     return Exploration(
         model=about.model,
         statistics=statistics,
@@ -419,7 +419,7 @@ def _sweep_plan(plan: Mapping[str, Any], details: Mapping[str, Any]) -> PruningP
         # A module without statistics keeps all its heads.
         total = len(details["his"].get(name, heads))
         groups = details["key_value_heads"][name]
-        kept[name] = Kept(tuple(heads), total, groups, details.get("kinds", {}).get(name, ATTENTION))
+        kept[name] = Kept(tuple(heads), total, groups, details["kinds"][name])
     return PruningPlan(kept=kept, criterion=plan["criterion"], alpha=plan["alpha"], seed=details["seed"])
 
 

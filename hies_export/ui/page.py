@@ -64,19 +64,10 @@ def require_gradio() -> None:
 
 
 def show(folder: str | Path, *, port: int | None = None, open_browser: bool = False) -> Any:
-    """Serve the page of a run's or a sweep's folder to this machine's browsers.
+    """Serve the page of a run's or a sweep's folder, where saved plans go, to this machine's browsers.
 
-    Args:
-        folder: What `hies-export run` or `sweep` wrote; saved plans go there too.
-        port: Where to listen; a free one from 7860 by default.
-        open_browser: Open the page at once.
-
-    Returns:
-        The Gradio page, which a thread of its own serves until the process ends.
-
-    Raises:
-        RequestError: The folder is neither a run's nor a sweep's.
-        MissingRuntimeError: Gradio is not installed.
+    The port is a free one from 7860 by default. Returns the Gradio page, which a thread of its own serves until the
+    process ends.
     """
     exploration = read_exploration(folder)
     require_gradio()

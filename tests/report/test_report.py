@@ -33,21 +33,6 @@ def test_fields_answer_to_the_keys_of_the_file() -> None:
         report.quality["dens"]
 
 
-def test_reports_of_older_versions_are_read(tmp_path: Path) -> None:
-    """The first version had no cache, no phases, and no control that could call a row noisy."""
-    values = json.loads(make_report().to_json())
-    del values["cache_bytes_per_token"]
-    names = ("runtime", "provider", "batch", "sequence", "dense_ms", "slim_ms", "ratio", "ratio_low", "ratio_high")
-    names += ("realised", "control_ratio", "control_low", "control_high")
-    values["latency"] = [{name: row[name] for name in names} for row in values["latency"]]
-    (tmp_path / "report.json").write_text(json.dumps(values))
-    report = Report.from_file(tmp_path)
-    assert report.cache_bytes_per_token is None
-    assert [(row.phase, row.dtype, row.noisy, row.dense_p90_ms) for row in report.latency] == [
-        ("forward", "float32", False, None)
-    ] * 3
-
-
 @pytest.mark.parametrize("change", [{"heads": {"total": 12}}, {"parameters": {"dense": "many", "slim": 1}}])
 def test_a_file_that_is_no_report_is_refused(change: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(json.loads(make_report().to_json()) | change))

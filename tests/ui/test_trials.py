@@ -9,8 +9,8 @@ import pytest
 from support.models import save_project
 
 from hies_export.cli.main import main
-from hies_export.studies.explore import Exploration, estimate, lost_share, read_exploration
-from hies_export.ui.page import BY_SLIDERS, MEASURED, _trial_table, draw, save
+from hies_export.studies.explore import estimate, lost_share, read_exploration
+from hies_export.ui.page import MEASURED, _trial_table, draw, save
 from hies_export.values import PruningPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
@@ -120,13 +120,3 @@ def test_the_dot_of_a_measured_plan_is_where_it_was_measured(swept: Path) -> Non
     line = estimate(measured.lost, measured.stability, lost).value
     if line != result.stability:
         assert heights[1] != pytest.approx(20 + 84 * (high - line) / (high - low or 1), abs=0.01)
-
-
-def test_older_sweeps_do_not_name_their_model(swept: Path, tmp_path: Path) -> None:
-    details = json.loads((swept / "details.json").read_text())
-    assert details.pop("about")["environment"]["torch"]
-    (tmp_path / "details.json").write_text(json.dumps(details))
-    (tmp_path / "sweep.json").write_bytes((swept / "sweep.json").read_bytes())
-    exploration: Exploration = read_exploration(tmp_path)
-    assert (exploration.model, exploration.shape) == ("", "")
-    assert "apply" in save(exploration, tmp_path, 0.5, 0.5, "global", 0.0, BY_SLIDERS)
