@@ -88,7 +88,7 @@ def reproduce(
     report = Report.from_file(folder)
     record = RunRecord.from_report(report, folder)
     recipe = record.recipe_at(folder, output)
-    refuse_existing(output, overwrite=overwrite, inputs={"run": folder, **recipe.inputs})
+    refuse_existing(output, overwrite=overwrite, inputs={"run": folder})
     before = _read(folder)
     record.check_inputs(recipe)
     again = run(recipe, overwrite=overwrite, command=command, progress=progress)
@@ -98,7 +98,7 @@ def reproduce(
             "the run was made with %s %s, and this is %s", name, report.environment.get(name), again.environment[name]
         )
     rows = [*_choice_rows(before, _read(output)), *_quality_rows(report, again), *_size_rows(report, again)]
-    if recipe.prune.budget.latency is not None:
+    if report.details.budget.kind == "latency":
         rows = [row if row.name in _BEFORE_CHOOSING else _shown(row) for row in rows]
     if not differ:
         rows = [row if row.allowed is None else _tightened(row) for row in rows]
