@@ -98,7 +98,7 @@ def reproduce(
             "the run was made with %s %s, and this is %s", name, report.environment.get(name), again.environment[name]
         )
     rows = [*_choice_rows(before, _read(output)), *_quality_rows(report, again), *_size_rows(report, again)]
-    if report.details.budget.kind == "latency":
+    if report.details.budget and report.details.budget.kind == "latency":
         rows = [row if row.name in _BEFORE_CHOOSING else _shown(row) for row in rows]
     if not differ:
         rows = [row if row.allowed is None else _tightened(row) for row in rows]
