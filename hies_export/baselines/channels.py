@@ -6,13 +6,13 @@ of o. A head of width w has w channels, so removing w channels removes as many w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibrate.weights import channel_rows, has_channels
@@ -78,12 +78,6 @@ def masked_channels(
                 mask = torch.ones(features_of(layer)[0])
                 for group, channels in channel_rows(module, name):
                     mask[channels] = by_group[group].float()
-                stack.enter_context(layer.register_forward_hook(_multiply_by(mask.to(weight_of(layer)))))
+                mask = mask.to(weight_of(layer))
+                stack.enter_context(layer.register_forward_hook(lambda _, x, y, mask=mask: y * mask))
         yield
-
-
-def _multiply_by(mask: Tensor) -> Callable[..., Tensor]:
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output * mask
-
-    return hook

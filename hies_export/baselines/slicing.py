@@ -10,13 +10,13 @@ residual connections; here they are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..data.targets import size_of
@@ -83,8 +83,11 @@ def sliced(model: PreTrainedModel, modules: Sequence[PrunableModule], bases: Bas
                 for basis in (bases.read[module.name], bases.written[module.name])
             )
             for name in module.producers:
-                stack.enter_context(model.get_submodule(name).register_forward_pre_hook(_project_input(read)))
-            stack.enter_context(output.register_forward_hook(_project_output(written)))
+                layer = model.get_submodule(name)
+                stack.enter_context(
+                    layer.register_forward_pre_hook(lambda _, x, basis=read: (x[0] @ basis @ basis.T, *x[1:]))
+                )
+            stack.enter_context(output.register_forward_hook(lambda _, x, y, basis=written: y @ basis @ basis.T))
         yield
 
 
@@ -142,17 +145,3 @@ def _distance(model: PreTrainedModel, batch: dict[str, Tensor], target: Tensor |
     if target.shape[-1] == 1:
         return torch.nn.functional.mse_loss(logits, target)
     return torch.nn.functional.cross_entropy(logits, target.softmax(-1))
-
-
-def _project_input(basis: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (inputs[0] @ basis @ basis.T, *inputs[1:])
-
-    return hook
-
-
-def _project_output(basis: Tensor) -> Callable[..., Tensor]:
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output @ basis @ basis.T
-
-    return hook

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..data.targets import batches_fingerprint, check_label_tokens, is_regression, size_of
 from ..errors import DataError, StepError, memory_failure
+from ..kinds import ATTENTION
 from ..model.attention import use_attention
 from ..model.modes import checkpointing, frozen, without_cache
 from ..model.threads import threads_for
@@ -45,9 +46,8 @@ def collect_statistics(
     HIS is E_x |dL(x)/dm_u| with a mask m_u = 1 on the output of unit u (Michel et al. 2019, "Are Sixteen Heads Really
     Better than One?", https://arxiv.org/abs/1905.10650, Eq. 3). "fisher" is E_x (dL(x)/dm_u)^2, the diagonal of the
     empirical Fisher information of the masks (Kwon et al. 2022, https://arxiv.org/abs/2204.09656, Eq. 6). Every sample
-    and unit has a gate, so one backward pass per batch gives each sample's own gradient. All weights are frozen. The
-    entropy is the mean over a sample's real query tokens of H(attention row) / log(keys the row sees). Only heads have
-    one. No attention map is stored.
+    and unit has a gate, so one backward pass per batch gives each sample's own gradient. The entropy, of heads alone,
+    is the mean over a sample's real query tokens of H(attention row) / log(keys the row sees).
 
     If labels are tokens, sample i's loss is the mean over its own n_i label tokens. The model's loss is the mean over
     all N label tokens of the batch, so the gates' gradient of N times that loss is divided by n_i.
@@ -133,7 +133,7 @@ class _Pass:
         self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str], *, at_once: int
     ):
         self._model, self._modules, self.at_once = model, modules, at_once
-        attention = [module for module in modules if module.kind == "attention"]
+        attention = [module for module in modules if module.kind == ATTENTION]
         self._entropies = Entropies(model, attention)
         self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules, needs)
         wanted = not set(weights.STATISTICS).isdisjoint(needs)

@@ -40,15 +40,11 @@ class InputSums:
         self._sums = {module.name: self._zeros(module) for module in modules}
 
     def _zeros(self, module: PrunableModule) -> dict[str, Tensor]:
-        units, inputs = module.units, module.units * module.unit_width
-        shapes = {"tokens": (), "activation_l2": (units,), "output_norm": (units,), "obs": (inputs, inputs)}
-        found = {
-            what: torch.zeros(shape, dtype=torch.float64)
-            for what, shape in shapes.items()
-            if what in (*self._needs, "tokens")
-        }
+        found = {what: torch.zeros(module.units, dtype=torch.float64) for what in STATISTICS if what in self._needs}
+        found["tokens"] = torch.zeros((), dtype=torch.float64)
         if "obs" in found:
-            found["obs"] = found["obs"].to(weight_of(self._model.get_submodule(module.consumer)).device)
+            weight = weight_of(self._model.get_submodule(module.consumer))
+            found["obs"] = torch.zeros((weight.shape[1],) * 2, dtype=torch.float64, device=weight.device)
         return found
 
     def of(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, Added]]:

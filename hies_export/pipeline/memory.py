@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
-from ..calibrate.predictions import text_labels
+from ..calibrate.readings import text_labels
 from ..data.batches import Batch, check_batches
 from ..data.images import holds_images
 from ..data.labels import STRINGS

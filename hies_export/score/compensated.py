@@ -55,16 +55,13 @@ TOKENS_AT_ONCE = 512
 class RemovalOptions:
     """Options of greedy removal.
 
-    Attributes:
-        ridge: lambda relative to the mean of the diagonal of C over all inputs of the module. (`compensate` takes the
-            mean over the kept inputs.) A fixed lambda lets every e(K) follow from one inverse by downdating.
-        per_sample: Whether a sample has a single prediction, so that the effects of its tokens also add up.
-        device: Where to compute; the effects are copied there from the CPU, module by module.
+    lambda is `ridge` times the mean of the diagonal of C over all inputs of the module. (`compensate` takes the mean
+    over the kept inputs.) A fixed lambda lets every e(K) follow from one inverse by downdating.
     """
 
     ridge: float = 0.1
-    per_sample: bool = True
-    device: str | torch.device = "cpu"
+    per_sample: bool = True  # a sample has a single prediction, so that the effects of its tokens also add up
+    device: str | torch.device = "cpu"  # the effects are copied there, module by module
 
     def __post_init__(self) -> None:
         if not self.ridge > 0:
@@ -128,9 +125,24 @@ def score_compensated(
 
 
 def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], options: RemovalOptions) -> Scores:
-    """Return the scores of chains, one per module: the rank of a unit among the units of its kind, in [0, 1)."""
+    """Return the scores of chains, one per module: the rank of a unit in the merged chains of its kind, in [0, 1).
+
+    The last removal of every module ranks after all others, because every module keeps something.
+    """
+    scores = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
+    for kind in dict.fromkeys(module.kind for module in modules):
+        of_kind = [chain for module, chain in zip(modules, chains, strict=True) if module.kind == kind]
+        order = [*merged([chain[:-1] for chain in of_kind])]
+        order += sorted((chain[-1] for chain in of_kind), key=lambda removal: removal.effect)
+        total = sum(len(removal.units) for removal in order)
+        rank = 0
+        for removal in order:
+            # Heads of a group share a rank.
+            ranks = rank + torch.arange(len(removal.units), dtype=torch.float64) * (kind != ATTENTION)
+            scores[removal.module][list(removal.units)] = ranks / total
+            rank += len(removal.units)
     parameters = {"ridge": options.ridge, "per_sample": options.per_sample}
-    return Scores(COMPENSATED, parameters, _ranks(modules, chains), chains=tuple(chains))
+    return Scores(COMPENSATED, parameters, scores, chains=tuple(chains))
 
 
 def removal_chain(
@@ -143,8 +155,7 @@ def removal_chain(
 ) -> Chain:
     """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
 
-    Heads go one group at a time, and neurons 1 % of a layer at a time. `spread` has mu and C from more tokens than the
-    effects of the samples have.
+    Neurons go 1 % of a layer at a time. `spread` has mu and C from more tokens than the effects of the samples have.
     """
     state = _Greedy(layer, module, samples, spread, options)
     step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
@@ -255,24 +266,3 @@ class _Greedy:
             of_sample = of_token.new_zeros(self._samples, of_token.shape[1])
             size += of_sample.index_add_(0, self._sample, of_token).square().sum(0).double()
         return size / self._samples
-
-
-def _ranks(modules: Sequence[PrunableModule], chains: Sequence[Chain]) -> dict[str, Tensor]:
-    """Return scores in [0, 1): the rank of each unit in the merged chains of its kind, divided by their number.
-
-    The last removal of every module ranks after all others, because every module keeps something.
-    """
-    scores = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
-    for kind in dict.fromkeys(module.kind for module in modules):
-        of_kind = [chain for module, chain in zip(modules, chains, strict=True) if module.kind == kind]
-        order = [*merged([chain[:-1] for chain in of_kind])]
-        order += sorted((chain[-1] for chain in of_kind), key=lambda removal: removal.effect)
-        total = sum(len(removal.units) for removal in order)
-        rank = 0
-        for removal in order:
-            scores[removal.module][list(removal.units)] = torch.tensor(
-                [(rank + i) / total for i in range(len(removal.units))] if kind != ATTENTION else rank / total,
-                dtype=torch.float64,
-            )
-            rank += len(removal.units)
-    return scores

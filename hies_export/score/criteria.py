@@ -47,10 +47,6 @@ class Criterion:
         """The options that the function takes, among `alpha`, `normalize` and `seed`."""
         return tuple(inspect.signature(self.function).parameters)[1:]
 
-    def __call__(self, statistics: Statistics, **options: Any) -> Mapping[str, Tensor]:
-        """Return module -> one score per unit, (units,) float64."""
-        return self.function(statistics, **options)
-
 
 CRITERIA: dict[str, Criterion] = {}
 """Name -> criterion; `criterion` adds entries."""
@@ -104,9 +100,7 @@ def criterion(
     Args:
         function: The function that scores.
         name: Name in recipes; by default the function's name, with hyphens for underscores.
-        needs: Statistics it reads.
-        kinds: Kinds of modules it can score.
-        effect, ranks: See `Criterion`.
+        needs, kinds, effect, ranks: See `Criterion`.
 
     Returns:
         The function itself.
@@ -285,7 +279,7 @@ def _scored(
 ) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
     """Return the options that a criterion uses, and its scores."""
     used = {name: value for name, value in options.items() if name in found.options}
-    return used, found(statistics, **used)
+    return used, found.function(statistics, **used)
 
 
 def _check(statistics: Statistics, criterion: str, alpha: float, normalize: str, *, compared: bool) -> None:

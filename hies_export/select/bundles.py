@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from ..errors import NonFiniteError
@@ -20,12 +19,6 @@ from ..units import Selection, Units
 def bundle_count(module: Units, unit: str) -> int:
     """Return the number of bundles in a module."""
     return module.groups if unit == "group" or module.group_size == 1 else module.group_size
-
-
-def lost_scores(scores: Tensor, module: Units, *, unit: str = "group") -> list[float]:
-    """Return the total score of a module's 0, 1, 2, ... worst bundles."""
-    worst_first = [score for score, _ in ranked_bundles(scores, module, unit)]
-    return [float(total) for total in np.cumsum([0.0, *worst_first])]
 
 
 def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float, tuple[int, ...]]]:

@@ -16,17 +16,11 @@ from .constraints import Constraints, check_budget
 
 @dataclass(frozen=True)
 class HeadTarget:
-    """The heads that all rounds up to one remove together.
+    """The heads that all rounds up to one remove together."""
 
-    Attributes:
-        wanted: Number of bundles: of all modules together under `global`, of each module under `uniform`.
-        dense: Number of bundles of each module before the first round.
-        unit: As in `Constraints`.
-    """
-
-    wanted: int | Sequence[int]
-    dense: Sequence[int]
-    unit: str
+    wanted: int | Sequence[int]  # bundles of all modules together under `global`, of each module under `uniform`
+    dense: Sequence[int]  # bundles of each module before the first round
+    unit: str  # as in `Constraints`
 
     def size(self, modules: Sequence[Units]) -> tuple[float | None, list[int] | None]:
         """Return `heads` and `counts` of `select_units`, one of them None, for the modules that the last round left."""

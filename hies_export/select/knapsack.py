@@ -11,14 +11,10 @@ import numpy as np
 def least_loss(
     costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], limit: int
 ) -> tuple[np.ndarray, Callable[[int], list[int]]]:
-    """Solve a multiple-choice knapsack exactly.
+    """Solve a multiple-choice knapsack exactly, from the cost (whole, from 0) and loss of every option of every module.
 
-    Args:
-        costs, losses: Cost (whole, from 0) and loss of every option of every module.
-
-    Returns:
-        The least total loss for every exact total cost, (limit + 1,), infinite where no choice costs that. And a
-        function from a total cost to its choice, the number of one option per module; of equals, the earlier option.
+    Return the least total loss for every exact total cost, (limit + 1,), infinite where no choice costs that; and a
+    function from a total cost to its choice, the number of one option per module; of equals, the earlier option.
     """
     best = np.full(limit + 1, np.inf)
     best[0] = 0.0

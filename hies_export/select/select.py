@@ -13,7 +13,7 @@ from ..kinds import MLP
 from ..units import Selection, Units
 from ..values import Scores
 from .budget import CostTable, check_reachable, ratio_of, uniform_counts
-from .bundles import bundle_count, lost_scores, ranked_bundles
+from .bundles import bundle_count, ranked_bundles
 from .constraints import NONE, Constraints, check_budget, check_constraints, most_removable, removable_counts
 from .joint import removed_jointly
 from .knapsack import least_loss, least_loss_saving
@@ -144,6 +144,9 @@ def _counts_within(
 
 
 def _losses(scores: Scores, modules: Sequence[Units], options: Sequence[Sequence[int]], unit: str) -> list[list[float]]:
-    """Return the total score that each module loses with each of its numbers of bundles."""
-    lost = [lost_scores(scores.scores[module.name], module, unit=unit) for module in modules]
-    return [[row[k] for k in option] for row, option in zip(lost, options, strict=True)]
+    """Return the total score that each module loses with each of its numbers of bundles, the worst of them."""
+    found = []
+    for module, option in zip(modules, options, strict=True):
+        lost = np.cumsum([0.0, *(score for score, _ in ranked_bundles(scores.scores[module.name], module, unit))])
+        found.append([float(lost[k]) for k in option])
+    return found

@@ -7,7 +7,7 @@ import torch
 
 from hies_export.errors import NonFiniteError, PlanError, RecipeError
 from hies_export.select.budget import CostTable
-from hies_export.select.bundles import bundle_count, bundles_lost, lost_scores, ranked_bundles, worst_first
+from hies_export.select.bundles import bundle_count, bundles_lost, ranked_bundles, worst_first
 from hies_export.select.constraints import Constraints
 from hies_export.select.joint import chains_of
 from hies_export.select.select import select_units
@@ -22,12 +22,10 @@ VALUES = torch.tensor([3.0, 1.0, 1.0, 2.0, 7.0, 2.0])
 
 def test_the_worst_of_every_group_go_together_and_of_equals_the_later() -> None:
     assert ranked_bundles(VALUES, GROUPED, "query") == [(1.5, (2, 5)), (1.5, (1, 3)), (5.0, (0, 4))]
-    assert lost_scores(VALUES, GROUPED, unit="query") == [0.0, 1.5, 3.0, 8.0]
 
 
 def test_a_group_has_the_mean_score_of_its_units() -> None:
     assert ranked_bundles(VALUES, GROUPED, "group") == [(5 / 3, (0, 1, 2)), (11 / 3, (3, 4, 5))]
-    assert lost_scores(VALUES, GROUPED) == pytest.approx([0.0, 5 / 3, 16 / 3])
     # Equal groups of unequal units.
     assert ranked_bundles(torch.tensor([0.0, 4, 2, 2, 1, 3]), GROUPED, "group") == [(2.0, (3, 4, 5)), (2.0, (0, 1, 2))]
 

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 from support.cuts import by_module, random_cut
-from support.generative import padded, unpadded, with_images
+from support.generative import padded, with_images
 from support.models import bert, causal_lm, llava
+from support.neurons import one_by_one
 from support.references import RIDGE, design_formula, kept_columns, naive_effect
 from support.tolerance import assert_near
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.effects import EffectStream
-from hies_export.calibrate.predictions import text_labels
+from hies_export.calibrate.readings import text_labels
 from hies_export.errors import DataError
 from hies_export.model.tokens import real_tokens
 from hies_export.prunable.attention import find_attention
@@ -29,7 +30,7 @@ def collected(model: PreTrainedModel, name: str, batches: Batches) -> list[tuple
     seen: list[tuple[Tensor, Tensor]] = []
     handle = model.get_submodule(name).register_forward_hook(lambda m, x, y: seen.append((x[0], y)))
     samples = []
-    for one in unpadded(batches):
+    for one in one_by_one(batches):
         logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits[0]
         x, y = seen.pop()
         at = [t - 1 for t in range(1, len(logits)) if one["labels"][0, t] != -100]
