@@ -1,6 +1,7 @@
-"""A command that does what a test says, run by the real `main`."""
+"""Commands run by the real `main`: those that there are, and one that does what a test says."""
 
 import argparse
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +19,23 @@ class Said(NamedTuple):
     code: int
     out: str
     err: str
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, Any]]:
+    """Run a command; return its exit code, what it printed on standard error as one line, and the result of --json."""
+
+    def run(*command: object) -> tuple[int, str, Any]:
+        capsys.readouterr()
+        try:
+            code = main([str(word) for word in command])
+        except SystemExit as refused:
+            code = int(str(refused.code))
+        out, err = capsys.readouterr()
+        result = json.loads(out.splitlines()[-1]) if code == 0 and "--json" in command else {}
+        return code, " ".join(err.split()), result
+
+    return run
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import yaml
 from PIL import Image
 from support.cuts import random_plan
 from support.models import llama, llava, llava_processor, save_project, save_stories
-from support.runs import hies
 
 from hies_export.checkpoint.loading import load
 from hies_export.errors import RequestError
@@ -128,9 +127,7 @@ def test_the_trap_works(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("name", TRAPS)
-def test_no_command_runs_it_or_asks(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_runs_it_or_asks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise RequestError("not traced in this test")
 
@@ -147,8 +144,9 @@ def test_no_command_runs_it_or_asks(
         ["bench", checkpoint, "--runtime", "torch", "--shape", "1x4", "--repeats", "2"],
         ["generate", checkpoint, "--prompt", "Q a", *image, "--max-new-tokens", "2"],
     ):
-        assert hies(*command) in (0, 2), command
-        said.append(" ".join(capsys.readouterr().err.split()))
+        code, err, _ = told(*command)
+        assert code in (0, 2), command
+        said.append(err)
         assert not written.exists(), command
     assert sys.stdin.read() == "y\n" * 100
     assert any(TRAPS[name][2] in message for message in said)

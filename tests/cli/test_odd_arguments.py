@@ -3,10 +3,10 @@
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.models import save_project
-from support.runs import hies
 
 from hies_export.cli.arguments import add_recipe, read_recipe
 from hies_export.recipe import PruningRecipe
@@ -19,16 +19,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_project(tmp_path_factory.mktemp("project"), train=6, validation=4, prune={"budget": {"heads": 0.5}})
 
 
-def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the last line on standard error of a command that ends with exit code 2."""
-    try:
-        code = hies(*arguments)
-    except SystemExit as refused:
-        code = int(str(refused.code))
-    error = capsys.readouterr().err
-    assert code == 2, error
-    assert len(error) < 5000
-    return error.strip().splitlines()[-1]
+@pytest.fixture
+def said(told: Any) -> Any:
+    """Run a command that ends with exit code 2, and return what it prints on standard error."""
+
+    def run(*arguments: object) -> str:
+        code, error, _ = told(*arguments)
+        assert code == 2, error
+        assert len(error) < 5000
+        return str(error)
+
+    return run
 
 
 PATHS = (
@@ -44,11 +45,10 @@ PATHS = (
 
 @pytest.mark.parametrize("command", PATHS)
 @pytest.mark.parametrize("path", ["a\0b", "a\x1b[31mb", "a\nb", SURROGATE, LONG, "x/" * 3000])
-def test_paths_that_no_file_system_takes(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_that_no_file_system_takes(command: str, path: str, said: Any) -> None:
     arguments = [path if word == "{}" else word for word in command.split()]
-    assert re.search(
-        "a path must (be text without control characters|have at most 3000 bytes)", said(arguments, capsys)
-    )
+    must = "a path must (be text without control characters|have at most 3000 bytes)"
+    assert re.search(must, said(*arguments))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_paths_that_no_file_system_takes(command: str, path: str, capsys: pytest
         (f"push run user/name --message {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
     ],
 )
-def test_numbers_and_texts(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in said(command.split(), capsys)
+def test_numbers_and_texts(command: str, message: str, said: Any) -> None:
+    assert message in said(*command.split())
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_numbers_and_texts(command: str, message: str, capsys: pytest.CaptureFix
         ("measure.shapes=[[99999, 99999]]", "must have at most 16,777,216 tokens or images, got [99999, 99999]"),
     ],
 )
-def test_changes_of_a_recipe(change: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in said(["score", str(folder / "recipe.yaml"), "--set", change], capsys)
+def test_changes_of_a_recipe(change: str, message: str, folder: Path, said: Any) -> None:
+    assert message in said("score", folder / "recipe.yaml", "--set", change)
 
 
 def test_values_are_yaml_and_all_are_applied(folder: Path) -> None:

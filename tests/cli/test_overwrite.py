@@ -1,11 +1,11 @@
 """--overwrite replaces results, never what a command reads."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.models import save_project
 from support.reports import make_report
-from support.runs import hies
 
 import hies_export
 from hies_export.errors import OutputExistsError
@@ -49,40 +49,35 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     ],
 )
 def test_what_a_command_reads_is_not_replaced(
-    arguments: tuple[str, ...], output: str, said: str, project: Path, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], output: str, said: str, project: Path, told: Any
 ) -> None:
     before = contents(project)
     command, *inputs = arguments
-    assert hies(command, *(project / name for name in inputs), "-o", project / output, "--overwrite") == 2
-    assert f"the output folder {project / output} {said}" in capsys.readouterr().err.replace("\n", " ")
+    code, err, _ = told(command, *(project / name for name in inputs), "-o", project / output, "--overwrite")
+    assert (code, f"the output folder {project / output} {said}" in err) == (2, True), err
     assert contents(project) == before
 
 
 @pytest.mark.parametrize("command", ["score", "apply", "export", "upgrade", "quickstart", "sweep"])
-def test_a_folder_of_the_user_is_not_replaced(
-    command: str, project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_the_user_is_not_replaced(command: str, project: Path, tmp_path: Path, told: Any) -> None:
     """No command has begun its work by then: the plan is none, and the model has no pruned heads."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.md").write_text("mine")
     inputs = {"apply": ("plan.json", "model"), "export": ("model",), "upgrade": ("model",), "quickstart": ()}
     given = [project / name for name in inputs.get(command, ("recipe.yaml",))]
     given += ["--no-figures"] if command == "sweep" else []
-    assert hies(command, *given, "-o", tmp_path / "mine", "--overwrite") == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "holds something else" in said if command == "sweep" else "mine has no .hies_export" in said
+    code, err, _ = told(command, *given, "-o", tmp_path / "mine", "--overwrite")
+    assert (code, ("holds something else" if command == "sweep" else "mine has no .hies_export") in err) == (2, True)
     assert contents(tmp_path) == {"mine": None, "mine/thesis.md": b"mine"}
 
 
-def test_a_page_is_written_over_pages_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_is_written_over_pages_only(tmp_path: Path, told: Any) -> None:
     (tmp_path / "report.json").write_text(make_report().to_json())
     for _ in range(2):
-        assert hies("report", tmp_path, "--html", tmp_path / "page.html") == 0
+        assert told("report", tmp_path, "--html", tmp_path / "page.html")[0] == 0
     before = contents(tmp_path)
-    capsys.readouterr()
-    assert hies("report", tmp_path, "--html", tmp_path / "report.json") == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "a file is replaced only if it is a page of hies-export, but" in said
+    code, err, _ = told("report", tmp_path, "--html", tmp_path / "report.json")
+    assert (code, "a file is replaced only if it is a page of hies-export, but" in err) == (2, True)
     assert contents(tmp_path) == before
 
 

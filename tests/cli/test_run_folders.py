@@ -11,7 +11,6 @@ from support.runs import run_project, without_tracing
 
 import hies_export
 from hies_export.checkpoint.contents import Contents, contents
-from hies_export.cli.main import main
 from hies_export.errors import RequestError
 
 TAKEN = "is the folder of a run: its {} is taken"
@@ -22,20 +21,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run; its dense model is `model` beside it."""
     prune = {"alpha": 0.5, "budget": {"heads": 0.4}}
     return run_project(tmp_path_factory.mktemp("project"), train=12, validation=8, prune=prune)
-
-
-@pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command with --json; return its exit code, what it printed on standard error, and the result."""
-
-    def run(*command: str | Path) -> tuple[int, str, Any]:
-        capsys.readouterr()
-        code = main([*map(str, command)])
-        out, err = capsys.readouterr()
-        result = json.loads(out.splitlines()[-1]) if code == 0 and "--json" in command else {}
-        return code, " ".join(err.split()), result
-
-    return run
 
 
 def test_inspect_and_export_take_the_slim_model(ran: Path, tmp_path: Path, told: Any) -> None:
