@@ -63,14 +63,9 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentParser | None = None) -> int:
-    """Run one command.
+    """Run one command, by default that of the process, and return its exit code.
 
-    Args:
-        arguments: By default those of the process.
-        parser: From `build_parser`, the default, or `build_optimum_export_parser`.
-
-    Returns:
-        0 done; 2 the request was wrong; 1 a step failed, nothing half-written left behind; 130 interrupted.
+    0: done. 2: the request was wrong. 1: a step failed, and nothing half-written was left behind. 130: interrupted.
     """
     arguments, parser = sys.argv[1:] if arguments is None else arguments, parser or build_parser()
     for argument in arguments:
