@@ -278,19 +278,6 @@ def test_nothing_is_loaded_from_anywhere() -> None:
     assert policy.startswith("default-src 'none'")
 
 
-def look(browser: Browser, folder: Path, page: str, script: str, *, width: int = 390, dark: bool = False) -> Any:
-    """Show a page at a width, and return what a script finds in it; fail on any message of the console."""
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    browser("Emulation.setEmulatedMedia", features=[scheme])
-    (folder / "page.html").write_text(page)
-    browser.show((folder / "page.html").as_uri(), width=width)
-    found = browser.ask(script)
-    said = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
-    console = [event for event in browser.events if event.get("method") in said]
-    assert not console, console
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, False), (390, True)])
 def test_a_browser_shows_it_whole(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
@@ -298,7 +285,7 @@ def test_a_browser_shows_it_whole(browser: Browser, tmp_path: Path, width: int, 
     values = {"a": "one", "b": "two", "latency": report.latency, "environment": report.environment}
     of_bench = render_bench(Bench.from_values(values))
     for page in (render_html(make_report(layers=24, heads=16, neurons=4096)), of_bench):
-        assert look(browser, tmp_path, page, script, width=width, dark=dark) == [width, width]
+        assert browser.look(tmp_path, page, script, width=width, dark=dark) == [width, width]
         assert len(browser("Page.captureScreenshot")["data"]) > 13_000
 
 
@@ -319,7 +306,7 @@ def test_labels_are_whole(browser: Browser, tmp_path: Path, width: int) -> None:
         "return a.left < b.left - 1 || a.right > b.right + 1 || a.bottom > b.bottom + 1})"
         ".map(e => e.textContent)} })()"
     )
-    found = look(browser, tmp_path, render_html(report), script, width=width)
+    found = browser.look(tmp_path, render_html(report), script, width=width)
     assert (found["outside"], found["cut"]) == ([], [])
     assert found["tall"] < 90  # at most four lines
 
@@ -332,7 +319,7 @@ def test_bars_are_at_the_height_of_their_heads(browser: Browser, tmp_path: Path,
         "['.layers .gone', '.plan rect[data-i$=\",0\"]'].map(s => [...document.querySelectorAll(s)].map(e => {"
         "const b = e.getBoundingClientRect(); return Math.round(b.top + b.height / 2)}))"
     )
-    bars, firsts = look(browser, tmp_path, page, script, width=1280)
+    bars, firsts = browser.look(tmp_path, page, script, width=1280)
     assert len(firsts) == layers
     assert bars == pytest.approx(firsts, abs=1)
 
@@ -343,7 +330,7 @@ def test_a_tap_shows_the_numbers_of_a_head(browser: Browser, tmp_path: Path) -> 
         "document.querySelector('.his rect[data-i=\"2,3\"]').dispatchEvent(new MouseEvent('click', {bubbles: true}));"
         "[document.getElementById('head').textContent, document.querySelectorAll('.on').length]"
     )
-    found = look(browser, tmp_path, render_html(make_report()), script)
+    found = browser.look(tmp_path, render_html(make_report()), script)
     assert found == ["layer 2, head 3: kept · score 0.1535 · HIS 0.11 · entropy 0.8", 4]
 
 
@@ -351,4 +338,4 @@ def test_a_tap_shows_the_numbers_of_a_head(browser: Browser, tmp_path: Path) -> 
 def test_a_browser_would_have_complained(browser: Browser, tmp_path: Path) -> None:
     page = render_html(make_report()).replace("</body>", "<img src='https://example.org/x.png'></body>")
     with pytest.raises(AssertionError, match="blocked"):
-        look(browser, tmp_path, page, "0")
+        browser.look(tmp_path, page, "0")

@@ -82,6 +82,18 @@ class Browser:
         self("Page.navigate", url=address)
         self.wait("location.href != 'about:blank' && document.readyState == 'complete'")
 
+    def look(self, folder: Path, page: str, script: str, *, width: int = 390, dark: bool = False) -> Any:
+        """Show a page, and return what a script finds in it; fail on any message of the console."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self("Emulation.setEmulatedMedia", features=[scheme])
+        (folder / "page.html").write_text(page)
+        self.show((folder / "page.html").as_uri(), width=width)
+        found = self.ask(script)
+        said = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+        console = [event for event in self.events if event.get("method") in said]
+        assert not console, console
+        return found
+
     def close(self) -> None:
         self._process.terminate()
         self._process.wait()

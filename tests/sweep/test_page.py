@@ -4,12 +4,12 @@ import json
 import math
 import re
 import statistics
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.browser import Browser
 
 from hies_export.cli.main import main
 from hies_export.report.schemas import SweepAbout
@@ -206,31 +206,13 @@ def test_a_sweep_that_was_stopped_says_how_to_go_on(tmp_path: Path, capsys: pyte
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_browser_shows_it_whole_and_a_tap_shows_one_method(
-    chromium: str, folder: Path, tmp_path: Path, width: int
+    browser: Browser, folder: Path, tmp_path: Path, width: int
 ) -> None:
-    page = write_page(folder)
     script = (
-        "<script>addEventListener('load',()=>{document.querySelector('button[data-s=random]').click();"
-        "document.body.dataset.result=JSON.stringify({wide:document.documentElement.scrollWidth,seen:innerWidth,"
-        "on:document.querySelectorAll('g.line.on').length,"
-        "small:Math.min(...[...document.querySelectorAll('.lines text')].map(e=>e.getBoundingClientRect().height))});"
-        "parent.postMessage(document.body.dataset.result,'*')})</script></body>"
+        "document.querySelector('button[data-s=random]').click();"
+        "[document.documentElement.scrollWidth, innerWidth, document.querySelectorAll('g.line.on').length,"
+        "Math.min(...[...document.querySelectorAll('.lines text')].map(e => e.getBoundingClientRect().height))]"
     )
-    page.write_text(page.read_text().replace("</body>", script))
-    # A window is at least 500 pixels wide; a frame may be narrower.
-    frame = (
-        f"<body style='margin:0'><iframe src='{page.as_uri()}' style='width:{width}px;height:3000px;border:0'></iframe>"
-        "<script>addEventListener('message',e=>{document.body.dataset.result=e.data})</script>"
-    )
-    (tmp_path / "frame.html").write_text(frame)
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
-    options += ["--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000"]
-    options += [f"--window-size={max(500, width)},3000", "--dump-dom", (tmp_path / "frame.html").as_uri()]
-    shown = subprocess.run([chromium, *options], capture_output=True, text=True, timeout=120, check=True)
-    assert "CONSOLE" not in shown.stderr
-    found = re.search(r'data-result="([^"]*)"', shown.stdout)
-    assert found is not None, shown.stdout[:500]
-    result = json.loads(found[1].replace("&quot;", '"'))
-    small = result.pop("small")
-    assert result == {"wide": width, "seen": width, "on": 2}
-    assert small > 10
+    *found, smallest = browser.look(tmp_path, write_page(folder).read_text(), script, width=width)
+    assert found == [width, width, 2]
+    assert smallest > 10
