@@ -43,7 +43,9 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
         with never_asking(), hub_or_cache(path, "model", error=DataError):
             loaded = loader.from_pretrained(path, **options)
         tokenizer = getattr(loaded, "tokenizer", loaded)
-        words = set(tokenizer.get_vocab().values()) if hasattr(tokenizer, "get_vocab") else set()
+        words = set()
+        if hasattr(tokenizer, "get_vocab"):
+            words = set(tokenizer.get_vocab().values()) - {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     except DataError:
         raise
     except RequestError as error:
@@ -58,7 +60,7 @@ def load_processor(path: str | Path, *, task: str, revision: str | None = None, 
     if wanted.images and not (hasattr(loaded, "tokenizer") and hasattr(loaded, "image_processor")):
         raise DataError(f"{needs}, but {path} has only a {type(loaded).__name__}; {REMEDY}")
     # Where the files are missing, transformers 5 makes a tokenizer of nothing but special tokens.
-    if len(words - {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}) < 2:
+    if len(words) < 2:
         raise DataError(f"{needs}, but the one of {path} has no vocabulary; {REMEDY}")
     if for_prompts:
         _pad_prompts(tokenizer, path)
