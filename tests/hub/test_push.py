@@ -12,9 +12,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 from support.hub import TOKEN, Hub, check_metadata
-from support.models import save_project
 from support.reports import DATA, make_report
-from support.runs import without_tracing
+from support.runs import run_project
 from support.tolerance import assert_near
 
 import hies_export
@@ -69,19 +68,9 @@ for way, load in loaders.items():
 
 @pytest.mark.slow
 def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(tmp_path: Path) -> None:
-    save_project(
-        tmp_path / "project",
-        train=12,
-        validation=20,
-        calibration={"samples": 8},
-        prune={"alpha": "auto", "budget": {"heads": 0.4}},
-        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 4},
-    )
+    run = run_project(tmp_path / "project", train=12, validation=20, prune={"alpha": "auto", "budget": {"heads": 0.4}})
     card = "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\nbase_model: some/bert\n---\n# Dense\n"
     (tmp_path / "project" / "model" / "README.md").write_text(card)
-    with without_tracing():
-        assert main(["run", str(tmp_path / "project" / "recipe.yaml")]) == 0
-    run = tmp_path / "project" / "out"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     printed = []
 

@@ -109,21 +109,18 @@ def test_predictions_that_stay_are_never_rounded_to_all(stability: float, said: 
     assert f"; {said} predictions stay; " in lead_text(report)
 
 
-def test_the_sentence_names_what_is_predicted() -> None:
-    tokens = make_report(stability_of="next token", uncompensated=None)
-    assert "97 % of the next tokens stay; perplexity 6.66 → 12.3" in lead_text(
-        dataclasses.replace(tokens, quality=FirstMetric("perplexity", 6.658, 12.34))
-    )
-    assert "perplexity 1,235 → 2,346." in lead_text(
-        dataclasses.replace(tokens, quality=FirstMetric("perplexity", 1234.6, 2345.6))
-    )
-    assert "accuracy 1.000 → 0.950." in lead_text(
-        dataclasses.replace(make_report(), quality=FirstMetric("accuracy", 0.9996, 0.95))
-    )
-    regression = make_report(stability_tolerance=0.25, uncompensated=None)
-    assert "predictions stay within 0.25; Pearson 0.903 → 0.901." in lead_text(
-        dataclasses.replace(regression, quality=FirstMetric("pearson", 0.9034, 0.9013))
-    )
+@pytest.mark.parametrize(
+    ("details", "quality", "said"),
+    [
+        ({"stability_of": "next token"}, ("perplexity", 6.658, 12.34), "next tokens stay; perplexity 6.66 → 12.3."),
+        ({}, ("perplexity", 1234.6, 2345.6), "97 % of the predictions stay; perplexity 1,235 → 2,346."),
+        ({}, ("accuracy", 0.9996, 0.95), "predictions stay; accuracy 1.000 → 0.950."),
+        ({"stability_tolerance": 0.25}, ("pearson", 0.9034, 0.9013), "stay within 0.25; Pearson 0.903 → 0.901."),
+    ],
+)
+def test_the_sentence_names_what_is_predicted(details: dict[str, Any], quality: Any, said: str) -> None:
+    report = make_report(uncompensated=None, **details)
+    assert lead_text(dataclasses.replace(report, quality=FirstMetric(*quality))).endswith(said)
 
 
 def curve(*points: tuple[float, float | None, float]) -> list[dict[str, float | None]]:
