@@ -1,9 +1,9 @@
 """`inspect` on models, plans and runs: both kinds of units, and why one of them cannot be cut."""
 
 import json
-from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import pytest
 from support.models import bert
@@ -36,12 +36,9 @@ def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """Run the command where some kinds are refused; return what it prints, and the result."""
 
     def run(path: Path, *refused: str, code: int = 0) -> tuple[str, dict[str, Any]]:
-        def refuse(kind: str) -> Any:
-            raise UnsupportedModelError(f"no {kind} here [bold]")
-
         monkeypatch.setitem(FINDERS, "mlp", lambda model, batch: neurons(model))
         for kind in refused:
-            monkeypatch.setitem(FINDERS, kind, lambda model, batch, kind=kind: refuse(kind))
+            monkeypatch.setitem(FINDERS, kind, Mock(side_effect=UnsupportedModelError(f"no {kind} here [bold]")))
         assert main(["inspect", str(path), "--json"]) == code
         out, err = capsys.readouterr()
         *lines, result = out.splitlines()
@@ -86,10 +83,7 @@ def test_a_model_without_any_units_is_refused(folder: Path, inspect: Any) -> Non
 def test_a_model_that_does_not_run_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    @wraps(BertForSequenceClassification.forward)
-    def forward(*_: Any, **__: Any) -> Any:
-        raise IndexError("no row 7")
-
+    forward = create_autospec(BertForSequenceClassification.forward, side_effect=IndexError("no row 7"))
     monkeypatch.setattr(BertForSequenceClassification, "forward", forward)
     assert main(["inspect", str(folder)]) == 2
     said = "error: a model must run on random inputs, but BertForSequenceClassification raises IndexError: no row 7"

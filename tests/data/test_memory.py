@@ -4,7 +4,7 @@ import gzip
 import json
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -47,14 +47,8 @@ def test_packing_takes_as_much_memory_for_many_rows_as_for_few(tmp_path: Path) -
     tokenizer, config = generative_tokenizer(), causal_lm().config
 
     def peak(count: int) -> int:
-        reader = reader_for(
-            "text-generation",
-            columns=Columns(text=("text",)),
-            config=config,
-            processor=tokenizer,
-            max_length=16,
-            packing=True,
-        )
+        fields = {"columns": Columns(text=("text",)), "config": config, "processor": tokenizer}
+        reader = reader_for("text-generation", **fields, max_length=16)
         path = write(tmp_path / f"{count}.jsonl", count)
         tracemalloc.start()
         try:
@@ -85,18 +79,15 @@ def test_csv_in_chunks_is_csv_as_a_whole(tmp_path: Path, content: str, monkeypat
     (tmp_path / "a.csv").write_text(content)
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(content.encode()))
     whole = load_rows(files={"only": tmp_path / "a.csv"}, split="only")
-    calls: list[Any] = []
-    read = delimited._tables
-    monkeypatch.setattr(delimited, "_tables", lambda *given: calls.append(given) or read(*given))
-    monkeypatch.setattr(delimited, "ROWS", 2)
-    monkeypatch.setattr(delimited, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(delimited, "WHOLE_GZIPPED_BYTES", 0)
+    tables = Mock(side_effect=delimited._tables)
+    for name, value in {"_tables": tables, "ROWS": 2, "WHOLE_BYTES": 0, "WHOLE_GZIPPED_BYTES": 0}.items():
+        monkeypatch.setattr(delimited, name, value)
     for name in ("a.csv", "b.csv.gz"):
         chunked = load_rows(files={"only": tmp_path / name}, split="only")
         assert chunked.to_list() == whole.to_list()
         assert chunked.features == whole.features
     # What no chunk can say is read as a whole.
-    assert bool(calls) == (content not in (TABLES["truth with a gap"], TABLES["large numbers"]))
+    assert tables.called == (content not in (TABLES["truth with a gap"], TABLES["large numbers"]))
 
 
 def test_parts_in_chunks_have_the_columns_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +96,7 @@ def test_parts_in_chunks_have_the_columns_of_the_first(tmp_path: Path, monkeypat
     (tmp_path / "a-1.csv").write_text("t,n\nz,3\n")
     rows = load_rows(files={"only": tmp_path / "a-*.csv"}, split="only")
     assert rows.to_list() == [{"n": 1, "t": "x"}, {"n": 2, "t": "y"}, {"n": 3, "t": "z"}]
-    (tmp_path / "a-1.csv").write_text("n,t\n3.5,z\n")
-    with pytest.raises(DataError, match=r"a-\*\.csv must be a readable csv file .*3\.5"):
-        load_rows(files={"only": tmp_path / "a-*.csv"}, split="only")
-    (tmp_path / "a-1.csv").write_text("n,t\n1,2,3\n")
-    with pytest.raises(DataError, match=r"a-\*\.csv must be a readable csv file .*Length of header"):
-        load_rows(files={"only": tmp_path / "a-*.csv"}, split="only")
+    for content, said in (("n,t\n3.5,z\n", r"3\.5"), ("n,t\n1,2,3\n", "Length of header")):
+        (tmp_path / "a-1.csv").write_text(content)
+        with pytest.raises(DataError, match=rf"a-\*\.csv must be a readable csv file .*{said}"):
+            load_rows(files={"only": tmp_path / "a-*.csv"}, split="only")
