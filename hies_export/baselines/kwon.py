@@ -10,12 +10,10 @@ Their method has three steps, for masks m of heads and neurons at one:
 3. Tuning (section 4.4): a scalar per unit that stays, by linear least squares, layer by layer. This is the compensation
    `scalars` of `slim.refit`.
 
-What differs: the search is exact for modules of any cost, and leaves at least one unit in every module. (Theirs assumes
-that all heads cost the same, and all neurons.) Scalars are fitted from the dense model's inputs, in one pass for all
-layers, towards the consumer's dense output. (Theirs take the inputs of the cut model, layer by layer, and the target
-includes the difference in the residual stream.) They shrink towards one by a ridge that held-out tokens choose, where
-theirs is fixed, and a layer's scalars are left out if they are worse on held-out tokens, where theirs are left out
-beyond 10.
+What differs: the search is exact for modules of any cost (theirs assumes that all heads cost the same, and all
+neurons). Scalars are fitted from the dense model's inputs in one pass, towards the consumer's dense output (theirs from
+the cut model's, layer by layer, with the difference in the residual stream in the target). Held-out tokens choose the
+ridge that shrinks them towards one, and whether a layer gets any (theirs: a fixed ridge, and none beyond 10).
 """
 
 from __future__ import annotations

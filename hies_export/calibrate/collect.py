@@ -114,20 +114,17 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], 
 
 
 class _OfBatch(NamedTuple):
-    """What a batch adds to the sums; `factor` turns gradients of weights into those of the sum over its samples."""
+    """What a batch adds to the sums."""
 
     gates: Mapping[str, Tensor]  # module -> (batch, units)
     entropies: Mapping[str, tuple[Tensor, int]]
     inputs: Sequence[tuple[str, inputs.Added]]
     weights: Mapping[str, Tensor | None]  # layer -> (out_features, in_features)
-    factor: float
+    factor: float  # turns gradients of weights into those of the sum over the batch's samples
 
 
 class _Pass:
-    """One forward and one backward pass per batch, with everything attached that collects statistics.
-
-    `at_once` is the number of samples of a batch to run together; it falls where they do not fit into memory.
-    """
+    """One forward and one backward pass per `at_once` samples of a batch: fewer where they do not fit into memory."""
 
     def __init__(
         self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str], *, at_once: int
@@ -138,8 +135,7 @@ class _Pass:
         self._inputs = None if set(inputs.STATISTICS).isdisjoint(needs) else inputs.InputSums(model, modules, needs)
         wanted = not set(weights.STATISTICS).isdisjoint(needs)
         self._weights = weights.WeightGradients(model, modules) if wanted else None
-        self._his, self._fisher = _zeros(modules), _zeros(modules)
-        self._entropy = _zeros(attention)
+        self._his, self._fisher, self._entropy = _zeros(modules), _zeros(modules), _zeros(attention)
         self._with_rows = {name: torch.zeros((), dtype=torch.float64) for name in self._entropy}
         self._samples = 0
         self._reset()

@@ -37,10 +37,7 @@ class CostTable:
         return 1.0 - sum(self.saved[name][count] for name, count in counts.items())
 
     def after(self, counts: Mapping[str, int]) -> CostTable:
-        """Return the table of a model whose modules have lost some bundles, still in shares of the dense model's cost.
-
-        Its `ratio` leaves out what they saved.
-        """
+        """Return the table of the model that is left, in shares of the dense cost; `ratio` leaves out what it saved."""
         saved = {
             name: tuple(share - row[counts.get(name, 0)] for share in row[counts.get(name, 0) :])
             for name, row in self.saved.items()

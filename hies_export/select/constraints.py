@@ -112,11 +112,9 @@ def check_constraints(modules: Sequence[Units], constraints: Constraints, *, pro
         problems.append(f"allocation must be global or uniform, got {constraints.allocation!r}")
     if constraints.unit not in UNITS:
         problems.append(f"unit must be group or query, got {constraints.unit!r}")
-    if constraints.min_heads < 1:
-        problems.append(f"min_heads must be at least 1, got {constraints.min_heads}")
-    for name in ("multiple_of", "neurons_multiple_of"):
+    for name in ("min_heads", "multiple_of", "neurons_multiple_of"):
         if getattr(constraints, name) < 1:
-            problems.append(f"{name.replace('neurons_', '')} must be at least 1, got {getattr(constraints, name)}")
+            problems.append(f"{name.removeprefix('neurons_')} must be at least 1, got {getattr(constraints, name)}")
     most = max(sum(module.kind == kind for module in modules) for kind in {module.kind for module in modules})
     for layer in constraints.keep_layers:
         if not -most <= layer < most:
@@ -131,11 +129,13 @@ def _undivided(modules: Sequence[Units], constraints: Constraints) -> list[str]:
     """Return a problem for each kind of module whose number of units `multiple_of` does not divide."""
     found = {}
     for module in modules:
-        if module.units % constraints.multiple(module):
-            heads = "query heads" if constraints.unit == "query" else "key/value heads"
-            what = "neurons" if module.kind != ATTENTION else heads if module.group_size > 1 else "heads"
-            multiple = constraints.neurons_multiple_of if module.kind != ATTENTION else constraints.multiple_of
-            total = module.groups if what == "key/value heads" else module.units
+        multiple = constraints.multiple(module)
+        if module.units % multiple:
+            what, total = "neurons" if module.kind != ATTENTION else "heads", module.units
+            if module.group_size > 1 and constraints.unit == "group":
+                what, total, multiple = "key/value heads", module.groups, constraints.multiple_of
+            elif module.group_size > 1:
+                what = "query heads"
             found[module.kind] = (
                 f"multiple_of must divide the number of {what}, which is {total} in {module.name}, got {multiple}"
             )

@@ -16,7 +16,6 @@ from hies_export.baselines.channels import masked_channels, select_channels
 from hies_export.baselines.names import JUDGED_ONLY
 from hies_export.baselines.slicing import collect_bases, fine_tuned, sliced
 from hies_export.calibrate.collect import collect_statistics
-from hies_export.calibrate.weights import sum_by_channel
 from hies_export.errors import DataError, RecipeError, UnsupportedModelError
 from hies_export.evaluate.predict import predict
 from hies_export.prunable.attention import find_attention
@@ -238,10 +237,3 @@ def test_a_run_refuses_what_cannot_be_cut(name: str) -> None:
         PruningRecipe(
             model="m", task="text-classification", data=data, prune={"criterion": name, "budget": {"heads": 0.5}}
         )
-
-
-def test_sums_by_channel_cover_every_weight_once() -> None:
-    model = bert()
-    (site, *_) = find_attention(model, text_batch(2, 8))
-    found = sum_by_channel(site, lambda name: torch.ones(48, 48, dtype=torch.float64))
-    assert found.tolist() == [4 * 48] * 48
