@@ -1,18 +1,19 @@
-"""Run a recipe from start to end: load, score, select, cut, save, export, measure, report.
+"""Prune a model in memory, or run a recipe from start to end.
 
-In goes a `PruningRecipe`; out comes the folder of a run (scores.json, plan.json, slim/, onnx/ or gguf/, report.*) and
-its `Report`. Only these files read the recipe; the functions that they call take plain arguments.
+In goes a model with batches, or a `PruningRecipe`; out comes a `PruneResult`, or the folder of a run and its `Report`.
+A recipe is resolved into plain options once; the stages see those alone.
 
 In the order of reading:
 
-- `run.py`: `run`, all stages in order.
-- `prepare.py`: load model and data, and check the request; `load.py`: load the model itself.
-- `choose.py`: calibrate, score and select, which gives the plan.
-- `search.py`: find alpha or the largest allowed cut on held-out rows; `quality.py`: evaluate pruned models.
-- `budgets.py`: the budget in the report: what was asked for, predicted and measured.
-- `prune.py`: cut by a plan, compensate, save and check; `refitting.py`: how to compensate.
+- `prune.py`: `prune`, which chooses, cuts, compensates and judges; `memory.py`: batches from what a user holds.
+- `run.py`: `run`, which loads, prunes, saves, exports, measures and reports.
+- `resolve.py`, `sections.py`: a recipe as loaded model, rows and `options.py`; `load.py`: load the model itself.
+- `prepare.py`: find what a model can lose, and check the request.
+- `choose.py`: calibrate, score (`candidates.py`) and select within the budget (`targets.py`), which gives the plan.
+- `search.py`: find alpha, the criterion or the largest allowed cut on held-out rows; `quality.py`: evaluate.
+- `cut.py`: cut by a plan, compensate (`refitting.py`), check and save.
 - `measure.py`: export the dense model too, and count and time both.
-- `reporting.py`: what all of them found, as a `Report` and its files.
-- `bench.py`: `hies-export bench`, which times any two folders.
+- `reporting.py`: what all of them found, as a `Report` and its files; `provenance.py`: how to repeat the run.
+- `reproduce.py`: `hies-export reproduce`; `bench.py`: `hies-export bench`, which times any two folders.
 - `quickstart.py`: train the small model of `hies-export quickstart`.
 """

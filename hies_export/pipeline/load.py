@@ -1,4 +1,4 @@
-"""Load the model that a recipe names."""
+"""Load the dense model, and check first that it can be loaded as asked."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from .. import processes
 from ..checkpoint.classes import find_model_class
 from ..checkpoint.stored import stored_dtype, weight_files
 from ..checkpoint.weights import load_weights
-from ..errors import RequestError, require_package
+from ..errors import RequestError, quoted, require_package, root_cause
 from ..model.auto import auto_classes
 from ..model.copies import parameter_bytes
 from ..model.internals import never_asking
 from ..tasks import TASKS
+
+# What accelerate understands beside the names of devices.
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,21 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
             f"{model_class.__name__}; fine-tune it for the task first, or change the task"
         )
     return model_class
+
+
+def check_device_map(device_map: str | None) -> None:
+    """Refuse a device map that means nothing on this machine."""
+    if device_map is None or device_map in DEVICE_MAPS:
+        return
+    try:
+        reason = "it holds no weights" if torch.empty(0, device=device_map).is_meta else None
+    except (RuntimeError, AssertionError) as error:  # torch that was built without CUDA raises the latter
+        reason = root_cause(error)
+    if reason is not None:
+        raise RequestError(
+            f"device_map must be one of {', '.join(DEVICE_MAPS)} or a device of this machine, got "
+            f"{quoted(device_map)}: {reason}"
+        )
 
 
 @never_asking()

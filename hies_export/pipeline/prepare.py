@@ -16,7 +16,6 @@ from ..measure.shapes import check_runs, check_shapes, model_shapes
 from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
 from ..prunable.find import find_modules
-from ..runtimes.registry import check_runtime, check_task
 from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..tasks import Task
@@ -134,13 +133,6 @@ def _measured(
         }
         for shape in shapes
     }
-
-
-def check_runtimes(names: Sequence[str], task: Task) -> None:
-    """Refuse runtimes that are not installed or cannot run the task's models."""
-    for name in names:
-        check_runtime(name)
-        check_task(name, task.name)
 
 
 def check_options(prepared: Prepared, options: PruneOptions, *, criteria: Sequence[str] | None = None) -> None:

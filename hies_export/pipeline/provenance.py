@@ -52,7 +52,7 @@ class RunRecord:
                 f"details.run; run its recipe again with this version"
             ) from error
 
-    def recipe_at(self, folder: Path, output: Path) -> PruningRecipe:
+    def request_at(self, folder: Path, output: Path) -> PruningRecipe:
         """Return the recipe with the paths of today.
 
         A model of the Hub is the commit that the run read.
@@ -63,7 +63,6 @@ class RunRecord:
         """
         of_hub = not os.path.isabs(self.recipe["model"])
         commit = {"revision": self.digests["model"]} if of_hub and "model" in self.digests else {}
-
         return PruningRecipe(
             **(_with_paths(self.recipe, lambda path: self._moved(path, folder)) | commit), output=output
         )

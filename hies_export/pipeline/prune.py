@@ -31,6 +31,7 @@ from ..report.report import plan_counts
 from ..report.rows import Table, change, quality_row, si
 from ..report.terminal import map_text, plain_table
 from ..runtimes.base import Provider
+from ..runtimes.registry import check_runtime
 from ..slim.refit import LayerFit
 from ..tasks import Task
 from ..values import PruningPlan, Scores
@@ -38,7 +39,7 @@ from .choose import Choice, choose
 from .cut import Slim, confirm_max_drop, cut, save
 from .memory import batches_of, first_rows, split_held_out, task_of, unlabelled
 from .options import PruneOptions, RefitOptions
-from .prepare import Judged, Prepared, Rows, check_options, check_runtimes, prepare, shapes_to_measure
+from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .quality import Evaluation, evaluate
 from .sections import prune_options, refit_options
 
@@ -247,7 +248,7 @@ def prune(
     judged = _judged(model, task, asked)
     timed = None if isinstance(asked, _OfPlan) else asked.budget.latency
     if timed is not None:
-        check_runtimes([timed.runtime], task)
+        check_runtime(timed.runtime, task=task.name)
     with evaluating(model):
         prepared = prepare(
             model,
@@ -259,11 +260,10 @@ def prune(
             judged=judged,
             shapes=shapes_to_measure(model, () if shape is None else (shape,), task, timed),
         )
-        if isinstance(asked, _OfPlan):
-            result = prune_prepared(prepared, asked.plan, compensation=asked.compensation, progress=progress)
-        else:
+        if isinstance(asked, PruneOptions):
             check_options(prepared, asked)
-            result = prune_prepared(prepared, asked, compensation=asked.compensation, progress=progress)
+        given = asked if isinstance(asked, PruneOptions) else asked.plan
+        result = prune_prepared(prepared, given, compensation=asked.compensation, progress=progress)
         return result if not rows.held_out else replace(result, held_out=_compare(result, progress))
 
 

@@ -55,7 +55,7 @@ class Evaluation:
         metrics: Metrics on the evaluation batches, by name.
         stability: Share of predictions that equal the dense model's, in [0, 1].
         uncompensated: Quality of the cut model without compensation; None if the run does not compensate.
-        benchmarks: lm-eval benchmarks by name; empty if the recipe names none.
+        benchmarks: lm-eval benchmarks by name; empty if none was asked for.
     """
 
     metrics: Mapping[str, Both[float]]

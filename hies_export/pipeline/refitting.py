@@ -67,7 +67,7 @@ class Refitting:
         return TOKEN_WEIGHTS if options.criterion == AUTO else (1.0,)
 
     def compensation(self, token_weights: float | None = None) -> Compensation | None:
-        """Return how to compensate; None if the recipe does not."""
+        """Return how to compensate; None not to."""
         return None if self._how is None else self._how.compensation(token_weights or self.tried[0])
 
     def by(self, token_weights: float | None = None) -> Refit | None:

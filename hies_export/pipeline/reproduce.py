@@ -77,7 +77,7 @@ class Reproduction:
 def reproduce(
     folder: Path, output: Path, *, overwrite: bool = False, command: str | None = None, progress: Progress = SILENT
 ) -> Reproduction:
-    """Run the recipe that a run recorded in a new folder, and compare plan, scores, metrics and sizes.
+    """Make a recorded run again in a new folder, and compare plan, scores, metrics and sizes.
 
     On the same machine with the same versions, units and sizes must be equal, and scores, metrics and stability within
     1e-4: some processors round a product differently when it is repeated. Elsewhere units may differ by 2 % of all,
@@ -87,11 +87,11 @@ def reproduce(
     folder = folder / "run" if not (folder / "report.json").exists() and (folder / "run").is_dir() else folder
     report = Report.from_file(folder)
     record = RunRecord.from_report(report, folder)
-    recipe = record.recipe_at(folder, output)
+    request = record.request_at(folder, output)
     refuse_existing(output, overwrite=overwrite, inputs={"run": folder})
     before = _read(folder)
-    record.check_inputs(recipe)
-    again = run(recipe, overwrite=overwrite, command=command, progress=progress)
+    record.check_inputs(request)
+    again = run(request, overwrite=overwrite, command=command, progress=progress)
     differ = [name for name in again.environment if again.environment[name] != report.environment.get(name)]
     for name in differ:
         logger.warning(
@@ -125,7 +125,7 @@ def _read(folder: Path) -> _Files:
         scores = TypeAdapter(dict[str, list[float]]).validate_python(written.get("scores"))
     except (OSError, ValidationError) as error:
         raise RequestError(
-            f"a run must have its scores.json to be compared, but {file} is none ({error}); run its recipe anew"
+            f"a run must have its scores.json to be compared, but {file} is none ({error}); make the run anew"
         ) from error
     return _Files(PruningPlan.from_file(folder / "plan.json"), scores)
 

@@ -26,13 +26,12 @@ from ..evaluate.metrics import METRICS, check_metrics, default_metrics
 from ..measure.exports import ExportOptions
 from ..measure.timing import Timing
 from ..recipe import PruningRecipe
-from ..runtimes.registry import RUNTIMES, check_dtypes
+from ..runtimes.registry import RUNTIMES, check_dtypes, check_runtime
 from ..tasks import TASKS
-from .devices import check_device_map
-from .load import Source, load_dense, source_of, task_class
+from .load import Source, check_device_map, load_dense, source_of, task_class
 from .measure import MeasureOptions
 from .options import PruneOptions
-from .prepare import Judged, Prepared, Rows, check_options, check_runtimes, prepare, shapes_to_measure
+from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .sections import prune_options
 
 logger = logging.getLogger(__name__)
@@ -77,15 +76,6 @@ class Resolved:
     measure: MeasureOptions
     benchmarks: Benchmarks
     source: Source
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """The samples drawn from the calibration split, by use."""
-
-    scoring: datasets.Dataset
-    held_out: datasets.Dataset
-    compensation: datasets.Dataset
 
 
 @dataclass(frozen=True)
@@ -152,7 +142,8 @@ def resolve(
     measure = MeasureOptions(names, recipe.measure.dtypes, _timing(recipe))
     check_device_map(recipe.device_map)
     reader = _reader(recipe, config)
-    samples = _draw(recipe, reader, options, draws or Draws.of(options, samples=recipe.calibration.samples))
+    draws = draws or Draws.of(options, samples=recipe.calibration.samples)
+    scoring, held_out, compensation = _draw(recipe, reader, options, draws)
     if loaded is None:
         data: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
         wanted = recipe.evaluation
@@ -171,9 +162,9 @@ def resolve(
     prepared = prepare(
         model,
         Rows(
-            calibration=reader.batches(samples.scoring, batch_size=size),
-            held_out=_shortest_first(judging, samples.held_out, size),
-            compensation=reader.unlabelled().batches(samples.compensation, batch_size=size),
+            calibration=reader.batches(scoring, batch_size=size),
+            held_out=_shortest_first(judging, held_out, size),
+            compensation=reader.unlabelled().batches(compensation, batch_size=size),
         ),
         kinds=options.modules,
         towers=options.towers,
@@ -236,7 +227,8 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
     ONNX runtimes are left out for a vision-language model, which is exported as several graphs.
     """
     task, timed = TASKS[recipe.task], recipe.prune.budget.latency
-    check_runtimes(names, task)
+    for name in names:
+        check_runtime(name, task=task.name)
     check_dtypes(recipe.measure.dtypes, names)
     exported = [name for name in names if not RUNTIMES[name].reads_models] if task.in_parts else []
     if exported and ("runtimes" in recipe.measure.model_fields_set or timed is not None):
@@ -259,8 +251,10 @@ def _reader(recipe: PruningRecipe, config: Any) -> Reader:
     )
 
 
-def _draw(recipe: PruningRecipe, reader: Reader, options: PruneOptions, draws: Draws) -> _Samples:
-    """Load the samples of the calibration split, and divide them by use."""
+def _draw(
+    recipe: PruningRecipe, reader: Reader, options: PruneOptions, draws: Draws
+) -> tuple[datasets.Dataset, datasets.Dataset, datasets.Dataset]:
+    """Return the samples of the calibration split to score on, to choose on and to refit on."""
     split = recipe.calibration.split
     data: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
     own = None
@@ -290,11 +284,8 @@ def _draw(recipe: PruningRecipe, reader: Reader, options: PruneOptions, draws: D
         return drawn.select(list(range(start, min(start + count, len(drawn)))))
 
     behind = max(draws.scoring, min(draws.compensation, len(drawn) - draws.held_out) if draws.apart else 0)
-    return _Samples(
-        scoring=part(0, draws.scoring),
-        held_out=part(behind, draws.held_out) if own is None else own,
-        compensation=part(0, draws.compensation),
-    )
+    held_out = part(behind, draws.held_out) if own is None else own
+    return part(0, draws.scoring), held_out, part(0, draws.compensation)
 
 
 def _warn_of_fewer(field: str, asked: int, there: int, split: str) -> None:

@@ -15,8 +15,8 @@ from . import llamacpp, openvino, ort, ort_gpu, pytorch  # noqa: F401
 from .base import RUNTIMES, Runtime
 
 
-def check_runtime(name: str) -> None:
-    """Refuse, before anything is loaded, a runtime that is not registered or not installed.
+def check_runtime(name: str, *, task: str | None = None) -> None:
+    """Refuse, before anything is loaded, a runtime that is not registered, not installed, or not for the task.
 
     Raises RecipeError, which suggests the closest name, or MissingRuntimeError, which says what to install.
     """
@@ -24,6 +24,8 @@ def check_runtime(name: str) -> None:
         hint = did_you_mean(name, RUNTIMES, cutoff=0.3)
         raise RecipeError([f"runtime must be one of {', '.join(sorted(RUNTIMES))}, got {name!r}{hint}"])
     RUNTIMES[name].require()
+    if task is not None:
+        check_task(name, task)
 
 
 def check_task(name: str, task: str) -> None:

@@ -271,20 +271,17 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
         return sum(len(batch["input_ids"]) for batch in batches)
 
     prepared = done.prepared
-    assert (rows(prepared.rows.calibration), rows(prepared.rows.compensation), rows(prepared.rows.held_out)) == (
-        20,
-        60,
-        90,
-    )
+    by_use = (prepared.rows.calibration, prepared.rows.compensation, prepared.rows.held_out)
+    assert [rows(batches) for batches in by_use] == [20, 60, 90]
     # Shuffled by the recipe's seed: the first 20 of the 60 are scored on, and the 90 behind them are held out.
     options = options_of(done.recipe)
     draws = resolve_module.Draws.of(options, samples=20)
     assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
     reader = resolve_module._reader(done.recipe, prepared.model.config)
-    samples = resolve_module._draw(done.recipe, reader, options, draws)
+    _, held_out, compensation = resolve_module._draw(done.recipe, reader, options, draws)
     drawn = reader.load("train", samples=150, shuffle_seed=0, name=None, files=done.recipe.data.files)
-    assert [*samples.held_out] == [*drawn.select(range(60, 150))]
-    assert [*samples.compensation] == [*drawn.select(range(60))]
+    assert [*held_out] == [*drawn.select(range(60, 150))]
+    assert [*compensation] == [*drawn.select(range(60))]
 
 
 class Judged(HeldOut):

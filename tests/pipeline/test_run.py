@@ -225,12 +225,6 @@ def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.Cap
     assert "accuracy before compensation" in capsys.readouterr().out
 
 
-def test_alpha_auto_needs_rows_of_its_own(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--set", "prune.alpha=auto", "--set", "calibration.samples=12")
-    assert hies("run", project / "recipe.yaml", *options) == 2
-    assert "needs samples beyond the 12 to score on, but the split 'train' has 12" in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("untraced")
 def test_without_labels_the_models_predictions_stand_in(project: Path) -> None:
     assert hies("run", project / "recipe.yaml", "--set", "data.label=null", "--set", "measure.runtimes=[torch]") == 0
@@ -255,6 +249,10 @@ def test_regression(project: Path) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no rows to choose alpha on": (
+        {"prune.alpha": "auto", "calibration.samples": 12},
+        "needs samples beyond the 12 to score on, but the split 'train' has 12",
+    ),
     "alpha": ({"prune.alpha": 1.0}, "alpha must be in [0, 1), got 1"),
     "missing file": ({"data.files.train": "nowhere.jsonl"}, "nowhere.jsonl"),
     "missing split": ({"calibration.split": "trian"}, "the split must be one of"),
