@@ -391,25 +391,20 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
     scores = score_units(choice.statistics, prepared.modules, criterion="fisher")
     least = 1 - sum(row[-1] for row in table.saved.values())
 
-    def drop(selection: Selection | None) -> float:
-        logits = (
-            predict(prepared.model, prepared.rows.held_out)
-            if selection is None
-            else predict_pruned(prepared.model, selection, prepared.modules, prepared.rows.held_out)
-        )
-        return pearson(prepared, logits)
+    def quality(selection: Selection) -> float:
+        return pearson(prepared, predict_pruned(prepared.model, selection, prepared.modules, prepared.rows.held_out))
 
     selections = [
         select_units(scores, prepared.modules, table=table, ratio=1 - (1 - least) * step / 12 + 1e-9)
         for step in range(1, 13)
     ]
     size = next(number for number, selection in enumerate(selections) if selection == choice.plan.kept)
-    dense = drop(None)
-    assert dense - drop(selections[size]) <= 0.03 + 1e-9
+    dense = pearson(prepared, predict(prepared.model, prepared.rows.held_out))
+    assert dense - quality(selections[size]) <= 0.03 + 1e-9
     if size < 11:
-        assert dense - drop(selections[size + 1]) > 0.03
+        assert dense - quality(selections[size + 1]) > 0.03
     outcome = choice.budget.details()
-    assert outcome["masked"] == pytest.approx(drop(selections[size]), abs=CLOSE)
+    assert outcome["masked"] == pytest.approx(quality(selections[size]), abs=CLOSE)
     removed = choice.plan.removed + choice.plan.removed_neurons
     assert {"alpha": None, "removed": removed, "pearson": outcome["masked"]} in [dict(row) for row in outcome["judged"]]
     totals = [sum(len(kept.removed) for kept in one.values()) for one in selections]

@@ -270,23 +270,22 @@ def without_labels() -> list[dict[str, torch.Tensor]]:
     return [text_batch(labels=False)] * 4
 
 
-HALF = {"heads": 0.5}
+# What is built, what it is given, options beside or instead of a budget of half the heads, and what is said.
 BAD: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], str]] = {
-    "no batches": (bert, list, {"budget": HALF}, "batches must have at least one batch, got none"),
-    "one batch": (bert, text_batch, {"budget": HALF}, "list or a DataLoader of batches, got a dict; put a single"),
-    "no mappings": (bert, lambda: [torch.ones(2)], {"budget": HALF}, "batch 0 .* is a Tensor"),
+    "no batches": (bert, list, {}, "batches must have at least one batch, got none"),
+    "one batch": (bert, text_batch, {}, "list or a DataLoader of batches, got a dict; put a single"),
+    "no mappings": (bert, lambda: [torch.ones(2)], {}, "batch 0 .* is a Tensor"),
     "a key too many": (
         bert,
         lambda: [text_batch() | {"idx": torch.arange(4)}],
-        {"budget": HALF},
+        {},
         "argument of BertForSequenceClassification.forward, but batch 0 .* has 'idx'; leave it out",
     ),
-    "images for text": (bert, lambda: [image_batch()], {"budget": HALF}, "batch 0 .* has 'pixel_values'"),
-    "no budget": (bert, texts, {}, "budget must be given"),
+    "images for text": (bert, lambda: [image_batch()], {}, "batch 0 .* has 'pixel_values'"),
     "unknown keyword": (
         bert,
         texts,
-        {"budget": HALF, "critreion": "his"},
+        {"critreion": "his"},
         r"prune\(\) has no argument critreion; did you mean 'criterion'\?",
     ),
     "two problems": (
@@ -301,37 +300,27 @@ BAD: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], str]]
         {"budget": {"flops": 0.01}, "modules": BOTH, "criterion": "his"},
         "at most 0.01 of dense, but cutting all heads and neurons that may go gives .*; raise the target",
     ),
-    "quantised": (quantised, texts, {"budget": HALF}, "this BertForSequenceClassification is quantised; load it with"),
+    "quantised": (quantised, texts, {}, "this BertForSequenceClassification is quantised; load it with"),
     "quantised by torch": (
         quantised_by_torch,
         texts,
-        {"budget": HALF},
+        {},
         "this BertForSequenceClassification is quantised; load it with",
     ),
-    "no model": (lambda: torch.nn.Linear(2, 2), texts, {"budget": HALF}, "PreTrainedModel of transformers, got Linear"),
-    "no head": (
-        lambda: BertModel(bert().config),
-        texts,
-        {"budget": HALF},
-        "AutoModelForSequenceClassification, .* got",
-    ),
+    "no model": (lambda: torch.nn.Linear(2, 2), texts, {}, "PreTrainedModel of transformers, got Linear"),
+    "no head": (lambda: BertModel(bert().config), texts, {}, "AutoModelForSequenceClassification, .* got"),
     "nothing held out": (
         bert,
         texts,
-        {"budget": HALF, "alpha": "auto", "held_out": []},
+        {"alpha": "auto", "held_out": []},
         "alpha: auto is chosen on held-out rows, and there are none; pass held_out=",
     ),
-    "a regression without labels": (
-        lambda: bert(num_labels=1),
-        without_labels,
-        {"budget": HALF},
-        "a regression model needs labels",
-    ),
-    "a data set alone": (causal_lm, stories, {"budget": HALF}, "columns 'text' needs processor=|needs processor="),
+    "a regression without labels": (lambda: bert(num_labels=1), without_labels, {}, "a regression model needs labels"),
+    "a data set alone": (causal_lm, stories, {}, "columns 'text' needs processor=|needs processor="),
     "an unknown column": (
         causal_lm,
         stories,
-        {"budget": HALF, "processor": generative_tokenizer(), "columns": {"text": "story"}},
+        {"processor": generative_tokenizer(), "columns": {"text": "story"}},
         "must have the column 'story', but it has text",
     ),
     "a runtime that is not there": (
@@ -350,5 +339,10 @@ def test_bad_input_is_refused_in_one_sentence(name: str, unharmed: Any) -> None:
     if isinstance(model, PreTrainedModel):
         unharmed(model)
     with pytest.raises(HiesError, match=message) as refused:
-        prune(model, batches(), **options)
+        prune(model, batches(), **{"budget": {"heads": 0.5}} | options)
     assert "\n" not in str(refused.value) or "problems:" in str(refused.value)
+
+
+def test_a_budget_is_needed(unharmed: Any) -> None:
+    with pytest.raises(HiesError, match="budget must be given"):
+        prune(unharmed(bert()), texts())

@@ -94,12 +94,10 @@ def test_other_ways(options: list[str], stories: Path, tmp_path: Path) -> None:
         assert list(dict.fromkeys(row["dtype"] for row in report.latency)) == ["float16", "bfloat16"]
 
 
+COLUMNS = "text-generation needs data.text (one column), or data.prompt and data.answer"
 BAD = {
-    "label": ("data.label=text", "text-generation needs data.text (one column), or data.prompt and data.answer"),
-    "answer alone": (
-        "data.answer=text",
-        "text-generation needs data.text (one column), or data.prompt and data.answer",
-    ),
+    "label": ("data.label=text", COLUMNS),
+    "answer alone": ("data.answer=text", COLUMNS),
     "metric": ("evaluation.metrics=[accuracy]", "the metrics of generated text must be among perplexity, token_acc"),
     "tower": ("prune.towers=[vision]", "prune.towers must be among language, the towers of this model, got 'vision'"),
     "slice": ("calibration.split=train[5]", "a slice of a split must be like train[:80%]"),
@@ -201,10 +199,9 @@ def test_vision_language_model(make: Callable[..., None], tmp_path: Path, reques
 def test_towers_are_chosen(tmp_path: Path) -> None:
     made_up(tmp_path)
     for towers, names in ((["language"], {"language_model"}), (["vision"], {"vision_tower"})):
-        assert (
-            hies("score", tmp_path / "recipe.yaml", "--set", f"prune.towers={towers}", "-o", tmp_path / towers[0]) == 0
-        )
-        plan = json.loads((tmp_path / towers[0] / "plan.json").read_text())
+        out = tmp_path / towers[0]
+        assert hies("score", tmp_path / "recipe.yaml", "--set", f"prune.towers={towers}", "-o", out) == 0
+        plan = json.loads((out / "plan.json").read_text())
         assert len(plan["kept"]) == 5
         cut = {n for n, kept in plan["kept"].items() if len(kept["units"]) < kept["total"]}
         assert {part for n in cut for part in n.split(".") if part in ("language_model", "vision_tower")} == names
