@@ -36,17 +36,9 @@ def time_on(
 ) -> list[LatencyRow]:
     """Time two models on one runtime, interleaved, with a second copy of the first as control.
 
-    The models are loaded `Runtime.loads` times, and the timed runs are divided among the loads, each at least one.
-    Returned is one row per (batch, sequence), with times in ms; two of models that generate, "prefill" and "decode".
-
-    Args:
-        runtime: A name in `hies_export.runtimes.base.RUNTIMES`.
-        dense, slim: The models, or their exports; see `Runtime.reads_models`. Ratios are relative to `dense`.
-        batches: The batches to run, by (batch, sequence).
-        flops: FLOPs of both models at these shapes, from `count_both_flops`.
-        timing: Number of runs over all loads.
-        dtype: As in `load_runtime`.
-        progress: Shows the loop over loads and shapes.
+    The models, or their exports (see `Runtime.reads_models`), are loaded `Runtime.loads` times. The runs of `timing`
+    are divided among the loads, each at least one. Each shape gives one row, with times in ms relative to `dense`;
+    of models that generate it gives two, "prefill" and "decode". `dtype` is as in `load_runtime`.
     """
     watch = CpuWatch()
     found = compare_loads(runtime, dense, slim, batches, timing=timing, dtype=dtype, progress=progress)

@@ -69,11 +69,7 @@ class Runtime(ABC):
 
     @classmethod
     def require(cls) -> None:
-        """Check, before a model is loaded, that this machine has the packages and devices the runtime needs.
-
-        Raises:
-            MissingRuntimeError: One of them is missing; the message says what to install.
-        """
+        """Raise MissingRuntimeError, which says what to install, if this machine lacks a package or device it needs."""
         return
 
     @classmethod
@@ -98,23 +94,15 @@ class Runtime(ABC):
 
     @abstractmethod
     def prepare(self, batch: Mapping[str, Any]) -> Any:
-        """Move a batch to the model's device, without labels and other keys that the model does not take.
+        """Return what `run` takes: a batch on the model's device, without labels and other keys that it does not take.
 
-        Args:
-            batch: Tensors by input name, of shape (batch, sequence) or (batch, channels, height, width).
-
-        Returns:
-            The argument of this runtime's `run`.
+        Tensors are (batch, sequence) or (batch, channels, height, width), by input name.
         """
 
     def prepare_step(self, batch: Mapping[str, Any]) -> Any:
-        """Prepare a decode step: fill the cache with all tokens but the last, and leave the last one to `run`.
+        """Return what `run` takes to repeat one decode step: the last token of a batch, with all others in the cache.
 
-        Args:
-            batch: As for `prepare`, with a sequence of 2 or more.
-
-        Returns:
-            The argument of this runtime's `run`; every run repeats the same step.
+        The sequence must have 2 tokens or more.
         """
         raise NotImplementedError
 
@@ -135,8 +123,7 @@ class Runtime(ABC):
     def peak_memory_bytes(self, feed: Any) -> int | None:
         """Return the model's peak device memory during a run in bytes, weights included; None on the CPU.
 
-        Args:
-            feed: Result of `prepare` or `prepare_step`, which has been run before.
+        The feed must have been run before.
         """
         return None
 

@@ -233,10 +233,7 @@ def _loss(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
 
 def short_reason(error: BaseException) -> str:
-    """Return an error's message in one line, as the table of model types has it.
-
-    Left out are what every message ends in, paths of this machine, and what is beyond 300 characters.
-    """
+    """Return at most 300 characters of an error's message in one line, without its standard end and local paths."""
     text = " ".join(str(error).split())
     for boilerplate in (
         r"; supported are models whose.*",

@@ -102,12 +102,9 @@ def naive_effect(
 def naive_statistics(
     model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sites: Sequence[PrunableModule]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return HIS and entropy from eager attention, one sample at a time, a mask before each output projection.
+    """Return HIS and entropy from eager attention, one sample at a time, with a mask before each output projection.
 
-    A row's entropy is relative to the number of keys to which the eager map gives any weight.
-
-    Raises:
-        NotApplicable: transformers' eager attention fails, or returns no attention map.
+    A row's entropy is relative to the number of keys that the map gives any weight; NotApplicable without eager maps.
     """
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")

@@ -53,11 +53,7 @@ def run_script(path: Path, *arguments: object) -> None:
 
 @contextmanager
 def without_tracing() -> Iterator[None]:
-    """Let a run write an ONNX file that is no graph.
-
-    Tracing takes several times as long as all the rest of a tiny run. This is for runs of which a test asserts nothing
-    about ONNX, and which are timed in torch.
-    """
+    """Let a run that is timed in torch write an ONNX file that is no graph, because tracing takes most of its time."""
 
     def write(model: PreTrainedModel, folder: str | Path, *, provider: str = "cpu", **options: Any) -> OnnxExport:
         with new_folder(Path(folder), overwrite=options.get("overwrite", False)) as staging:
