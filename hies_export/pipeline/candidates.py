@@ -31,19 +31,12 @@ EFFECT_TOKENS = 16384
 
 @dataclass(frozen=True)
 class Candidates:
-    """What the units of a model can be chosen by; statistics and the greedy order are computed once.
-
-    Attributes:
-        prepared: The model and its data.
-        options: The criteria and their options.
-        progress: Shows stages and loops.
-        moments: Moments of the model's consumers, if its compensation rows were read already.
-    """
+    """What the units of a model can be chosen by; statistics and the greedy order are computed once."""
 
     prepared: Prepared
     options: PruneOptions
     progress: Progress
-    moments: MomentStream | None = None
+    moments: MomentStream | None = None  # of the model's consumers, if its compensation rows were read already
 
     @cached_property
     def statistics(self) -> Statistics:

@@ -36,12 +36,9 @@ STEPS_BELOW = 0.45
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan of a run, and what it was chosen from.
+    """The plan of a run, and the statistics and scores that it was chosen from.
 
     Attributes:
-        statistics: Statistics of the calibration batches.
-        scores: Scores of the units by the chosen criterion.
-        plan: The units to keep.
         alpha_curve: One entry per alpha under `alpha: auto`, see `AlphaChoice`; else empty.
         tried: What `criterion: auto` judged; else empty.
         budget: The budget, with what is predicted for the plan.
@@ -85,13 +82,7 @@ class _Picked:
 
 
 class _Chooser:
-    """Choice of the units to keep in a dense model.
-
-    Args:
-        prepared: The dense model and its data.
-        options: The criterion, budget and constraints.
-        progress: Shows stages and loops.
-    """
+    """Choice of the units to keep in a dense model."""
 
     def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress):
         self._prepared, self._options, self._progress = prepared, options, progress

@@ -66,12 +66,7 @@ def _digits() -> dict[str, datasets.Dataset]:
 
 
 def _train(
-    rows: datasets.Dataset,
-    processor: ViTImageProcessorPil,
-    *,
-    epochs: int,
-    seed: int,
-    progress: Progress,
+    rows: datasets.Dataset, processor: ViTImageProcessorPil, *, epochs: int, seed: int, progress: Progress
 ) -> ViTForImageClassification:
     """Train a ViT of 4 layers with 8 heads each on the rows, and return it in evaluation mode."""
     torch.manual_seed(seed)

@@ -25,11 +25,6 @@ TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
 class Refitting:
     """Refits of models cut from one dense model.
 
-    Args:
-        prepared: The dense model and the rows to refit on.
-        options: How to compensate, if at all.
-        progress: Shows the loop over the rows.
-
     Attributes:
         tried: The weights of tokens to choose from; a single one where there is no choice.
     """

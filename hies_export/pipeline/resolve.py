@@ -60,13 +60,8 @@ class Resolved:
     """What a recipe names, loaded, and what it asks for, as plain options.
 
     Attributes:
-        prepared: The dense model and the rows that decide what it loses.
-        options: How to prune it.
         evaluation: Batches to evaluate on, shortest samples first.
         evaluation_of: How many samples the evaluation split has.
-        measure: What to time.
-        benchmarks: The benchmarks of lm-eval to evaluate on.
-        source: How the dense model is stored.
     """
 
     prepared: Prepared

@@ -82,13 +82,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class AlphaChoice:
-    """The chosen alpha, and the judgement of every candidate.
-
-    Attributes:
-        scores: Scores at the chosen alpha.
-        selection: Selection at the chosen alpha.
-        curve: One mapping per candidate: `alpha` and the fields of its `Judgement`.
-    """
+    """Scores and selection at the chosen alpha; `curve` has for each candidate `alpha` and its `Judgement`'s fields."""
 
     scores: Scores
     selection: Selection
@@ -172,13 +166,9 @@ def choose_by_agreement(
 
 @dataclass(frozen=True)
 class MaxDropChoice:
-    """The selection that removes most units while the metric holds.
+    """The selection that removes most units while the metric holds, and its metric, `value`, on the held-out rows.
 
-    Attributes:
-        scores: The scores it was selected by.
-        selection: The selection.
-        value: Its metric on the held-out rows.
-        judged: One mapping per selection tried, in order: alpha, number of units removed, and the metric.
+    `judged` has a mapping for each selection tried, in order: alpha, number of units removed, and the metric.
     """
 
     scores: Scores

@@ -59,16 +59,7 @@ Goal = iterative.HeadTarget | float
 
 
 class Targets:
-    """How much a budget removes from a dense model.
-
-    Args:
-        prepared: The dense model and its data.
-        options: The budget and constraints.
-        progress: Shows the timing of cuts.
-
-    Raises:
-        PlanError: The constraints do not allow a cut that meets the budget.
-    """
+    """How much a budget removes from a dense model; a PlanError if the constraints do not allow a cut that meets it."""
 
     def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress):
         self._prepared, self._options, self._progress = prepared, options, progress
