@@ -1,6 +1,6 @@
 """Prune a model in memory, or run a recipe from start to end.
 
-In goes a model with batches, or a `PruningRecipe`; out comes a `PruneResult`, or the folder of a run and its `Report`.
+In goes a model with batches, or a recipe; out comes a `PruneResult`, or the folder of a run and its `Report`.
 A recipe is resolved into plain options once; the stages see those alone.
 
 In the order of reading:

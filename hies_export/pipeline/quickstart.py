@@ -25,7 +25,7 @@ MODEL = "vit-digits"
 
 
 def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progress: Progress = SILENT) -> Path:
-    """Write a dataset (digits/), a model trained on it (vit-digits/) and a recipe for both (recipe.yaml) into a folder.
+    """Write a dataset (digits/), a model trained on it (vit-digits/) and a recipe for both into a folder.
 
     Args:
         epochs: Passes over the 1437 training images; 40 take about half a minute.
@@ -44,8 +44,7 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progres
         model = _train(rows["train"], processor, epochs=epochs, seed=seed, progress=progress)
     model.save_pretrained(folder / MODEL)
     processor.save_pretrained(folder / MODEL)
-    shutil.copyfile(RECIPE, folder / "recipe.yaml")
-    return folder / "recipe.yaml"
+    return Path(shutil.copyfile(RECIPE, folder / "recipe.yaml"))
 
 
 def _digits() -> dict[str, datasets.Dataset]:
