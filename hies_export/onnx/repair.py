@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ..runtimes.graphs import add_constant, drop_unused
+
 
 def flatten_gemm_inputs(program: Any) -> None:
     """Insert the missing reshape in front of every `Gemm` whose input is not a matrix.
@@ -21,7 +23,7 @@ def flatten_gemm_inputs(program: Any) -> None:
         if (states.shape is not None and len(states.shape) == 2) or weight.shape is None:
             continue
         width = weight.shape[1 if node.attributes.get_int("transB", 0) else 0]
-        shape = _initializer(graph, f"{node.name}_matrix", np.array([-1, width], dtype=np.int64))
+        shape = add_constant(graph, f"{node.name}_matrix", np.array([-1, width], dtype=np.int64))
         matrix = onnx_ir.node("Reshape", [states, shape], name=f"{node.name}_flatten")
         graph.insert_before(node, matrix)
         node.replace_input_with(0, matrix.outputs[0])
@@ -49,21 +51,10 @@ def share_tied_weights(program: Any) -> None:
                 node.replace_input_with(1, table)
                 graph.opset_imports.setdefault("com.microsoft", 1)
                 break
-    unused = [name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()]
-    for name in unused:
-        del graph.initializers[name]
+    drop_unused(graph)
 
 
 def _transposed(table: Any, weight: Any) -> bool:
     """Return whether one matrix is the transpose of the other."""
     rows, columns = table.const_value.numpy(), weight.const_value.numpy()
     return np.array_equal(rows[0], columns[:, 0]) and np.array_equal(rows, columns.T)
-
-
-def _initializer(graph: Any, name: str, array: np.ndarray) -> Any:
-    import onnx_ir
-
-    value = onnx_ir.Value(name=name, const_value=onnx_ir.tensor(array))
-    value.dtype, value.shape = onnx_ir.DataType.from_numpy(array.dtype), onnx_ir.Shape(array.shape)
-    graph.register_initializer(value)
-    return value

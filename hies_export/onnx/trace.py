@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ExportError
+from .layout import arrange_for_cpu
 from .repair import flatten_gemm_inputs, share_tied_weights
 
 # The provider whose fused operators the exporter may use; None for operators of the ONNX standard only.
@@ -84,6 +85,8 @@ def export_program(
         ) from error
     flatten_gemm_inputs(program)
     share_tied_weights(program)
+    if fusions == "cpu":
+        arrange_for_cpu(program.graph)
     _strip_metadata(program)
     return program
 

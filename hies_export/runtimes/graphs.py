@@ -1,0 +1,62 @@
+"""Edit ONNX graphs in place: put new nodes where an old one was, add constants, and drop what nothing reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class Rewrite:
+    """Builds what replaces a node of an `onnx_ir.Graph`: `new("Add", x, y)` adds a node and returns its output."""
+
+    def __init__(self, graph: Any, node: Any):
+        self._graph, self._node, self._count = graph, node, 0
+
+    def __call__(self, op_type: str, *inputs: Any, domain: str = "", **attributes: Any) -> Any:
+        """Add a node in front of the old one, and return its first output."""
+        import onnx_ir
+
+        name = self._name(op_type)
+        node = onnx_ir.node(op_type, inputs, attributes=attributes, domain=domain, name=name)
+        node.outputs[0].name = name
+        self._graph.insert_before(self._node, node)
+        return node.outputs[0]
+
+    def constant(self, array: Any) -> Any:
+        """Add a constant, and return it."""
+        return add_constant(self._graph, self._name("constant"), np.asarray(array))
+
+    def finish(self, result: Any) -> None:
+        """Let everything that reads the first output of the old node read `result`, by its name; remove the node."""
+        old = self._node.outputs[0]
+        result.name, result.shape, result.type, old.name = old.name, old.shape, old.type, None
+        read_instead(old, result)
+        self._graph.remove(self._node, safe=True)
+
+    def _name(self, what: str) -> str:
+        self._count += 1
+        return f"{self._node.name or self._node.outputs[0].name}_{what}_{self._count}"
+
+
+def read_instead(old: Any, new: Any) -> None:
+    """Let everything that reads a value, and the graph's outputs, read another one."""
+    from onnx_ir import convenience
+
+    convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+
+
+def add_constant(graph: Any, name: str, array: np.ndarray) -> Any:
+    """Add a constant to a graph, and return it."""
+    import onnx_ir
+
+    value = onnx_ir.Value(name=name, const_value=onnx_ir.tensor(array))
+    value.dtype, value.shape = onnx_ir.DataType.from_numpy(array.dtype), onnx_ir.Shape(array.shape)
+    graph.register_initializer(value)
+    return value
+
+
+def drop_unused(graph: Any) -> None:
+    """Remove the constants that nothing reads."""
+    for name in [name for name, value in graph.initializers.items() if not (value.uses() or value.is_graph_output())]:
+        del graph.initializers[name]
