@@ -26,6 +26,7 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
     )
     add("--provider", help="what to fuse ONNX for: cpu (the default), cuda or tensorrt")
     add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0")
+    add("--quantize", choices=("int8",), help="write the ONNX model with its linear layers in 8 bits; of encoders")
     add_json(parser)
 
 
@@ -35,19 +36,23 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
 
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.loading import load
+    from ..errors import RequestError
     from ..model.tokens import synthetic_batch
     from ..onnx.export import export_onnx
     from ..onnx.multimodal import image_text_batch, is_vision_language
+    from ..onnx.quantize import export_quantized
 
     options.model = checkpoint_in(options.model, progress=progress)
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
+    if options.quantize and options.format == "gguf":
+        raise RequestError(f"--quantize belongs to --format onnx, got {options.quantize} with gguf; give --dtype q8_0")
     progress.stage("load the model")
     if options.format == "gguf":
         return _export_gguf(options, console, progress)
     model = load(options.model, dtype=torch.float32)
     progress.stage("export to ONNX, and compare with torch")
     images = is_vision_language(model)
-    exported = export_onnx(
+    exported = (export_quantized if options.quantize else export_onnx)(
         model,
         options.output,
         batch=image_text_batch(model) if images else synthetic_batch(model, batch=2, sequence=16),
@@ -56,9 +61,10 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         dtype=options.dtype,
         overwrite=options.overwrite,
     )
-    console.print(
-        f"written to {options.output}: {exported.bytes / 1e6:.1f} MB, differs from torch by {exported.max_abs:.2g}"
-    )
+    size, reference = f"{exported.bytes / 1e6:.1f} MB", "the float32 graph" if exported.quantize else "torch"
+    console.print(f"written to {options.output}: {size}, differs from {reference} by {exported.max_abs:.2g}")
+    if exported.quantize:
+        console.print(f"linear layers: {', '.join(f'{count} in {name}' for name, count in exported.layers.items())}")
     return {
         "folder": str(options.output),
         "bytes": exported.bytes,
@@ -66,6 +72,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         "files": exported.files,
         "inputs": exported.inputs,
         "outputs": exported.outputs,
+        **({"quantize": exported.quantize, "layers": exported.layers} if exported.quantize else {}),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,10 +49,13 @@ class OnnxExport:
         bytes: Size of graphs and weights in bytes.
         max_abs: Largest absolute difference from torch over all outputs of all checked batches.
         provider: The provider that the graphs are fused for, `cpu`, `cuda` or `tensorrt`.
+        dtype: Dtype of weights and activations, `float32` or `float16`, where they are not quantised.
         checked_on: The execution provider that the comparison ran on.
         inputs: Names of the inputs of `file`.
         outputs: Names of the outputs of `file`.
         fused_ops: Number of occurrences of each of ONNX Runtime's own operators, over all graphs.
+        quantize: "int8" where linear layers are quantised; see `quantize_onnx`.
+        layers: Number of linear layers by dtype, `int8` and `float32`, where some are quantised.
     """
 
     folder: Path
@@ -61,10 +64,13 @@ class OnnxExport:
     bytes: int
     max_abs: float
     provider: str
+    dtype: str
     checked_on: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     fused_ops: dict[str, int]
+    quantize: str | None = None
+    layers: Mapping[str, int] = field(default_factory=dict)
 
 
 def export_onnx(
@@ -150,6 +156,7 @@ def export_onnx(
         bytes=size,
         max_abs=max_abs,
         provider=provider,
+        dtype=dtype,
         checked_on=checked_on,
         inputs=tuple(value.name for value in programs[main].graph.inputs),
         outputs=tuple(value.name for value in programs[main].graph.outputs),

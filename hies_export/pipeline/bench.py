@@ -27,7 +27,7 @@ from ..onnx.multimodal import is_vision_language
 from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES, Format
 from ..runtimes.llamacpp import find_gguf
-from ..runtimes.ort import ONNX_FILE, refuse_parts
+from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
 from ..runtimes.registry import check_dtypes, check_runtime
 
 # What an export is called, and a runtime that reads it.
@@ -110,7 +110,7 @@ def _format(folder: Path) -> Format | None:
     """Return what a folder or file is an export to; None for a checkpoint."""
     if find_gguf(folder) is not None:
         return "gguf"
-    return "onnx" if (folder / ONNX_FILE).is_file() else None
+    return "onnx" if any((folder / name).is_file() for name in (ONNX_FILE, QUANTIZED_FILE)) else None
 
 
 def _default_runtimes(folders: Sequence[Path]) -> tuple[str, ...]:

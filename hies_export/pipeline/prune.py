@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -23,6 +23,7 @@ from ..hub.push import push_folder
 from ..measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..model.modes import evaluating
 from ..onnx.export import OnnxExport, export_onnx
+from ..onnx.quantize import export_quantized
 from ..progress import SILENT, Clock, Progress, without_reports
 from ..recipe import CompensationSection, PruneSection, sentences
 from ..report.details import BudgetOutcome
@@ -129,6 +130,7 @@ class PruneResult:
         processor: Any = None,
         provider: Provider = "cpu",
         dtype: str = "float32",
+        quantize: Literal["int8"] | None = None,
         overwrite: bool = False,
     ) -> OnnxExport:
         """Export the slim model to an ONNX folder, run it in ONNX Runtime, and compare with torch.
@@ -138,16 +140,20 @@ class PruneResult:
             processor: Tokenizer or image processor to save with the graph; by default the one given to `prune`.
             provider: Execution provider that the graph is fused for: cpu, cuda or tensorrt.
             dtype: float32 or float16.
+            quantize: "int8" writes the linear layers in 8 bits, as `model_quantized.onnx`; of an encoder, for the CPU.
             overwrite: Replace an existing folder.
 
         Returns:
-            The folder's files, their size in bytes, and the largest difference to torch.
+            The folder's files, their size in bytes, and the largest difference to torch, or if quantised to the float32
+            graph.
 
         Raises:
             MissingRuntimeError: onnx or onnxruntime is not installed.
             ParityError: ONNX Runtime and torch disagree; nothing is kept.
+            RequestError: The model has no 8-bit form here.
         """
-        return export_onnx(
+        export = export_onnx if quantize is None else export_quantized
+        return export(
             self.model,
             folder,
             batch=_two_rows(self.prepared.sample),

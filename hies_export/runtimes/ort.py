@@ -16,10 +16,12 @@ from pydantic import Field
 from ..errors import DataError, ExportError, MissingRuntimeError, RecipeError
 from ..files import Rule, parse_json
 from ..model.tokens import positions_of
-from ..progress import quiet
 from .base import Runtime, last_token, register_runtime
+from .int8 import INTEGER_OPERATORS, quantize_graph
 
 ONNX_FILE = "model.onnx"
+# The name that Optimum gives a quantised graph.
+QUANTIZED_FILE = "model_quantized.onnx"
 # The parts of a vision-language model, with the names that onnx-community and transformers.js use.
 VISION_FILE, EMBED_FILE, DECODER_FILE = "vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx"
 # Metadata of a decoder's graph: {cache input: [key/value heads, head width]}, as JSON.
@@ -185,31 +187,21 @@ class OnnxRuntime(GraphRuntime):
 
 @register_runtime("onnxruntime-cpu-int8")
 class QuantizedOnnxRuntime(OnnxRuntime):
-    """An ONNX file quantised dynamically by ONNX Runtime: weights in int8, activations during the run.
-
-    It is meant for timing only: the quality of the quantised model is not checked.
-    """
+    """An ONNX file whose linear layers are in 8 bits; a file in float32 is quantised when it is loaded."""
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
 
     def _open(self, file: Path) -> Any:
-        import onnx
-        from onnxruntime.quantization import QuantType, quantize_dynamic
+        import onnx_ir
 
+        program = onnx_ir.load(file)
+        if any(node.op_type in INTEGER_OPERATORS for node in program.graph):
+            return super()._open(file)
+        quantize_graph(program.graph)
         # On Linux and macOS the file may be deleted while the session is open: ONNX Runtime has read it by then.
-        with tempfile.TemporaryDirectory(prefix="hies-int8-") as temporary, quiet():
-            graph, quantised = onnx.load(str(file)), Path(temporary) / ONNX_FILE
-            # These shapes date from before fusion. The quantiser infers shapes again, and fails on contradictions.
-            del graph.graph.value_info[:]
-            quantize_dynamic(
-                graph,
-                quantised,
-                weight_type=QuantType.QInt8,
-                use_external_data_format=True,
-                # The quantiser cannot infer the type of a fused operator's output.
-                extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
-            )
-            return super()._open(quantised)
+        with tempfile.TemporaryDirectory(prefix="hies-int8-") as temporary:
+            onnx_ir.save(program, Path(temporary) / QUANTIZED_FILE, external_data=f"{QUANTIZED_FILE}_data")
+            return super()._open(Path(temporary) / QUANTIZED_FILE)
 
 
 _NUMPY_TYPES = {
@@ -227,7 +219,9 @@ def onnx_file(source: str | Path, name: str) -> Path:
     if not isinstance(source, (str, Path)):
         raise RecipeError([f"runtime {name!r} needs an ONNX file or folder, got {type(source).__name__}"])
     refuse_parts(source)
-    file = Path(source) / ONNX_FILE if Path(source).is_dir() else Path(source)
+    file = Path(source)
+    if file.is_dir():
+        file = next((file / name for name in (ONNX_FILE, QUANTIZED_FILE) if (file / name).is_file()), file / ONNX_FILE)
     if not file.is_file():
         raise RecipeError([f"runtime {name!r} needs an ONNX file; {file} does not exist: export the model first"])
     return file

@@ -60,7 +60,7 @@ def without_tracing() -> Iterator[None]:
             (staging / "model.onnx").write_bytes(b"no graph")
             model.config.save_pretrained(staging)
         file = Path(folder) / "model.onnx"
-        return OnnxExport(Path(folder), file, (file.name,), 8, 0.0, provider, "none", (), (), {})
+        return OnnxExport(Path(folder), file, (file.name,), 8, 0.0, provider, "float32", "none", (), (), {})
 
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):

@@ -1,0 +1,136 @@
+"""Exports in 8 bits: files by Optimum's names, near the float32 graph, refused where there is no such form."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from support.models import bert as tiny_bert
+from support.models import causal_lm, cut_bert
+from transformers import BertConfig, BertForSequenceClassification
+
+from hies_export import load, prune
+from hies_export.cli.main import main
+from hies_export.errors import HiesError, OutputExistsError, ParityError, RequestError
+from hies_export.onnx import quantize as quantize_module
+from hies_export.onnx.export import OnnxExport, export_onnx
+from hies_export.onnx.quantize import export_quantized, quantize_onnx
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(4, 12, dtype=torch.int64)
+    mask[1, 7:] = 0
+    return {"input_ids": torch.randint(0, 200, (4, 12), generator=generator), "attention_mask": mask}
+
+
+def encoder() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 192, "num_hidden_layers": 2}
+    config = BertConfig(**shape, vocab_size=200, max_position_embeddings=32, num_labels=3, initializer_range=0.2)
+    return BertForSequenceClassification(config).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense") / "model"
+    encoder().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, batch: dict[str, torch.Tensor]) -> OnnxExport:
+    model = cut_bert(encoder(), (8, 5))
+    return export_onnx(model, tmp_path_factory.mktemp("float") / "onnx", batch=batch)
+
+
+def logits(file: Path, batch: dict[str, torch.Tensor]) -> np.ndarray:
+    """ONNX Runtime as its own users run it."""
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    given = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
+    return session.run(["logits"], {node.name: given[node.name].numpy() for node in session.get_inputs()})[0]
+
+
+def test_a_folder_has_optimums_names_and_gives_nearly_the_same(
+    exported: OnnxExport, batch: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    before = exported.file.read_bytes()
+    found = quantize_onnx(exported, tmp_path / "onnx-int8", batch=batch)
+    assert exported.file.read_bytes() == before
+    assert {"model_quantized.onnx", "ort_config.json", "config.json"} <= {file.name for file in found.folder.iterdir()}
+    assert not (found.folder / "model.onnx").exists()
+    assert found.bytes == found.file.stat().st_size < 0.65 * exported.bytes
+    settings = json.loads((found.folder / "ort_config.json").read_text())["quantization"]
+    assert (settings["per_channel"], settings["weights_dtype"], settings["is_static"]) == (True, "QInt8", False)
+    # The layers of attention cut to 5 of 8 heads are 128 x 80; pooler and blocks are larger, the classifier is not.
+    assert (found.quantize, found.layers) == ("int8", {"int8": 9, "float32": 5})
+    kinds = Counter(node.op_type for node in onnx.load(found.file).graph.node)
+    assert (kinds["MatMulIntegerToFloat"], kinds["MatMul"] + kinds["Gemm"]) == (9, 5)
+    one, two = logits(exported.file, batch), logits(found.file, batch)
+    assert found.max_abs == pytest.approx(np.abs(one - two).max(), rel=1e-3)
+    assert 0 < np.sqrt(np.mean((one - two) ** 2)) < 0.1 * np.sqrt(np.mean(one**2))
+
+
+def test_the_command_and_the_result_of_prune_write_the_same_folder(
+    checkpoint: Path, batch: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(checkpoint), "--quantize", "int8", "-o", str(tmp_path / "one"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["quantize"], summary["layers"]) == ("int8", {"int8": 13, "float32": 1})
+    assert main(["bench", str(tmp_path / "one"), str(tmp_path / "one"), "--shape", "1x8", "--repeats", "2"]) == 0
+    result = prune(load(checkpoint), [batch] * 4, budget={"heads": 0.25}, min_heads=4)
+    found = result.export_onnx(tmp_path / "two", quantize="int8")
+    assert found.quantize == "int8"
+    assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
+    arguments = ["export", str(checkpoint), "--quantize", "int8", "--format", "gguf", "-o", str(tmp_path / "three")]
+    assert main(arguments) == 2
+    assert "--quantize belongs to --format onnx, got int8 with gguf; give --dtype q8_0" in capsys.readouterr().err
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "several graphs": ({"files": ("a.onnx", "b.onnx")}, "for encoders, got a model that generates text; leave it out"),
+    "a decoder": ({"inputs": ("input_ids", "past_key_values.0.key")}, "for encoders, got a model that generates"),
+    "another provider": ({"provider": "cuda"}, "needs provider cpu and dtype float32, got cuda and float32"),
+    "half precision": ({"dtype": "float16"}, "needs provider cpu and dtype float32, got cpu and float16"),
+}
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_has_no_such_form_is_refused(
+    exported: OnnxExport, batch: dict[str, torch.Tensor], changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=said):
+        quantize_onnx(replace(exported, **changes), tmp_path / "out", batch=batch)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_small_layers_and_one_that_generates_are_refused(
+    batch: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    small = {"input_ids": batch["input_ids"] % 50, "attention_mask": batch["attention_mask"]}
+    with pytest.raises(RequestError, match="needs a linear layer of 16,384 weights or more, and all 20 are smaller"):
+        export_quantized(tiny_bert(), tmp_path / "out", batch=small)
+    with pytest.raises(RequestError, match="is for encoders, got a model that generates text"):
+        export_quantized(causal_lm(), tmp_path / "out", batch=small)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_folder_and_a_graph_too_far_away_are_refused(
+    exported: OnnxExport, batch: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    with pytest.raises(OutputExistsError, match="there"):
+        quantize_onnx(exported, tmp_path / "there", batch=batch)
+    monkeypatch.setattr(quantize_module, "TOLERANCE", 1e-4)
+    with pytest.raises(ParityError, match="logits are .* away from .* nothing was kept") as refused:
+        quantize_onnx(exported, tmp_path / "out", batch=batch)
+    assert isinstance(refused.value, HiesError)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,122 @@
+"""Graphs in 8 bits: equal to a loop over tokens and channels by hand, and the same for a row in any batch."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hies_export.runtimes.int8 import quantize_graph
+from hies_export.runtimes.registry import load_runtime
+
+WIDTH, HIDDEN, VOCABULARY = 128, 160, 200
+RNG = np.random.default_rng(0)
+WEIGHTS = {
+    "table": RNG.normal(size=(VOCABULARY, WIDTH)),
+    "up": RNG.normal(size=(WIDTH, HIDDEN)),
+    "down": RNG.normal(size=(WIDTH, HIDDEN)),
+    "bias": RNG.normal(size=WIDTH),
+    "head": RNG.normal(size=(WIDTH, 3)),
+}
+# The layer in the middle is a Gemm of rows, as exporters write it: transposed, and with a bias.
+NODES = [
+    helper.make_node("Gather", ["table", "input_ids"], ["embedded"], name="embed"),
+    helper.make_node("MatMul", ["embedded", "up"], ["wide"], name="up"),
+    helper.make_node("Reshape", ["wide", "rows"], ["wide_rows"], name="flatten"),
+    helper.make_node("Gemm", ["wide_rows", "down", "bias"], ["narrow"], name="down", transB=1),
+    helper.make_node("MatMul", ["narrow", "head"], ["logits"], name="head"),
+]
+
+
+def graph() -> onnx.ModelProto:
+    constants = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in WEIGHTS.items()]
+    constants.append(numpy_helper.from_array(np.array([-1, HIDDEN]), "rows"))
+    made = helper.make_graph(
+        NODES,
+        "g",
+        [helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "sequence"])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["rows", 3])],
+        constants,
+    )
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def quantised() -> tuple[onnx.ModelProto, dict[str, int]]:
+    program = onnx_ir.from_proto(graph())
+    layers = quantize_graph(program.graph)
+    return onnx_ir.to_proto(program), layers
+
+
+def run(model: onnx.ModelProto, ids: np.ndarray) -> np.ndarray:
+    return onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"input_ids": ids})[0]
+
+
+def rounded(vectors: np.ndarray) -> np.ndarray:
+    """Return vectors, each as whole multiples of a 127th of its largest element."""
+    out = np.empty_like(vectors)
+    for i, vector in enumerate(vectors):
+        step = np.float32(max(abs(vector)) / 127)
+        out[i] = np.rint(vector / step) * step
+    return out
+
+
+def by_hand(ids: np.ndarray) -> np.ndarray:
+    weights = {name: value.astype(np.float32) for name, value in WEIGHTS.items()}
+    tokens = rounded(weights["table"])[ids.flatten()]
+    wide = rounded(tokens) @ rounded(weights["up"].T).T
+    narrow = rounded(wide) @ rounded(weights["down"]).T + weights["bias"]
+    return narrow @ weights["head"]
+
+
+def test_a_graph_computes_what_rounding_by_hand_gives() -> None:
+    ids = RNG.integers(0, VOCABULARY, (4, 6))
+    model, layers = quantised()
+    assert layers == {"int8": 2, "float32": 1}
+    expected = by_hand(ids)
+    # A tie between two integers may fall to the other side: a 127th of a token's largest element.
+    np.testing.assert_allclose(run(model, ids), expected, rtol=0, atol=2e-3 * np.abs(expected).max())
+    exact = run(graph(), ids)
+    error = np.sqrt(np.mean((expected - exact) ** 2) / np.mean(exact**2))
+    assert 0.001 < error < 0.02
+
+
+def test_no_large_weight_is_left_in_float() -> None:
+    model, _ = quantised()
+    kinds = Counter(node.op_type for node in model.graph.node)
+    assert kinds["MatMulIntegerToFloat"] == 2
+    assert (kinds["Gemm"], kinds["MatMul"]) == (0, 1)
+    floats = [value.name for value in model.graph.initializer if value.data_type == 1 and np.prod(value.dims) > 1000]
+    assert floats == []
+    assert len(model.SerializeToString()) < 0.32 * len(graph().SerializeToString())
+    onnx.checker.check_model(model)
+
+
+def test_a_row_gets_the_same_answer_in_any_batch() -> None:
+    ids = RNG.integers(0, VOCABULARY, (5, 7))
+    model, _ = quantised()
+    together = run(model, ids).reshape(5, 7, 3)
+    for row in range(5):
+        alone = run(model, ids[row : row + 1]).reshape(7, 3)
+        np.testing.assert_allclose(alone, together[row], rtol=1e-5, atol=1e-5 * np.abs(together).max())
+
+
+def test_zeros_stay_zeros() -> None:
+    program = onnx_ir.from_proto(graph())
+    for name in ("table", "bias"):
+        program.graph.initializers[name].const_value = onnx_ir.tensor(np.zeros_like(WEIGHTS[name], dtype=np.float32))
+    quantize_graph(program.graph)
+    np.testing.assert_array_equal(run(onnx_ir.to_proto(program), np.zeros((1, 2), np.int64)), np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("make", [graph, lambda: quantised()[0]], ids=["float32", "int8"])
+def test_the_runtime_takes_both_and_computes_in_8_bits(make, tmp_path: Path) -> None:
+    onnx.save(make(), tmp_path / "model.onnx")
+    ids = RNG.integers(0, VOCABULARY, (2, 3))
+    runtime = load_runtime("onnxruntime-cpu-int8", tmp_path)
+    found = runtime.fetch(runtime.run(runtime.prepare({"input_ids": ids})))["logits"]
+    expected = run(quantised()[0], ids)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
