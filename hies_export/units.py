@@ -21,17 +21,7 @@ from .kinds import ATTENTION
 
 @dataclass(frozen=True)
 class Span:
-    """Evenly spaced blocks of indices, one for each of several consecutive units.
-
-    Unit `first + i` owns the `width` indices that begin at `start + i * step`.
-
-    Attributes:
-        first: Number of the first unit.
-        units: Number of units.
-        start: First index of the first unit.
-        step: Distance between the first indices of neighbouring units; the width where units lie side by side.
-        width: Number of indices per unit.
-    """
+    """Evenly spaced blocks of indices: of `units` units, unit `first + i` owns `width` from `start + i * step` on."""
 
     first: int
     units: int
@@ -46,20 +36,13 @@ class Slice:
 
     Indices that all units share are in no slice, so no cut removes them. A fused attention layer has one slice for its
     query rows and one for its key and value rows.
-
-    Attributes:
-        tensor: Dotted name of a linear layer, or of a parameter outside of linear layers.
-        axis: The indexed axis, of a weight (out_features, in_features) or of the parameter.
-        spans: The indices of every unit or group.
-        per_group: Whether the owners are groups (key/value heads) rather than units (query heads).
-        parameter: Whether `tensor` is a parameter outside of linear layers, such as an attention sink.
     """
 
     tensor: str
-    axis: int
+    axis: int  # of a weight (out_features, in_features), or of the parameter
     spans: tuple[Span, ...]
-    per_group: bool = False
-    parameter: bool = False
+    per_group: bool = False  # whether the owners are groups (key/value heads) rather than units (query heads)
+    parameter: bool = False  # whether `tensor` is a parameter outside of linear layers, such as an attention sink
 
     def indices(self, owners: Iterable[int]) -> Tensor:
         """Return the indices that the given units (or groups, where `per_group`) own: (indices,) int64, unordered."""
@@ -108,15 +91,10 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Count:
-    """The meaning of an integer attribute of a module: a number of units or groups, times a factor.
+    """The meaning of an integer attribute of a module: a number of units or groups, times a factor."""
 
-    Attributes:
-        of: "units", "groups" or "group_size" (units per group).
-        times: The factor, such as the width of a head.
-    """
-
-    of: str
-    times: int = 1
+    of: str  # "units", "groups" or "group_size" (units per group)
+    times: int = 1  # such as the width of a head
 
     def value(self, *, units: int, groups: int) -> int:
         """Return the attribute's value for the given numbers of units and groups."""
@@ -182,6 +160,11 @@ class PrunableModule(Units):
     def producers(self) -> tuple[str, ...]:
         """Dotted names of the linear layers in front of the consumer in which units own rows."""
         return tuple(dict.fromkeys(s.tensor for s in self.slices if not s.parameter))
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Dotted names of the producers, and of the consumer."""
+        return (*self.producers, self.consumer)
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -30,20 +30,12 @@ PLAN_FORMAT = 2
 
 @dataclass(frozen=True)
 class Calibration:
-    """The calibration run that produced the statistics.
-
-    Attributes:
-        samples: Number of samples averaged over.
-        labels: "data", or "predictions" if the model's own predictions replaced missing labels.
-        fingerprint: SHA-256 of the batches.
-        batch_size: Largest number of samples in one forward pass. It is below the size of the batches if these did not
-            fit into memory.
-    """
+    """The calibration run that produced the statistics, on so many samples."""
 
     samples: int
-    labels: str
-    fingerprint: str
-    batch_size: int = 1
+    labels: str  # "data", or "predictions" if the model's own predictions replaced missing labels
+    fingerprint: str  # SHA-256 of the batches
+    batch_size: int = 1  # most samples in one forward pass; fewer than a batch has if that did not fit into memory
 
 
 @dataclass(frozen=True)
@@ -75,13 +67,10 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Removal:
-    """One step of a chain of removals.
+    """One step of a chain of removals: the units that a module loses, by their original indices.
 
-    Attributes:
-        module: Dotted name of the module that loses units.
-        units: Original indices of the units it loses in this step.
-        effect: Effect on the prediction or the loss of this and all earlier removals of the chain. It is in the same
-            unit for all chains, so that heads and neurons can be compared.
+    `effect` is that of this and all earlier removals of the chain on the prediction or the loss. It is in the same unit
+    for all chains, so that heads and neurons can be compared.
     """
 
     module: str

@@ -50,7 +50,7 @@ def collect_bases(
     """Return the principal components of attention modules, from one forward pass per batch; padding is excluded."""
     if not batches:
         raise DataError("principal components need at least one sample, got none; raise calibration.samples")
-    layers = {name: name for module in modules for name in (*module.producers, module.consumer)}
+    layers = {name: name for module in modules for name in module.layers}
     sums: dict[tuple[str, int], Tensor] = {}
     with evaluating(model), without_cache(model), watch(model, layers, outputs=True) as seen, torch.no_grad():
         for batch in progress.track(batches, "principal components"):
@@ -107,7 +107,7 @@ def fine_tuned(
     loss of a classifier is the cross-entropy to the dense model's probabilities, that of a regressor the squared error
     to the dense model's output (`targets`, on the same batches), and that of a language model its own loss on the text.
     """
-    names = dict.fromkeys(name for module in modules for name in (*module.producers, module.consumer))
+    names = dict.fromkeys(name for module in modules for name in module.layers)
     trained = [parameter for name in names for parameter in model.get_submodule(name).parameters()]
     before = [parameter.detach().clone() for parameter in trained]
     steps = epochs * len(batches)

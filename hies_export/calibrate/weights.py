@@ -91,7 +91,7 @@ class WeightGradients:
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
         self._modules = modules
-        self._layers: dict[str, Any] = {name: model.get_submodule(name) for m in modules for name in layers_of(m)}
+        self._layers: dict[str, Any] = {name: model.get_submodule(name) for m in modules for name in m.layers}
         self.parameters: dict[str, Any] = {name: layer.weight for name, layer in self._layers.items()}
         self._sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
 
@@ -124,8 +124,3 @@ class WeightGradients:
         if has_channels(self._modules):
             found["channel_taylor"] = {m.name: sum_by_channel(m, salience.__getitem__) for m in self._modules}
         return found
-
-
-def layers_of(module: PrunableModule) -> tuple[str, ...]:
-    """Return the names of the linear layers whose weights belong to a module's units."""
-    return (*module.producers, module.consumer)

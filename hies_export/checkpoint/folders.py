@@ -46,10 +46,8 @@ def refuse_existing(
 ) -> None:
     """Refuse to write to a folder that exists, or to replace more than what this package wrote.
 
-    What killed processes left beside the folder is cleaned up first.
-
-    Args:
-        inputs: What is read and must stay, such as "model" -> its folder; Hub ids are ignored.
+    What killed processes left beside the folder is cleaned up first. `inputs` are read and must stay, such as "model"
+    -> its folder; Hub ids are ignored.
     """
     clean_up(Path(folder))
     if not os.path.lexists(folder):

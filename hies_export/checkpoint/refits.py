@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -46,20 +45,10 @@ beside its plan as `refit.safetensors`; `hies-export prune RECIPE --plan PLAN -o
 
 @dataclass(frozen=True)
 class RefittedLayers:
-    """The refitted parameters of a compensated model.
-
-    Attributes:
-        file: The file they are in.
-        tensors: Name of a parameter -> where it is there, in the shape and dtype of the slim checkpoint.
-    """
+    """The file of the refitted parameters of a compensated model, and where each is in it, by name."""
 
     file: Path
     tensors: Mapping[str, StoredTensor]
-
-
-def write_refit(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write refitted parameters, name -> tensor, to a file that does not exist yet."""
-    save_file(dict(tensors), file)
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
@@ -21,7 +22,7 @@ from ..slim.config import is_slim
 from ..values import PruningPlan
 from .classes import find_model_class
 from .folders import new_folder
-from .refits import REFIT, write_refit
+from .refits import REFIT
 from .settings import complete_settings
 
 HALF = (torch.float16, torch.bfloat16)
@@ -76,7 +77,7 @@ def save_slim(
         complete_settings(model, temporary)
         (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
         if refitted is not None:
-            write_refit(refitted, temporary / REFIT)
+            save_file(dict(refitted), temporary / REFIT)
         return check_reload(model, temporary, batch)
 
 

@@ -59,19 +59,12 @@ _HEADER = Rule("weights must be a safetensors file", "fetch or save it again", m
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        file: The file.
-        dtype: Its dtype there.
-        shape: Its shape there.
-        offset: Where its bytes begin, in bytes from the beginning of the file.
-    """
+    """A tensor in a safetensors file, in its dtype and shape there."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # in bytes from the beginning of the file
 
     @property
     def bytes(self) -> int:
@@ -115,11 +108,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def read_blocks(
     tensor: StoredTensor, kept: Mapping[int, Tensor], dtype: torch.dtype, buffer: bytearray
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, or of its rows and columns that stay, in order, a block at a time.
+    """Yield the bytes of a tensor, converted to a dtype, in order, a block at a time.
 
-    Args:
-        kept: Axis (0 or 1) -> ascending indices that stay.
-        dtype: The dtype of the bytes that are yielded.
+    `kept` has, by axis (0 or 1), the ascending indices of the rows or columns that stay.
     """
     if not tensor.bytes:
         return

@@ -78,7 +78,7 @@ def _attributed(modules: Sequence[PrunableModule], dense: Mapping[str, int], cut
     A linear layer belongs to the module whose producer or consumer it is, anything else to the innermost module around
     it. What belongs to none is left out.
     """
-    linear = {name: module.name for module in modules for name in (*module.producers, module.consumer)}
+    linear = {name: module.name for module in modules for name in module.layers}
     names = {module.name for module in modules}
     found = dict.fromkeys(names, 0)
     before, after = _own(dense), _own(cut)

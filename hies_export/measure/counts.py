@@ -137,7 +137,7 @@ def flops_per_layer(
     parts = {layer: [0, 0, 0] for layer in (*layer_of.values(), "")}  # projections, products, feed-forward
     linear: set[str] = set()  # counted already: a block may share a fused layer with the attention beside it
     for module in sorted(modules, key=lambda module: module.kind != ATTENTION):
-        part, own = parts[layer_of[module.name]], {*module.producers, module.consumer} - linear
+        part, own = parts[layer_of[module.name]], {*module.layers} - linear
         part[0 if module.kind == ATTENTION else 2] += sum(found.get(name, 0) for name in own)
         linear |= own
         if module.kind == ATTENTION:

@@ -36,24 +36,16 @@ STEPS_BELOW = 0.45
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan of a run, and the statistics and scores that it was chosen from.
-
-    Attributes:
-        alpha_curve: One entry per alpha under `alpha: auto`, see `AlphaChoice`; else empty.
-        tried: What `criterion: auto` judged; else empty.
-        budget: The budget, with what is predicted for the plan.
-        compensation: How to refit the cut model; None without compensation.
-        refit: Refits a model cut by a plan from moments that were collected in choosing; None if there are none.
-    """
+    """The plan of a run, and the statistics and scores that it was chosen from."""
 
     statistics: Statistics
     scores: Scores
     plan: PruningPlan
-    alpha_curve: tuple[Mapping[str, Any], ...]
-    tried: tuple[Tried, ...]
-    budget: BudgetOutcome
+    alpha_curve: tuple[Mapping[str, Any], ...]  # one entry per alpha under `alpha: auto`, see `AlphaChoice`
+    tried: tuple[Tried, ...]  # what `criterion: auto` judged
+    budget: BudgetOutcome  # with what is predicted for the plan
     compensation: Compensation | None = None
-    refit: Refit | None = None
+    refit: Refit | None = None  # from moments that were collected in choosing; None if there are none
 
 
 def choose(prepared: Prepared, options: PruneOptions, *, progress: Progress) -> Choice:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..checkpoint.refits import RefittedLayers, digest_tensors, load_refit, write_refit
+from ..checkpoint.refits import RefittedLayers, digest_tensors, load_refit
 from ..checkpoint.save import save_slim
 from ..checkpoint.stored import weight_files
 from ..errors import DropError, NonFiniteError
@@ -40,21 +41,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Slim:
-    """A slim model, and how it was checked.
-
-    Attributes:
-        model: The model, rounded to the dtype that it is to be saved in.
-        plan: Its plan, which names the refitted layers where there are any.
-        refitted: The parameters that compensation changed, as they are saved; None without compensation.
-        fits: Result of the compensation for each layer.
-        cut_max_abs: Largest absolute difference of any output between the cut and the masked model.
-    """
+    """A slim model, rounded to the dtype that it is to be saved in, and how it was checked."""
 
     model: PreTrainedModel
     plan: PruningPlan
-    refitted: dict[str, Tensor] | None
+    refitted: dict[str, Tensor] | None  # what compensation changed, as it is saved; None without compensation
     fits: list[LayerFit]
-    cut_max_abs: float
+    cut_max_abs: float  # largest difference of any output between the cut and the masked model
 
 
 def cut(
@@ -66,12 +59,7 @@ def cut(
     dtype: torch.dtype | None = None,
     progress: Progress,
 ) -> Slim:
-    """Cut the dense model, compare it with the masked one, compensate it if asked to, and round it.
-
-    Args:
-        compensation: How to compensate; None not to.
-        dtype: What the model is to be saved in; by default its own.
-    """
+    """Cut the dense model, compare it with the masked one, compensate it if asked to, and round it to a dtype."""
     progress.stage("cut, and compare with the masked model")
     model, modules = prepared.model, prepared.modules
     plan = given.plan if isinstance(given, Choice) else given
@@ -192,13 +180,12 @@ def save(
 ) -> Saved:
     """Save a slim model, load it again and compare; of several processes, the first does.
 
-    Args:
-        refit_file: Where to write the refitted layers of a compensated model; by default into `folder`.
+    The refitted layers of a compensated model go to `refit_file`, by default into `folder`.
     """
 
     def write() -> Saved:
         if slim.refitted is not None and refit_file is not None:
-            write_refit(slim.refitted, refit_file)
+            save_file(slim.refitted, refit_file)
         max_abs = save_slim(
             slim.model,
             folder,

@@ -25,12 +25,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 @dataclass(frozen=True)
 class Source:
-    """How a dense model is stored, and how its slim version is to be.
-
-    Attributes:
-        dtype: What the slim version is saved in.
-        bytes: Size of the files of weights.
-    """
+    """The size of a dense model's files of weights, and the dtype that its slim version is saved in."""
 
     dtype: torch.dtype
     bytes: int
@@ -40,9 +35,6 @@ def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: s
     """Return how a model is stored.
 
     A slim checkpoint is saved in the dtype of its source, whatever it was computed in, unless another one is asked for.
-
-    Args:
-        asked: Name of a torch dtype; "auto", the default, for that of the source.
     """
     files = weight_files(path, **hub)
     dtype = (stored_dtype(files, config) or model.dtype) if asked in (None, "auto") else getattr(torch, str(asked))
@@ -82,10 +74,8 @@ def load_dense(
 ) -> PreTrainedModel:
     """Load the model to prune, on the GPU if there is one; each of several processes has a model of its own.
 
-    Args:
-        dtype: Name of a torch dtype, or "auto" for the checkpoint's own; float32 on CPU and "auto" on GPU by default.
-        device_map: As in `from_pretrained`; None for a single device. Of several processes on a machine, each takes an
-            equal part of the GPUs.
+    By default the dtype is float32 on CPU, and the checkpoint's own ("auto") on GPU. With a device map, each of several
+    processes on a machine takes an equal part of the GPUs.
     """
     if device_map is not None:
         require_package("accelerate", who="device_map needs", package="accelerate", extra="big")

@@ -57,19 +57,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class RefitOptions:
-    """How cut models are refitted, see `Compensation`.
-
-    Attributes:
-        method, ridge, sequential: As in `Compensation`.
-        token_weights: The same; None leaves it to `criterion: auto`, or is 1.
-        samples: Number of rows to refit on.
-        limit_bytes: Largest size of the moments that are held at once.
-    """
+    """How cut models are refitted: the fields of `Compensation`, the rows to refit on, and the memory for moments."""
 
     method: str = "least_squares"
     ridge: float | None = None
     sequential: bool = False
-    token_weights: float | None = None
+    token_weights: float | None = None  # None leaves it to `criterion: auto`, or is 1
     samples: int = 512
     limit_bytes: int = 4 << 30
 
@@ -83,16 +76,13 @@ class RefitOptions:
 class PruneOptions:
     """How units are scored, selected and compensated; the fields are those of a recipe's `prune` section.
 
-    Attributes:
-        alpha: None for `auto`.
-        timing, export: How often a budget of time runs each cut, and how it exports them.
-        seed: Seed of the criterion `random`; plans record it.
+    A budget of time runs each cut as `timing` says, exported as `export` says.
     """
 
     budget: Budget
     modules: tuple[str, ...] = ("attention",)
     criterion: str = "hies"
-    alpha: float | None = 0.9
+    alpha: float | None = 0.9  # None for `auto`
     normalize: str = "model"
     constraints: Constraints = field(default_factory=Constraints)
     towers: tuple[str, ...] = ()
@@ -100,18 +90,13 @@ class PruneOptions:
     compensation: RefitOptions | None = None
     timing: Timing = field(default_factory=Timing)
     export: ExportOptions = field(default_factory=ExportOptions)
-    seed: int = 0
-
-    @property
-    def is_automatic(self) -> bool:
-        """Whether the criterion is chosen too."""
-        return self.criterion == AUTO
+    seed: int = 0  # of the criterion `random`; plans record it
 
     @property
     def judged_on_held_out(self) -> str | None:
         """What is chosen on held-out rows, for messages; None where nothing is."""
         if self.budget.max_drop is not None:
             return "max_drop"
-        if self.is_automatic:
+        if self.criterion == AUTO:
             return "criterion: auto"
         return "alpha: auto" if self.alpha is None and uses_alpha(self.criterion) else None

@@ -27,17 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rows:
-    """The batches that decide what a model loses.
+    """The batches that decide what a model loses."""
 
-    Attributes:
-        calibration: What units are scored on.
-        held_out: What alpha, the criterion or the sparsity is chosen on, disjoint from `calibration`.
-        compensation: What cut models are refitted on, without labels of classes or numbers.
-    """
-
-    calibration: list[Batch]
-    held_out: list[Batch]
-    compensation: list[Batch]
+    calibration: list[Batch]  # what units are scored on
+    held_out: list[Batch]  # what alpha, the criterion or the sparsity is chosen on, disjoint from `calibration`
+    compensation: list[Batch]  # what cut models are refitted on, without labels of classes or numbers
 
 
 @dataclass(frozen=True)
@@ -51,27 +45,16 @@ class Judged:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A dense model with its prunable modules and the batches that decide what it loses.
-
-    Attributes:
-        model: The dense model.
-        processor: Its tokenizer, image processor, or processor of both; None if there is none.
-        task: What it predicts.
-        modules: All its modules of the kinds to prune.
-        scored: Those that may lose units.
-        rows: The batches.
-        judged: How its predictions are compared.
-        measured: Batches to count FLOPs and time with, by (batch, sequence); FLOPs are counted on the first.
-    """
+    """A dense model with its prunable modules and the batches that decide what it loses."""
 
     model: PreTrainedModel
-    processor: Any
+    processor: Any  # tokenizer, image processor, or processor of both; None if there is none
     task: Task
-    modules: tuple[PrunableModule, ...]
-    scored: tuple[PrunableModule, ...]
+    modules: tuple[PrunableModule, ...]  # all of the kinds to prune
+    scored: tuple[PrunableModule, ...]  # those that may lose units
     rows: Rows
     judged: Judged
-    measured: dict[tuple[int, int], Batch]
+    measured: dict[tuple[int, int], Batch]  # to time with, by (batch, sequence); FLOPs are counted on the first
 
     @property
     def sample(self) -> Batch:
@@ -90,11 +73,9 @@ def prepare(
     judged: Judged,
     shapes: Sequence[tuple[int, ...]] = (),
 ) -> Prepared:
-    """Find the modules of a model that may lose units, and check that it runs on the rows.
+    """Find the modules of a model that may lose units, and check that it runs on the rows, and at the shapes to time.
 
-    Args:
-        towers: The parts of a composite model that lose units; by default the language model where there is one.
-        shapes: (batch, sequence) pairs to count FLOPs and time with, or (batch,); by default as `model_shapes` has it.
+    Only `towers` of a composite model lose units, by default the language model where there is one.
     """
     measured = _measured(model, shapes, rows.calibration[0], task)
     _warn_of_one_class(rows.calibration, regression=judged.regression)
@@ -136,11 +117,7 @@ def _measured(
 
 
 def check_options(prepared: Prepared, options: PruneOptions, *, criteria: Sequence[str] | None = None) -> None:
-    """Refuse, before anything is computed, options that do not suit the model.
-
-    Args:
-        criteria: Criteria that must suit its modules; by default the one of the options.
-    """
+    """Refuse, before anything is computed, options that do not suit the model, or criteria instead of the options'."""
     _warn_without_compensation(options)
     _check_criteria(options, prepared.scored, (options.criterion,) if criteria is None else criteria)
     if options.budget.heads is None:

@@ -55,11 +55,8 @@ class RunRecord:
     def request_at(self, folder: Path, output: Path) -> PruningRecipe:
         """Return the recipe with the paths of today.
 
-        A model of the Hub is the commit that the run read.
-
-        Args:
-            folder: Where the run's folder is now. What was read is looked for where it lay as seen from there, so that
-                a project can be moved, and then where it was.
+        What was read is looked for where it lay as seen from the run's folder, which is at `folder` now, so that a
+        project can be moved, and then where it was. A model of the Hub is the commit that the run read.
         """
         of_hub = not os.path.isabs(self.recipe["model"])
         commit = {"revision": self.digests["model"]} if of_hub and "model" in self.digests else {}

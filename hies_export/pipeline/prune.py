@@ -368,9 +368,7 @@ def prune_prepared(
 ) -> PruneResult:
     """Choose what a prepared model loses, unless a plan says so, and cut it; what `prune` and a run of a recipe share.
 
-    Args:
-        dtype: What the slim model is to be saved in; by default its own.
-        clock: Takes the seconds of "score" and "cut".
+    The slim model is rounded to `dtype`. The clock takes the seconds of "score" and "cut".
     """
     clock = clock or Clock()
     choice = None

@@ -34,9 +34,7 @@ def predict_pruned(
 ) -> Predictions:
     """Return the model's predictions without the units that a selection removes.
 
-    Args:
-        refit: Compensates the cut model. Without it, units are masked instead of cut, which gives the same predictions
-            at less cost.
+    Without a refit, units are masked instead of cut, which gives the same predictions at less cost.
     """
     if refit is None:
         with masked_units(model, selection, modules):
@@ -49,18 +47,11 @@ def predict_pruned(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How the slim model of a run compares with the dense one.
-
-    Attributes:
-        metrics: Metrics on the evaluation batches, by name.
-        stability: Share of predictions that equal the dense model's, in [0, 1].
-        uncompensated: Quality of the cut model without compensation; None if the run does not compensate.
-        benchmarks: lm-eval benchmarks by name; empty if none was asked for.
-    """
+    """How a slim model compares with the dense one: metrics and lm-eval's benchmarks by name, and more."""
 
     metrics: Mapping[str, Both[float]]
-    stability: float
-    uncompensated: Quality | None
+    stability: float  # share of predictions that equal the dense model's, in [0, 1]
+    uncompensated: Quality | None  # of the cut model without compensation; None if the run does not compensate
     benchmarks: Mapping[str, Both[float]]
 
 

@@ -23,11 +23,7 @@ TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
 
 
 class Refitting:
-    """Refits of models cut from one dense model.
-
-    Attributes:
-        tried: The weights of tokens to choose from; a single one where there is no choice.
-    """
+    """Refits of models cut from one dense model, with one of the weights of tokens in `tried`."""
 
     def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress):
         self._prepared, self._how, self._progress = prepared, options.compensation, progress

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..checkpoint.folders import refuse_existing
 from ..errors import ReproductionError, RequestError
+from ..measure.rows import LatencyRow
 from ..progress import SILENT, Progress
 from ..report.report import Report
 from ..values import PruningPlan
@@ -30,20 +31,13 @@ ROUNDED = 1e-4
 
 @dataclass(frozen=True)
 class Compared:
-    """One quantity of a run, as recorded and as it came out again.
-
-    Attributes:
-        name: What it is.
-        recorded, again: Both values, as text.
-        difference: How far they are apart; None where that says nothing.
-        allowed: Largest difference that is good; None where the quantity is shown only.
-    """
+    """One quantity of a run, as recorded and as it came out again."""
 
     name: str
     recorded: str
     again: str
-    difference: float | None
-    allowed: float | None
+    difference: float | None = None  # None where that says nothing
+    allowed: float | None = None  # None where the quantity is shown only
 
     @property
     def holds(self) -> bool:
@@ -53,16 +47,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A run and its repetition.
-
-    Attributes:
-        rows: The comparison of each quantity.
-        same_machine: Whether hardware, threads and versions are those of the run, so that everything must be equal.
-        output: Folder of the repetition.
-    """
+    """The comparison of a run with its repetition in another folder."""
 
     rows: tuple[Compared, ...]
-    same_machine: bool
+    same_machine: bool  # whether hardware, threads and versions are those of the run, so that all must be equal
     output: Path
 
     def check(self) -> None:
@@ -99,7 +87,7 @@ def reproduce(
         )
     rows = [*_choice_rows(before, _read(output)), *_quality_rows(report, again), *_size_rows(report, again)]
     if report.details.budget and report.details.budget.kind == "latency":
-        rows = [row if row.name in _BEFORE_CHOOSING else _shown(row) for row in rows]
+        rows = [row if row.name in _BEFORE_CHOOSING else replace(row, allowed=None) for row in rows]
     if not differ:
         rows = [row if row.allowed is None else _tightened(row) for row in rows]
     return Reproduction((*rows, *_latency_rows(report, again)), not differ, output)
@@ -178,21 +166,12 @@ def _size_rows(one: Report, other: Report) -> Iterator[Compared]:
 def _latency_rows(one: Report, other: Report) -> Iterator[Compared]:
     """Show both ratios of every row of `latency`."""
 
-    def place(row: Any) -> tuple[Any, ...]:
-        return row.runtime, row.dtype, row.phase, row.batch, row.sequence
+    def name(row: LatencyRow) -> str:
+        return f"time slim / dense, {row.runtime}, {row.dtype}, {row.phase}, {row.batch} x {row.sequence}"
 
-    again = {place(row): row for row in other.latency}
+    again = {name(row): f"{row.ratio:.3f}" for row in other.latency}
     for row in one.latency:
-        runtime, dtype, phase, batch, sequence = place(row)
-        found = again.get(place(row))
-        text = "not measured" if found is None else f"{found.ratio:.3f}"
-        yield Compared(
-            f"time slim / dense, {runtime}, {dtype}, {phase}, {batch} x {sequence}",
-            f"{row.ratio:.3f}",
-            text,
-            None,
-            None,
-        )
+        yield Compared(name(row), f"{row.ratio:.3f}", again.get(name(row), "not measured"))
 
 
 def _number(name: str, one: float, other: float, allowed: float) -> Compared:
@@ -204,10 +183,6 @@ def _number(name: str, one: float, other: float, allowed: float) -> Compared:
 def _equal(name: str, one: str, other: str) -> Compared:
     """Compare two texts, of which no difference is good."""
     return Compared(name, one, other, float(one != other), 0.0)
-
-
-def _shown(row: Compared) -> Compared:
-    return replace(row, allowed=None)
 
 
 def _tightened(row: Compared) -> Compared:

@@ -27,6 +27,7 @@ from ..measure.exports import ExportOptions
 from ..measure.timing import Timing
 from ..recipe import PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_dtypes, check_runtime
+from ..score.criteria import AUTO
 from ..tasks import TASKS
 from .load import Source, check_device_map, load_dense, source_of, task_class
 from .measure import MeasureOptions
@@ -75,21 +76,13 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Draws:
-    """Numbers of samples to draw from the calibration split.
-
-    Attributes:
-        seed: Seed of the order in which samples are drawn.
-        scoring: Number of samples to score units on.
-        held_out: Number of samples, after those, to choose alpha or sparsity on.
-        compensation: Number of samples to refit on, from the start again.
-        apart: Whether to take held-out samples that are not refitted on either, as far as there are enough.
-    """
+    """Numbers of samples to draw from the calibration split, in the order of a seed."""
 
     seed: int
     scoring: int
-    held_out: int
-    compensation: int
-    apart: bool = False
+    held_out: int  # after those to score on
+    compensation: int  # from the start again
+    apart: bool = False  # whether held-out samples are not refitted on either, as far as there are enough
 
     @classmethod
     def of(cls, options: PruneOptions, *, samples: int) -> Draws:
@@ -105,7 +98,7 @@ class Draws:
             scoring=samples,
             held_out=by_choice[options.judged_on_held_out],
             compensation=0 if options.compensation is None else options.compensation.samples,
-            apart=options.is_automatic,
+            apart=options.criterion == AUTO,
         )
 
 
@@ -118,13 +111,9 @@ def resolve(
     criteria: Sequence[str] | None = None,
     runtimes: tuple[str, ...] | None = None,
 ) -> Resolved:
-    """Load model and rows, and check that the recipe can be run.
+    """Load model and rows, and check that the recipe can be run; every argument is by default what the recipe says.
 
-    Args:
-        options: How to prune; by default what the recipe says.
-        draws: Samples to draw from the calibration split; by default those of a run of the recipe.
-        criteria: Criteria that must suit the model and the kinds of modules; by default the one of the options.
-        runtimes: Runtimes to measure on; by default the recipe's.
+    All `criteria` must suit the model. What was `loaded` before is not read again.
     """
     options = options or options_of(recipe)
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}

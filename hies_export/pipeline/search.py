@@ -34,8 +34,7 @@ def _key(selection: Selection) -> _Key:
 class HeldOut:
     """Judge of selections on held-out rows, on which units were not scored; equal selections are evaluated once.
 
-    Attributes:
-        refit: What compensates the model that a selection cuts; None to mask it instead.
+    `refit` compensates the model that a selection cuts; without it, the model is masked instead.
     """
 
     def __init__(
@@ -228,9 +227,6 @@ def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0)
 
     Bisection assumes that every size below a passing one passes too. A size that is returned was tried, unless it is
     `at_least`.
-
-    Args:
-        at_least: The size to exceed, 0 for none.
     """
     low, high = at_least, count + 1
     if low and low < count and not passes(low + 1):

@@ -31,23 +31,14 @@ DROP_STEPS = 100
 
 @dataclass(frozen=True)
 class Round:
-    """How much one round removes from a model: a share of heads, bundles of each module, or cost.
+    """How much one round removes from a model: a share of heads, bundles of each module, or cost."""
 
-    Attributes:
-        prepared: The model that the previous rounds left, and the data.
-        heads: Share of heads to remove.
-        counts: Number of bundles of each module to remove.
-        ratio: Greatest cost left, as a share of the dense model's, not counting what earlier rounds saved.
-        table: What removals save; given with `ratio`.
-        before: The units of the dense model that the previous rounds kept; None in the first round.
-    """
-
-    prepared: Prepared
+    prepared: Prepared  # the model that the previous rounds left
     heads: float | None = None
     counts: Sequence[int] | None = None
-    ratio: float | None = None
-    table: CostTable | None = None
-    before: Selection | None = None
+    ratio: float | None = None  # greatest share of the dense cost left, not counting what earlier rounds saved
+    table: CostTable | None = None  # what removals save; given with `ratio`
+    before: Selection | None = None  # of the dense model, by the previous rounds; None in the first round
 
     def of_dense(self, selection: Selection) -> Selection:
         """Return a selection of this round's model as one of the dense model."""

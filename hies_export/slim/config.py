@@ -36,16 +36,10 @@ def is_slim(model: PreTrainedModel) -> bool:
 
 @dataclass
 class Shapes:
-    """The shapes and attributes that a cut changed; keys are dotted names.
+    """The shapes and attributes that a cut changed; keys are dotted names."""
 
-    Attributes:
-        linear: Linear layer -> its new [out_features, in_features].
-        parameters: Parameter outside of linear layers -> its new shape.
-        attributes: Module -> attribute -> its new value.
-    """
-
-    linear: dict[str, list[int]] = field(default_factory=dict)
-    parameters: dict[str, list[int]] = field(default_factory=dict)
+    linear: dict[str, list[int]] = field(default_factory=dict)  # layer -> [out_features, in_features]
+    parameters: dict[str, list[int]] = field(default_factory=dict)  # outside of linear layers
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 

@@ -25,7 +25,7 @@ _MIX = -0x40A7B892E31B1A47
 
 def fingerprint(model: nn.Module, modules: Sequence[PrunableModule]) -> dict[str, tuple[float, ...]]:
     """Return what a plan recognises its model by: layer -> fingerprint, of the first and the last module's layers."""
-    names = dict.fromkeys(name for m in (modules[0], modules[-1]) for name in (*m.producers, m.consumer))
+    names = dict.fromkeys(name for m in (modules[0], modules[-1]) for name in m.layers)
     return {name: fingerprint_of([weight_of(model.get_submodule(name)).detach()]) for name in names}
 
 

@@ -20,12 +20,7 @@ from ..model.internals import empty_model, save_as_loaded
 
 @dataclass(frozen=True)
 class Sibling:
-    """A family of models that computes what another one does.
-
-    Attributes:
-        model_type: Of the family's config.
-        fields: Fields of its config that the other family's lacks, with the values by which both compute the same.
-    """
+    """A family that computes what another one does, if the fields that the other lacks have these values."""
 
     model_type: str
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -45,10 +40,8 @@ def as_sibling(
 ) -> PreTrainedModel | None:
     """Return a cut model as one of another family, with the same tensors; None if no family takes it.
 
-    Of a model of several parts, one part changes its family, such as the language model of a LLaVA.
-
-    Args:
-        settings: Position of a config in `configs_in` -> the fields that the cut changed, with their new values.
+    Of a model of several parts, one part changes its family, such as the language model of a LLaVA. `settings` has, by
+    position of a config in `configs_in`, the fields that the cut changed, with their new values.
     """
     own = configs_in(model.config)
     for position, fields in settings.items():

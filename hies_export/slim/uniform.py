@@ -87,7 +87,7 @@ class _NeuronFields:
     def __init__(self, model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]):
         self._model, self._modules = model, modules
         self._stays = {module.name: len(selection[module.name].units) for module in modules}
-        self._owned = {f"{n}.{p}" for m in modules for n in (m.consumer, *m.producers) for p in ("weight", "bias")}
+        self._owned = {f"{n}.{p}" for m in modules for n in m.layers for p in ("weight", "bias")}
         self._owned |= {name for m in modules for name in m.parameters}
 
     def settings(self) -> Settings | None:

@@ -19,13 +19,9 @@ from ..model.internals import Conversions
 
 @dataclass(frozen=True)
 class Step:
-    """A renaming or conversion that loading does: which tensors it reads, and which it makes of them.
+    """A renaming or conversion that loading or saving does: which tensors it reads, and which it makes of them.
 
-    Attributes:
-        sources: Names of the tensors before.
-        targets: Names of the tensors after.
-        convert: Takes the tensors before and returns those after, by name; None where one tensor only gets another
-            name.
+    `convert` takes tensors and returns tensors, by name; None where one tensor only gets another name.
     """
 
     sources: tuple[str, ...]

@@ -27,19 +27,8 @@ Cuts = Mapping[str, Mapping[int, Tensor]]
 class Rewrite:
     """Knows how the tensors of a slim checkpoint come from those of the dense one.
 
-    Args:
-        slim: The slim model, on the meta device.
-        tensors: Name -> tensor of the dense checkpoint.
-        origins: Name of a parameter -> the step of loading that it comes from.
-        cuts: What stays of the parameters.
-        refitted: Name of a parameter -> where its refitted, slim version is; it takes the place of the dense one.
-
-    Attributes:
-        written: Name -> tensor of the slim checkpoint, on the meta device.
-
-    Raises:
-        RequestError: A parameter is not in the dense checkpoint.
-        UnsupportedModelError: What would be written is not what the slim model needs.
+    `slim` is on the meta device, as are the tensors of the slim checkpoint, `written`. `origins` says which step of
+    loading a parameter comes from. A `refitted` parameter takes the place of the dense one.
     """
 
     def __init__(

@@ -20,12 +20,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class ShardWriter:
     """Write a safetensors file of known shapes, in the layout of safetensors, its tensors in any order.
 
-    Args:
-        file: The file to write.
-        tensors: Name -> tensor on the meta device, of the shape and dtype it will have.
-
-    Attributes:
-        offsets: Name -> where its bytes begin, in bytes from the end of the header.
+    `tensors` are on the meta device. `offsets` has where the bytes of each begin, from the end of the header.
     """
 
     def __init__(self, file: Path, tensors: Mapping[str, Tensor]):

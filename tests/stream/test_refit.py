@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.checkpoint.loading import load
-from hies_export.checkpoint.refits import REFIT, digest_tensors, load_refit, read_refit, write_refit
+from hies_export.checkpoint.refits import REFIT, digest_tensors, load_refit, read_refit
 from hies_export.checkpoint.save import save_slim
 from hies_export.checkpoint.settings import complete_settings
 from hies_export.errors import PlanError, RequestError
@@ -43,7 +43,7 @@ def refitted(slim: PreTrainedModel, modules: Sequence[PrunableModule]) -> dict[s
 
 def compensated(plan: PruningPlan, tensors: dict[str, Tensor], file: Path) -> PruningPlan:
     """Write refitted layers, and return the plan that names them."""
-    write_refit(tensors, file)
+    save_file(tensors, file)
     return replace(plan, compensation={"method": "least_squares", "refit": digest_tensors(tensors)})
 
 

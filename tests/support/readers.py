@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil
 
 from hies_export.checkpoint.loading import load
-from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit, write_refit
+from hies_export.checkpoint.refits import REFIT, digest_tensors, read_refit
 from hies_export.checkpoint.version4 import load_version4
 from hies_export.cli.arguments import read_recipe
 from hies_export.cost.latency import TimedCut, _read
@@ -143,7 +144,7 @@ def _plans(folder: Path) -> list[Read]:
 
     layers = {"a.weight": torch.randn(4, 6), "a.bias": torch.randn(4).half()}
     of_plan = replace(plan, compensation={"method": "bias", "refit": digest_tensors(layers)})
-    write_refit(layers, folder / REFIT)
+    save_file(layers, folder / REFIT)
     return [
         Read("refitted layers", "safetensors", folder / REFIT, lambda: read_refit(of_plan, folder / REFIT), 12),
         Read("plan, shown and cut", "json", files["plan.json"], lambda: cut(files["plan.json"]), 30),
