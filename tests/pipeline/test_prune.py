@@ -125,7 +125,7 @@ PRUNE: list[dict[str, Any]] = [
     {"budget": {"heads": 0.5}, "criterion": "hies-compensated", "compensation": {"samples": 40}},
     {"budget": {"heads": 0.4}, "criterion": "random"},
     {"budget": {"heads": 0.5}, "steps": 2, "normalize": "layer", "min_heads": 2},
-    {"budget": {"flops": 0.6}, "modules": BOTH, "criterion": "fisher", "compensation": {"samples": 40}},
+    {"budget": {"flops": 0.6}, "modules": BOTH, "criterion": "fisher", "compensation": {"method": "scalars"}},
     {"budget": {"parameters": 0.8}, "modules": ["mlp"], "criterion": "activation", "multiple_of": {"neurons": 8}},
     {"budget": {"max_drop": {"metric": "accuracy", "by": 0.2}}, "modules": BOTH, "criterion": "his"},
     {"budget": {"flops": 0.6}, "modules": BOTH, "criterion": "auto", "compensation": {"samples": 40}},

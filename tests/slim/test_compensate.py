@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.cuts import random_cut, random_plan
 from support.models import bert, image_batch, llama, text_batch, vit
-from support.references import design_formula, kept_columns
+from support.references import assert_least_squares, design_formula, kept_columns, read_tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,22 +18,6 @@ from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate
 from hies_export.units import Kept
 from hies_export.values import PruningPlan
-
-
-def collected(model: PreTrainedModel, name: str, batches: list[dict[str, Tensor]]) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and outputs of a layer at the real tokens of all samples, one sample at a time, with its sample number."""
-    rows: list[tuple[Tensor, Tensor]] = []
-    handle = model.get_submodule(name).register_forward_hook(lambda m, x, y: rows.append((x[0][0], y[0])))
-    masks = []
-    with torch.no_grad():
-        for batch in batches:
-            for i in range(len(next(iter(batch.values())))):
-                one = {k: v[i : i + 1] for k, v in batch.items() if k != "labels"}
-                model(**one)
-                masks.append(one["attention_mask"][0].bool() if "attention_mask" in one else slice(None))
-    handle.remove()
-    x, y = (torch.cat([r[j][m] for r, m in zip(rows, masks, strict=True)]).double().numpy() for j in (0, 1))
-    return x, y
 
 
 @pytest.mark.parametrize("make", [bert, vit, llama], ids=["bert with padding", "vit", "llama without bias"])
@@ -49,15 +33,8 @@ def test_least_squares_is_the_formula(make: Callable[[], PreTrainedModel]) -> No
     assert [fit.name for fit in fits] == [s.name for s in cut]
     for site, fit in zip(cut, fits, strict=True):
         assert fit.method == "least_squares"
-        layer, refitted = dense.get_submodule(site.consumer), slim.get_submodule(site.consumer)
-        x, _ = collected(dense, site.consumer, batches)
-        bias = None if layer.bias is None else layer.bias.detach().double().numpy()
-        weight = layer.weight.detach().double().numpy()
-        expected, expected_bias = design_formula(weight, bias, x, kept_columns(plan, site), 0.05)
-        np.testing.assert_allclose(refitted.weight.detach().numpy(), expected, atol=1e-5)
-        assert (refitted.bias is None) == (expected_bias is None)
-        if expected_bias is not None:
-            np.testing.assert_allclose(refitted.bias.detach().numpy(), expected_bias, atol=1e-5)
+        x, *_ = read_tokens(dense, site, batches)
+        assert_least_squares(dense, slim, plan, site, x)
         assert fit.tokens == len(x)
 
 
@@ -131,24 +108,22 @@ def test_it_brings_the_slim_model_nearer_to_the_dense_one(method: str) -> None:
     fresh = [text_batch(8, 40, labels=False) for _ in range(4)]
     slim, plan, sites = random_cut(dense, batches[0])
     cut = [s for s in sites if len(plan.kept[s.name].units) < s.units]
-    first = cut[0].consumer  # its inputs are the same in both models, and not those it was fitted on
-    _, wanted = collected(dense, first, fresh)
-    before = ((collected(slim, first, fresh)[1] - wanted) ** 2).mean()
+    first = cut[0]  # its inputs are the same in both models, and not those it was fitted on
+    wanted = read_tokens(dense, first, fresh)[1]
+    before = ((read_tokens(slim, first, fresh)[1] - wanted) ** 2).mean()
     state = {k: v.clone() for k, v in dense.state_dict().items()}
     fits = compensate(dense, slim, plan, sites, batches, Compensation(method=method))
-    after = ((collected(slim, first, fresh)[1] - wanted) ** 2).mean()
+    after = ((read_tokens(slim, first, fresh)[1] - wanted) ** 2).mean()
     assert after < before
     assert after / before == pytest.approx(fits[0].error, abs=0.15)
     assert all(fit.method == method and fit.error < 1 for fit in fits)
     assert all((fit.ridge is None) == (method == "bias") for fit in fits)
     assert all(torch.equal(v, state[k]) for k, v in dense.state_dict().items())
     if method == "bias":
-        site = cut[0]
-        x, y = collected(dense, site.consumer, batches)
-        kept = x[:, kept_columns(plan, site)]
-        weight = slim.get_submodule(site.consumer).weight.detach().double().numpy()
-        expected = y.mean(0) - weight @ kept.mean(0)
-        np.testing.assert_allclose(slim.get_submodule(site.consumer).bias.detach().numpy(), expected, atol=1e-5)
+        x, y, *_ = read_tokens(dense, first, batches)
+        layer = slim.get_submodule(first.consumer)
+        expected = y.mean(0) - layer.weight.detach().double().numpy() @ x[:, kept_columns(plan, first)].mean(0)
+        np.testing.assert_allclose(layer.bias.detach().numpy(), expected, atol=1e-5)
 
 
 def test_sequential_takes_inputs_from_the_layers_already_refitted() -> None:
@@ -162,8 +137,7 @@ def test_sequential_takes_inputs_from_the_layers_already_refitted() -> None:
     torch.testing.assert_close(slim.get_submodule(first).weight, one_shot.get_submodule(first).weight)
     assert max_abs(slim.get_submodule(last).weight, one_shot.get_submodule(last).weight) > 1e-4
     # Nothing fits the dense outputs better, at the inputs that layer now has, than what it was given.
-    x, _ = collected(slim, last, batches)
-    _, y = collected(dense, last, batches)
+    x, y = read_tokens(slim, sites[-1], batches)[0], read_tokens(dense, sites[-1], batches)[1]
     moments = Moments.of(torch.from_numpy(x), torch.from_numpy(y))
     original = prune_units(dense, plan, sites).get_submodule(last).weight.detach().double()
     expected, bias = next(moments.fits(original, ridges=[0.01], centred=True))

@@ -8,8 +8,7 @@ import torch
 from support.cuts import by_module, random_cut
 from support.generative import padded, with_images
 from support.models import bert, causal_lm, llava
-from support.neurons import one_by_one
-from support.references import RIDGE, design_formula, kept_columns, naive_effect
+from support.references import RIDGE, assert_least_squares, naive_effect, read_by_sample, read_tokens
 from support.tolerance import assert_near
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,29 +24,8 @@ from hies_export.slim.refit import Compensation, compensate
 Batches = list[dict[str, Tensor]]
 
 
-def collected(model: PreTrainedModel, name: str, batches: Batches) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Per sample (x, y, g) of a projection: input, output, and gradient of the text's log-probability at the output."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    handle = model.get_submodule(name).register_forward_hook(lambda m, x, y: seen.append((x[0], y)))
-    samples = []
-    for one in one_by_one(batches):
-        logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits[0]
-        x, y = seen.pop()
-        at = [t - 1 for t in range(1, len(logits)) if one["labels"][0, t] != -100]
-        prediction = sum(logits[t].log_softmax(-1)[one["labels"][0, t + 1]] for t in at)
-        (g,) = torch.autograd.grad(prediction, y, allow_unused=True)
-        g = torch.zeros_like(y) if g is None else g
-        samples.append(tuple(t[0].detach().double().numpy() for t in (x, y, g)))
-    handle.remove()
-    return samples
-
-
 def decoder_batches(side: str) -> Batches:
-    return [
-        padded([9, 4, 6, 8], side, answers=[2, 3, 1, 4]),
-        padded([3, 7, 5], side),
-        padded([8, 8], "right"),
-    ]
+    return [padded([9, 4, 6, 8], side, answers=[2, 3, 1, 4]), padded([3, 7, 5], side), padded([8, 8], "right")]
 
 
 def llava_batches(side: str) -> Batches:
@@ -68,18 +46,18 @@ def test_effects_are_of_the_log_probability_of_the_text(
     assert stream.samples == 9
     effects = by_module(stream)
     for site in sites:
-        layer, samples = effects[site.name], collected(model, site.consumer, batches)
+        layer, samples = effects[site.name], read_by_sample(model, site, batches)
         weight = model.get_submodule(site.consumer).weight.detach().double().numpy()
         assert layer.centred == ("vision" in site.name)  # LLaMA's projections have no bias
-        assert torch.bincount(layer.sample).tolist() == [len(x) for x, _, _ in samples]
-        np.testing.assert_allclose(layer.inputs.numpy(), np.concatenate([x for x, _, _ in samples]), atol=1e-5)
-        wanted = np.concatenate([g @ weight for _, _, g in samples])
+        assert torch.bincount(layer.sample).tolist() == [len(x) for x, *_ in samples]
+        np.testing.assert_allclose(layer.inputs.numpy(), np.concatenate([x for x, *_ in samples]), atol=1e-5)
+        wanted = np.concatenate([g @ weight for *_, g in samples])
         np.testing.assert_allclose(layer.gradients.numpy(), wanted, atol=1e-4 * max(1.0, np.abs(wanted).max()))
     last = sites[-1]
     # A text is no single prediction, so the changes of its tokens are not added up.
     options = RemovalOptions(RIDGE, per_sample=False)
     first, _ = removal_chain(effects[last.name], last, stream.samples, options=options)
-    samples = collected(model, last.consumer, batches)
+    samples = [(x, y, g) for x, y, _, g in read_by_sample(model, last, batches)]
     costs = [naive_effect(model, last, samples, [1 - group], per_sample=False) for group in (0, 1)]
     cheapest = int(np.argmin(costs))
     assert first.units == tuple(range(last.group_size * cheapest, last.group_size * (cheapest + 1)))
@@ -130,15 +108,9 @@ def test_least_squares_of_real_tokens_is_the_formula(
     for site in sites:
         if site.name not in fits or fits[site.name].method != "least_squares":
             continue
-        samples = collected(dense, site.consumer, batches)
-        layer, refitted = dense.get_submodule(site.consumer), slim.get_submodule(site.consumer)
-        bias = None if layer.bias is None else layer.bias.detach().double().numpy()
-        x = np.concatenate([x for x, _, _ in samples])
-        weight = layer.weight.detach().double().numpy()
-        expected, expected_bias = design_formula(weight, bias, x, kept_columns(plan, site), 0.05)
+        x, *_ = read_tokens(dense, site, batches)
         assert fits[site.name].tokens == len(x)
-        np.testing.assert_allclose(refitted.weight.detach().numpy(), expected, atol=1e-4)
-        assert (refitted.bias is None) == (expected_bias is None)
+        assert_least_squares(dense, slim, plan, site, x)
     assert any(fit.method == "least_squares" for name, fit in fits.items() if "vision" not in name)
 
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 from support.models import bert, llama, text_batch
-from support.neurons import neurons, one_by_one
+from support.neurons import neurons
+from support.references import read_tokens
 
 from hies_export.calibrate.moments import MomentStream
-from hies_export.model.watch import watch
 from hies_export.prunable.attention import find_attention
-from hies_export.recipe.sections import CompensationSection
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, compensate, refit
 from hies_export.units import PrunableModule
@@ -24,13 +23,7 @@ NO_RIDGE = Compensation(method="scalars", ridge=1e-10)
 
 def by_lstsq(model: Any, module: PrunableModule, units: list[int], batches: list[dict[str, torch.Tensor]]) -> Any:
     """Return the best scalars of the kept units, the consumer's weight, and the columns of each of these units."""
-    read, written = [], []
-    for batch in one_by_one(batches):
-        with watch(model, {"consumer": module.consumer}, outputs=True) as seen, torch.no_grad():
-            model(**batch)
-        read.append(seen.inputs["consumer"][0].flatten(0, -2))
-        written.append(seen.outputs["consumer"][0].flatten(0, -2))
-    x, y = (torch.cat(t).double().numpy() for t in (read, written))
+    x, y, *_ = read_tokens(model, module, batches)
     layer, width = model.get_submodule(module.consumer), module.unit_width
     weight = layer.weight.detach().double().numpy()
     target = y if layer.bias is None else y - layer.bias.detach().double().numpy()
@@ -74,7 +67,3 @@ def test_a_great_ridge_leaves_the_scalars_at_one_and_units_that_all_stay_are_lef
     assert [fit.name for fit in fits] == [module.name for module in modules[1:]]
     for name, parameter in slim.named_parameters():
         torch.testing.assert_close(parameter, before[name], rtol=1e-5, atol=1e-6)
-
-
-def test_a_recipe_may_name_scalars() -> None:
-    assert CompensationSection(method="scalars").method == "scalars"

@@ -10,7 +10,8 @@ import pytest
 import torch
 from support.cuts import random_cut
 from support.models import bert, image_batch, llama, text_batch, vit
-from support.neurons import cut_neurons, half, neurons, one_by_one
+from support.neurons import cut_neurons, half, neurons
+from support.references import read_tokens
 from support.tolerance import REFITTED, assert_near, near
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,7 +21,6 @@ from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.ridge import Moments
 from hies_export.errors import RecipeError, RequestError
 from hies_export.slim.refit import Compensation, FewTokensWarning, compensate, refit
-from hies_export.units import PrunableModule
 
 sklearn = pytest.importorskip("sklearn.linear_model")
 
@@ -30,27 +30,6 @@ def batches_of(model: PreTrainedModel) -> list[dict[str, Tensor]]:
         return [image_batch(20, labels=False), image_batch(31, labels=False)]
     batches = [text_batch(8, length, labels=False) for length in (30, 24, 40, 18, 35, 22, 31, 40)]
     return [batch | {"input_ids": batch["input_ids"] * batch["attention_mask"]} for batch in batches]
-
-
-def tokens_of(
-    model: PreTrainedModel, module: PrunableModule, batches: list[dict[str, Tensor]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs, outputs and squared gradients of the margin, at all tokens, sample by sample."""
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def hook(layer: torch.nn.Module, x: tuple[Tensor, ...], y: Tensor) -> None:
-        seen.append((x[0], y))
-
-    handle = model.get_submodule(module.consumer).register_forward_hook(hook)
-    parts = []
-    for one in one_by_one(batches):
-        ordered = model(**one).logits[0].sort(descending=True).values
-        x, y = seen.pop()
-        (g,) = torch.autograd.grad(ordered[0] - ordered[1], x)
-        parts.append([t[0].detach().double().numpy() for t in (x, y, g.square().sum(-1))])
-    handle.remove()
-    x, y, q = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return x, y, q
 
 
 @pytest.mark.parametrize("mix", [1.0, 0.3])
@@ -70,7 +49,8 @@ def test_it_is_the_ridge_regression_of_scikit_learn(
     refit(other, selection, modules, MomentStream(dense, modules, batches, weighted=True), how)
     for module, fit in zip(modules, fits, strict=True):
         assert (fit.name, fit.method) == (module.name, "least_squares")
-        x, y, q = tokens_of(dense, module, batches)
+        x, y, gradients, _ = read_tokens(dense, module, batches)
+        q = (gradients**2).sum(1)
         assert fit.tokens == len(x)
         kept = list(selection[module.name].units)
         layer = dense.get_submodule(module.consumer)

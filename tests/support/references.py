@@ -1,6 +1,7 @@
 """Compute the formulas of the paper and of DESIGN the slow way; only the places of the heads come from the package."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,9 +43,9 @@ def design_formula(
 def read_by_sample(
     model: PreTrainedModel, module: PrunableModule, batches: Sequence[dict[str, Tensor]]
 ) -> list[tuple[np.ndarray, ...]]:
-    """Return what a consumer reads and writes for every unpadded sample, and the prediction's gradients to both.
+    """Return inputs and outputs of a consumer, and the prediction's gradients to both, for every unpadded sample.
 
-    Each is (tokens, features). The prediction is written out by hand from the logits.
+    Each is (tokens, features). The prediction is computed here from the logits.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     handle = model.get_submodule(module.consumer).register_forward_hook(lambda m, x, y: seen.append((x[0], y)))
@@ -52,9 +53,10 @@ def read_by_sample(
     for one in one_by_one(batches):
         logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits[0]
         if logits.dim() == 2:
-            ids = one["input_ids"][0]
-            places = [t for t in range(1, len(ids)) if ids[t] != getattr(model.config, "image_token_id", None)]
-            prediction = torch.stack([logits[t - 1].log_softmax(-1)[ids[t]] for t in places]).sum()
+            images = one["input_ids"] == getattr(model.config, "image_token_id", -1)
+            wanted = one.get("labels", one["input_ids"].masked_fill(images, -100))[0]
+            places = [t for t in range(1, len(wanted)) if wanted[t] != -100]
+            prediction = torch.stack([logits[t - 1].log_softmax(-1)[wanted[t]] for t in places]).sum()
         elif len(logits) == 1:
             prediction = logits[0]
         else:
@@ -65,6 +67,24 @@ def read_by_sample(
         found.append(tuple(t.detach().double().flatten(0, -2).numpy() for t in (*read, *gradients)))
     handle.remove()
     return found
+
+
+def read_tokens(model: PreTrainedModel, module: PrunableModule, batches: Sequence[dict[str, Tensor]]) -> Any:
+    """Return the four arrays of `read_by_sample`, each of the tokens of all samples."""
+    return [np.concatenate(part) for part in zip(*read_by_sample(model, module, batches), strict=True)]
+
+
+def assert_least_squares(
+    dense: PreTrainedModel, slim: PreTrainedModel, plan: PruningPlan, module: PrunableModule, x: np.ndarray
+) -> None:
+    """Assert that a consumer was refitted with a ridge of 0.05 on the inputs x, as DESIGN writes it."""
+    layer, refitted = (model.get_submodule(module.consumer) for model in (dense, slim))
+    weight, bias = (None if p is None else p.detach().double().numpy() for p in (layer.weight, layer.bias))
+    expected, expected_bias = design_formula(weight, bias, x, kept_columns(plan, module), 0.05)
+    np.testing.assert_allclose(refitted.weight.detach().numpy(), expected, atol=1e-5)
+    assert (refitted.bias is None) == (expected_bias is None)
+    if expected_bias is not None:
+        np.testing.assert_allclose(refitted.bias.detach().numpy(), expected_bias, atol=1e-5)
 
 
 def naive_effect(
