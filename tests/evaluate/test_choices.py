@@ -9,9 +9,9 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-import yaml
 from support.generative import png
-from support.models import causal_lm, generative_tokenizer, llava, llava_processor
+from support.models import causal_lm, generative_tokenizer, llava, llava_processor, write_recipe
+from support.references import choice_likelihoods
 
 from hies_export.data.batches import by_length
 from hies_export.data.reader import Columns
@@ -62,17 +62,7 @@ def decoder(seed: int = 0) -> Any:
 
 
 def naive(model: Any, rows: list[dict[str, Any]]) -> list[list[float]]:
-    """The log-likelihood of every choice, from a forward pass of its own."""
-    tokenizer, found = generative_tokenizer(), []
-    for row in rows:
-        found.append([])
-        for choice in row["choices"]:
-            start = tokenizer(f"Q {row['question']} A").input_ids
-            ids = start + tokenizer(choice, add_special_tokens=False).input_ids
-            with torch.no_grad():
-                logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            found[-1].append(sum(logs[t - 1, ids[t]].item() for t in range(len(start), len(ids))))
-    return found
+    return [choice_likelihoods(model, f"Q {row['question']} A", row["choices"]) for row in rows]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -163,21 +153,19 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
     causal_lm().save_pretrained(tmp_path / "model")
     generative_tokenizer().save_pretrained(tmp_path / "model")
     columns_of(ROWS).to_json(tmp_path / "rows.jsonl")
-    fields: dict[str, Any] = {
-        "model": "model",
-        "task": "text-generation",
-        "data": {
-            **{"files": {"train": "rows.jsonl", "validation": "rows.jsonl"}},
-            **{"prompt": "Q {question} A", "answer": "choices", "label": "label"},
-        },
-        "calibration": {"samples": 4},
-        "prune": {"alpha": "auto", "budget": {"heads": 0.5}},
-        "measure": {"runtimes": ["torch"], "shapes": [[1, 8]]},
-    }
+    files = {"train": "rows.jsonl", "validation": "rows.jsonl"}
 
     def prepared(**evaluation: Any) -> Any:
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**fields, "evaluation": evaluation}))
-        return resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
+        recipe = write_recipe(
+            tmp_path,
+            "text-generation",
+            data={"files": files, "prompt": "Q {question} A", "answer": "choices", "label": "label"},
+            calibration={"samples": 4},
+            evaluation=evaluation,
+            prune={"alpha": "auto", "budget": {"heads": 0.5}},
+            measure={"runtimes": ["torch"], "shapes": [[1, 8]]},
+        )
+        return resolve(PruningRecipe.from_yaml(recipe))
 
     found = prepared(samples=10, batch_size=3)
     assert found.prepared.judged.metrics == default_metrics(task="text-generation", answers=True, choices=True) == BOTH

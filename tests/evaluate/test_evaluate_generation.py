@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.evaluate import predict as evaluate_model
-from hies_export.evaluate.judge import compute_metrics, stability, standard_error
+from hies_export.evaluate.judge import compute_metrics, stability
 from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics
 from hies_export.evaluate.predict import TokenPredictions, predict, references
 
@@ -71,29 +71,6 @@ def test_perplexity_of_blocks_is_the_exponential_of_the_models_own_loss() -> Non
     assert values["perplexity"] == pytest.approx(math.exp(model(**batch).loss.item()), rel=1e-5)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_an_exact_match_is_a_greedy_answer(side: str) -> None:
-    model, prompts, new = causal_lm(), torch.randint(5, 32, (6, 5)), 3
-    greedy = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new, do_sample=False)
-    ids = greedy.clone()
-    # Half of the answers are what the model says; of the others one token differs.
-    for row, at in ((1, 5), (3, 6), (5, 7)):
-        ids[row, at] = 5 + (ids[row, at] - 4) % 27
-    labels = ids.clone()
-    labels[:, :5] = -100
-    mask = torch.ones_like(ids)
-    pads = (0, 2) if side == "right" else (2, 0)
-    ids, labels, mask = (torch.nn.functional.pad(t, pads, value=v) for t, v in ((ids, 0), (labels, -100), (mask, 0)))
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    if side == "left":
-        batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    found = predict(model, [batch])
-    assert isinstance(found, TokenPredictions)
-    wrong = found.per_sample(found.tokens != references([batch]))
-    assert (wrong == 0).tolist() == [True, False, True, False, True, False]
-    assert compute_metrics(found, references([batch]), names=["exact_match"]) == {"exact_match": 0.5}
-
-
 def test_images_with_answers() -> None:
     model = llava()
     batch = with_images(padded([9, 6, 5], "right", answers=[2, 4, 1]))
@@ -119,19 +96,6 @@ def test_stability_counts_tokens_of_a_text_and_whole_answers(answers: bool, shar
     assert stability(dense, dense) == 1.0
     with pytest.raises(DataError, match="same samples, got 6 and 5 tokens of 3 and 3"):
         stability(dense, tokens_of([1, 2, 3], [4], [6], answers=answers))
-
-
-def test_standard_errors_are_the_binomial_one_and_that_of_the_delta_method() -> None:
-    right, wanted = (torch.rand(400) < 0.7).long(), torch.ones(800, dtype=torch.int64)
-    found = tokens_of(*[[1, int(r)] for r in right], answers=True)
-    p = right.float().mean().item()
-    error = standard_error(found, wanted, name="exact_match", resamples=300)
-    assert error == pytest.approx((p * (1 - p) / 400) ** 0.5, rel=0.15)
-    nll, zeros = torch.rand(400) + 1, torch.zeros(400).long()
-    found = TokenPredictions(zeros, nll, torch.arange(400), 400, False)
-    error = standard_error(found, zeros, name="perplexity", resamples=300)
-    # By the delta method: exp(mean) times the error of the mean.
-    assert error == pytest.approx((nll.mean().exp() * nll.std() / 20).item(), rel=0.15)
 
 
 def test_bad_samples_and_numbers() -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 import yaml
 from support.cuts import plan_of
-from support.models import causal_lm, generative_tokenizer, save_project
+from support.models import causal_lm, generative_tokenizer, save_project, save_stories
+from support.references import choice_likelihoods
 
+from hies_export.checkpoint.loading import load
 from hies_export.cli.main import main
 from hies_export.errors import MissingRuntimeError, RecipeError, RequestError
 from hies_export.evaluate.lm_eval import check_benchmarks, run_benchmarks
@@ -44,16 +46,9 @@ def write_task(folder: Path, **fields: Any) -> Path:
 
 def naive(model: Any, rows: list[dict[str, Any]]) -> dict[str, float]:
     """Accuracy by the likelihood of each choice, and by that per character."""
-    tokenizer = generative_tokenizer()
     right, normalised = 0, 0
     for row in rows:
-        start = tokenizer(row["question"]).input_ids
-        scores = []
-        for choice in row["choices"]:
-            ids = tokenizer(row["question"] + " " + choice).input_ids
-            with torch.no_grad():
-                logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            scores.append(sum(float(logs[t - 1, ids[t]]) for t in range(len(start), len(ids))))
+        scores = choice_likelihoods(model, row["question"], row["choices"])
         per_character = [s / len(c) for s, c in zip(scores, row["choices"], strict=True)]
         right += scores.index(max(scores)) == row["right"]
         normalised += per_character.index(max(per_character)) == row["right"]
@@ -78,34 +73,22 @@ def test_values_are_those_of_likelihoods_written_out(tmp_path: Path) -> None:
 def test_a_run_reports_them_dense_and_slim(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
     write_task(tmp_path)
-    causal_lm().save_pretrained(tmp_path / "model")
-    generative_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("\n".join("a b c d e f g h" for _ in range(60)))
-    recipe = {
-        "model": "model",
-        "task": "text-generation",
-        "data": {"files": {"train": "text.txt", "validation": "text.txt"}, "text": "text", "max_length": 16},
-        "calibration": {"samples": 8},
-        "evaluation": {"lm_eval": ["letters.yaml"]},
-        "prune": {"alpha": 0.5, "budget": {"heads": 0.5}, "compensation": {"samples": 16}},
-        "measure": {"runtimes": ["torch"], "shapes": [[1, 8]], "repeats": 2},
-        "output": "out",
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["run", str(tmp_path / "recipe.yaml")]) == 0
+    recipe = save_stories(
+        tmp_path,
+        lines=200,
+        calibration={"split": "train[:60%]", "samples": 8},
+        evaluation={"split": "train[60%:]", "lm_eval": ["letters.yaml"]},
+        prune={"alpha": 0.5, "budget": {"heads": 0.5}, "compensation": {"samples": 16}},
+        measure={"runtimes": ["torch"], "shapes": [[1, 8]], "repeats": 2},
+    )
+    assert main(["run", str(recipe)]) == 0
     found = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["benchmarks"]
-    expected = naive(causal_lm_from(tmp_path / "model"), ROWS)
+    expected = naive(load(tmp_path / "model", dtype=torch.float32), ROWS)
     assert {name: values["dense"] for name, values in found.items()} == pytest.approx(expected)
-    expected = naive(causal_lm_from(tmp_path / "out" / "slim"), ROWS)
+    expected = naive(load(tmp_path / "out" / "slim", dtype=torch.float32), ROWS)
     assert {name: values["slim"] for name, values in found.items()} == pytest.approx(expected)
     for page in ("report.md", "report.html"):
         assert "letters acc_norm" in (tmp_path / "out" / page).read_text()
-
-
-def causal_lm_from(folder: Path) -> Any:
-    from hies_export.checkpoint.loading import load
-
-    return load(folder, dtype=torch.float32)
 
 
 def test_unknown_tasks_and_lost_data_are_said_before_any_work(tmp_path: Path) -> None:

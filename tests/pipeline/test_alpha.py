@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hies_export.evaluate.judge import Judgement, standard_error
+from hies_export.evaluate.judge import Judgement
 from hies_export.pipeline.search import HeldOut, choose_alpha
 from hies_export.units import Kept, Selection
 from hies_export.values import Scores
@@ -44,27 +44,23 @@ def chosen(judgements: dict[float, Judgement], *, metric: str = "accuracy") -> f
     return choice.scores.parameters["alpha"]
 
 
-def test_quality_decides_beyond_one_standard_error() -> None:
-    assert chosen({0.1: Judgement(0.9, 0.01, 0.2), 0.5: Judgement(0.8, 0.01, 0.9)}) == 0.1
+# Metric, quality, its standard error and stability of the alphas 0.1, 0.5 and 0.9, and the alpha that is chosen.
+CASES: dict[str, tuple[str, list[tuple[float | None, float, float]], float]] = {
+    "beyond one standard error, quality": ("accuracy", [(0.9, 0.01, 0.2), (0.8, 0.01, 0.9)], 0.1),
+    "within it, stability": ("accuracy", [(0.9, 0.01, 0.2), (0.895, 0.5, 0.3), (0.88, 0.5, 0.9)], 0.5),
+    "of ties, quality, then alpha": ("accuracy", [(0.90, 0.05, 0.5), (0.89, 0.05, 0.5), (0.90, 0.05, 0.5)], 0.9),
+    "without labels, stability": ("accuracy", [(None, 0.0, 0.2), (None, 0.0, 0.9), (None, 0.0, 0.4)], 0.5),
+    "the lowest perplexity": ("perplexity", [(9.0, 0.1, 0.2), (8.0, 0.1, 0.1), (12.0, 0.1, 0.9)], 0.5),
+    "perplexity, stability": ("perplexity", [(8.0, 0.5, 0.2), (8.4, 0.1, 0.3), (8.6, 0.1, 0.9)], 0.5),
+    "perplexity, ties": ("perplexity", [(8.0, 0.5, 0.5), (8.1, 0.5, 0.5)], 0.1),
+}
 
 
-def test_of_perplexities_the_lowest_is_best() -> None:
-    beyond = {0.1: Judgement(9.0, 0.1, 0.2), 0.5: Judgement(8.0, 0.1, 0.1), 0.9: Judgement(12.0, 0.1, 0.9)}
-    assert chosen(beyond, metric="perplexity") == 0.5
-    within = {0.1: Judgement(8.0, 0.5, 0.2), 0.5: Judgement(8.4, 0.1, 0.3), 0.9: Judgement(8.6, 0.1, 0.9)}
-    assert chosen(within, metric="perplexity") == 0.5
-    tie = {0.1: Judgement(8.0, 0.5, 0.5), 0.5: Judgement(8.1, 0.5, 0.5)}
-    assert chosen(tie, metric="perplexity") == 0.1
-
-
-def test_stability_decides_within_one_standard_error() -> None:
-    judgements = {0.1: Judgement(0.9, 0.01, 0.2), 0.5: Judgement(0.895, 0.5, 0.3), 0.9: Judgement(0.88, 0.5, 0.9)}
-    assert chosen(judgements) == 0.5
-
-
-def test_ties_go_to_quality_and_then_to_the_greater_alpha() -> None:
-    tie = {0.1: Judgement(0.90, 0.05, 0.5), 0.5: Judgement(0.89, 0.05, 0.5), 0.9: Judgement(0.90, 0.05, 0.5)}
-    assert chosen(tie) == 0.9
+@pytest.mark.parametrize("name", CASES)
+def test_what_decides(name: str) -> None:
+    metric, judged, alpha = CASES[name]
+    judgements = {a: Judgement(*of) for a, of in zip((0.1, 0.5, 0.9), judged, strict=False)}
+    assert chosen(judgements, metric=metric) == alpha
 
 
 def test_when_all_alphas_tie_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -78,11 +74,6 @@ def test_when_all_alphas_tie_it_says_so(caplog: pytest.LogCaptureFixture) -> Non
     chosen({0.1: Judgement(0.1, 0.2, 0.5), 0.5: Judgement(0.0, 0.0, 0.5)})
     chosen({0.1: Judgement(0.1, 0.2, 0.5)})
     assert caplog.messages == [text]
-
-
-def test_without_labels_stability_decides() -> None:
-    judgements = {0.1: Judgement(None, 0.0, 0.2), 0.5: Judgement(None, 0.0, 0.9), 0.9: Judgement(None, 0.0, 0.4)}
-    assert chosen(judgements) == 0.5
 
 
 def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,13 +101,3 @@ def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) ->
     assert predicted == [2, 3]
     assert len(choice.curve) == 12
     assert choice.scores.parameters["heads"] == 3
-
-
-def test_standard_error_of_accuracy_is_the_binomial_one() -> None:
-    torch.manual_seed(0)
-    references = torch.randint(0, 2, (400,))
-    right = torch.rand(400) < 0.8
-    logits = torch.nn.functional.one_hot(torch.where(right, references, 1 - references), 2).float()
-    p = right.float().mean().item()
-    found = standard_error(logits, references, name="accuracy", regression=False, resamples=300)
-    assert found == pytest.approx((p * (1 - p) / 400) ** 0.5, rel=0.15)

@@ -1,5 +1,6 @@
 """Heads and neurons under one budget through the whole line, and what `criterion: auto` chooses, again by hand."""
 
+import copy
 import itertools
 import json
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 from hies_export.score.compensated import score_compensated
 from hies_export.score.criteria import score_units
+from hies_export.select.budget import CostTable
 from hies_export.select.iterative import compose
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
@@ -99,22 +101,13 @@ def done(folder: Path) -> Run:
 
 
 def masked_logits(prepared: Prepared, plan: PruningPlan, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return logits of the dense model with hooks that zero what removed units write."""
-    handles = []
-    for module in prepared.modules:
-        width = 8 if module.kind == "attention" else 1
-        mask = torch.zeros(plan.kept[module.name].total, width)
-        mask[list(plan.kept[module.name].units)] = 1
-
-        def zero(layer: torch.nn.Module, x: tuple[torch.Tensor, ...], mask: torch.Tensor = mask) -> Any:
-            return (x[0] * mask.flatten(),)
-
-        handles.append(prepared.model.get_submodule(module.consumer).register_forward_pre_hook(zero))
+    """Return logits of the dense model with zeros for the weights that read removed units."""
+    model = copy.deepcopy(prepared.model)
     with torch.no_grad():
-        logits = prepared.model(**batch).logits
-    for handle in handles:
-        handle.remove()
-    return logits
+        for module in prepared.modules:
+            weight = model.get_submodule(module.consumer).weight
+            weight.view(len(weight), module.units, -1)[:, list(plan.kept[module.name].removed)] = 0
+        return model(**batch).logits
 
 
 def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -161,6 +154,11 @@ def test_the_report_and_the_page_know_neurons_by_layer_and_heads_by_number(done:
     ratio = report["flops"]["slim"] / report["flops"]["dense"]
     assert exploration.flops_ratio(exploration.plan) == pytest.approx(ratio, abs=1e-9)
     assert exploration.ranks_neurons
+    written = json.loads((done.folder / "scores.json").read_text())
+    sizes = {module.name: 6 if module.kind == "attention" else 64 for module in done.prepared.modules}
+    assert {name: len(values) for name, values in written["scores"].items()} == sizes
+    assert written["his"].keys() == sizes.keys()
+    assert all(0 <= value <= 1 for value in itertools.chain(*written["scores"].values()))
 
 
 def test_a_cut_of_both_kinds_computes_what_masks_do_and_reloads(done: Run) -> None:
@@ -191,10 +189,14 @@ def test_auto_tries_every_criterion(done: Run) -> None:
     assert len({t.stability for t in tried}) > 2  # candidates that are all alike would prove nothing
 
 
+def flops_of(prepared: Prepared) -> CostTable:
+    (batch,) = prepared.measured.values()
+    return flops_table(prepared.model, prepared.modules, batch=batch)
+
+
 def by_hand(prepared: Prepared) -> list[tuple[Scores, Selection]]:
     """Return what every criterion that takes one round would cut."""
-    (batch,) = prepared.measured.values()
-    table = flops_table(prepared.model, prepared.modules, batch=batch)
+    table = flops_of(prepared)
     statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.modules)
     stream = MomentStream(prepared.model, prepared.modules, prepared.rows.compensation)
     scores = [
@@ -335,8 +337,7 @@ def test_hies_ranks_heads_and_fisher_neurons(folder: Path) -> None:
     prepared, choice = chosen_by(recipe_of(folder, prune__criterion="hies", prune__alpha=0.5))
     statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.modules)
     scores = score_units(statistics, prepared.modules, criterion="hies", alpha=0.5)
-    (batch,) = prepared.measured.values()
-    table = flops_table(prepared.model, prepared.modules, batch=batch)
+    table = flops_of(prepared)
     assert choice.plan.kept == select_units(scores, prepared.modules, table=table, ratio=BUDGET)
     assert (choice.plan.criterion, choice.plan.alpha) == ("hies", 0.5)
     # Scores and statistics of all modules are told, and entropies of those that have one.
@@ -386,8 +387,7 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
     monkeypatch.setattr(targets, "DROP_STEPS", 12)
     recipe = recipe_of(folder, prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}})
     prepared, choice = chosen_by(recipe)
-    (batch,) = prepared.measured.values()
-    table = flops_table(prepared.model, prepared.modules, batch=batch)
+    table = flops_of(prepared)
     scores = score_units(choice.statistics, prepared.modules, criterion="fisher")
     least = 1 - sum(row[-1] for row in table.saved.values())
 
@@ -414,8 +414,7 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
 def test_two_steps_score_the_refitted_model(folder: Path) -> None:
     recipe = recipe_of(folder, prune__steps=2, prune__compensation={"samples": 60})
     prepared, choice = chosen_by(recipe)
-    (batch,) = prepared.measured.values()
-    table = flops_table(prepared.model, prepared.modules, batch=batch)
+    table = flops_of(prepared)
     statistics = collect_statistics(prepared.model, prepared.rows.calibration, prepared.modules)
     scores = score_units(statistics, prepared.modules, criterion="fisher")
     halfway = 1 - (1 - BUDGET) / 2
@@ -472,28 +471,38 @@ def test_few_calibration_tokens_are_said_and_the_run_goes_on(folder: Path, tmp_p
     assert len(slim.fits) == sum(bool(part.removed) for part in choice.plan.kept.values())
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "hies of neurons": (
-        {"prune__modules": ["mlp"], "prune__criterion": "hies"},
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"modules": ["mlp"], "criterion": "hies"},
         r"criterion hies scores heads, but prune.modules is \[mlp\]; choose one of his, fisher, .*compensated, auto",
     ),
-    "a multiple of neurons": (
-        {"prune__multiple_of": {"neurons": 7}},
+    (
+        {"multiple_of": {"neurons": 7}},
         "multiple_of must divide the number of neurons, which is 64 in bert.encoder.layer.., got 7",
     ),
-    "a multiple of heads": (
-        {"prune__multiple_of": {"heads": 4, "neurons": 8}},
+    (
+        {"multiple_of": {"heads": 4, "neurons": 8}},
         "multiple_of must divide the number of heads, which is 6 in bert.encoder.layer.*, got 4",
     ),
-    "both multiples": ({"prune__multiple_of": {"heads": 5, "neurons": 10}}, "2 problems"),
-}
+    ({"multiple_of": {"heads": 5, "neurons": 10}}, "2 problems"),
+    *(
+        ({"criterion": name, "unit": "query"}, f"criterion {name} removes whole key/value groups, got unit: query; set")
+        for name in ("auto", "compensated", "hies-compensated")
+    ),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_before_anything_is_computed(name: str, folder: Path) -> None:
-    overrides, message = BAD[name]
+@pytest.mark.parametrize(("prune", "message"), BAD)
+def test_bad_input_is_refused_before_anything_is_computed(
+    prune: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    fields = {f"prune__{name}": value for name, value in prune.items()}
+    if "unit" in prune:  # it needs a model whose query heads share keys and values
+        save_text_model(tmp_path)
+        llama(num_labels=1, vocab_size=15).save_pretrained(tmp_path)
+        fields |= {"model": str(tmp_path), "data__text": "sentence"}
     with pytest.raises(RecipeError, match=message):
-        resolve(recipe_of(folder, **overrides))
+        resolve(recipe_of(folder, **fields))
 
 
 @pytest.mark.parametrize(
@@ -512,25 +521,6 @@ def test_a_budget_below_what_is_left_says_the_least_before_scoring(
     recipe = recipe_of(folder, prune__budget={"flops": 0.1}, **overrides)
     with pytest.raises(PlanError, match=f"FLOPs at most 0.1 of dense, but cutting all {what}.* gives 0.*, the best"):
         chosen_by(recipe)
-
-
-@pytest.mark.parametrize("criterion", ["auto", "compensated", "hies-compensated"])
-def test_query_heads_alone_are_not_for_greedy_removal(folder: Path, tmp_path: Path, criterion: str) -> None:
-    save_text_model(tmp_path / "grouped")
-    llama(num_labels=1, vocab_size=15).save_pretrained(tmp_path / "grouped")
-    options = {"model": str(tmp_path / "grouped"), "prune__unit": "query", "data__text": "sentence"}
-    with pytest.raises(
-        RecipeError, match=f"criterion {criterion} removes whole key/value groups, got unit: query; set"
-    ):
-        resolve(recipe_of(folder, prune__criterion=criterion, **options))
-
-
-def test_scores_of_both_kinds_are_written(done: Run) -> None:
-    written = json.loads((done.folder / "scores.json").read_text())
-    names = {module.name for module in done.prepared.modules}
-    assert set(written["scores"]) == set(written["his"]) == names
-    assert [len(written["scores"][module.name]) for module in done.prepared.modules] == [6] * 3 + [64] * 3
-    assert all(0 <= value <= 1 for value in itertools.chain(*written["scores"].values()))
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])

@@ -6,10 +6,13 @@ import os
 import pkgutil
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,7 +30,6 @@ from hies_export.recipe import PruningRecipe
 from hies_export.recipe.sections import HeldOutSection
 from hies_export.report.maps import CUT, KEPT
 from hies_export.report.report import Report
-from hies_export.runtimes.base import Runtime
 from hies_export.runtimes.pytorch import TorchRuntime
 from hies_export.values import PruningPlan
 
@@ -313,67 +315,67 @@ def test_an_existing_output_is_refused_before_work(project: Path, capsys: pytest
     assert (project / "out" / "plan.json").is_file()
 
 
-def test_nan_stops_with_1_and_names_the_batch(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def not_a_number(project: Path, patch: pytest.MonkeyPatch) -> None:
     model = BertForSequenceClassification.from_pretrained(project / "model")
-    with torch.no_grad():
-        model.classifier.bias.fill_(float("nan"))
+    torch.nn.init.constant_(model.classifier.bias, float("nan"))
     model.save_pretrained(project / "model")
-    assert hies("run", project / "recipe.yaml") == 1
-    assert "batch 0 gave nan" in capsys.readouterr().err
-    assert sorted(p.name for p in project.iterdir()) == ["model", "recipe.yaml", "train.jsonl", "validation.jsonl"]
 
 
-@pytest.mark.usefixtures("untraced")
-def test_a_full_disk_stops_with_1_and_leaves_nothing(
-    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("hies_export.pipeline.reporting.render_markdown", fail)  # the last file of all
-    assert hies("run", project / "recipe.yaml", "--set", "measure.runtimes=[torch]") == 1
-    assert "No space left on device" in capsys.readouterr().err
-    assert sorted(p.name for p in project.iterdir()) == ["model", "recipe.yaml", "train.jsonl", "validation.jsonl"]
+def full_disk(project: Path, patch: pytest.MonkeyPatch) -> None:
+    write = Mock(side_effect=OSError(28, "No space left on device"))
+    patch.setattr("hies_export.pipeline.reporting.render_markdown", write)  # the last file of all
 
 
-@pytest.mark.usefixtures("untraced")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_nothing(
-    number: int, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def interrupt(number: int, project: Path, patch: pytest.MonkeyPatch) -> None:
     # Elsewhere no handler can be set, and the signal would end the tests.
     assert threading.current_thread() is threading.main_thread()
-    sent = []
+    # While it measures, with everything else written.
+    patch.setattr(TorchRuntime, "run", lambda *_: os.kill(os.getpid(), number))
 
-    def interrupted(runtime: Runtime, feed: object) -> None:
-        sent.append(number)
-        os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(TorchRuntime, "run", interrupted)  # while it measures, with everything else written
-    before = signal.getsignal(number)
-    assert hies("run", project / "recipe.yaml", "--set", "measure.runtimes=[torch]") == 130
-    assert sent == [number]
-    assert signal.getsignal(number) == before
-    assert "nothing half-written" in capsys.readouterr().err
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize(
+    ("happens", "code", "message"),
+    [
+        (not_a_number, 1, "batch 0 gave nan"),
+        (full_disk, 1, "No space left on device"),
+        (partial(interrupt, signal.SIGINT), 130, "nothing half-written"),
+        (partial(interrupt, signal.SIGTERM), 130, "nothing half-written"),
+    ],
+    ids=["nan", "full disk", "SIGINT", "SIGTERM"],
+)
+def test_what_stops_a_run_is_said_and_leaves_nothing(
+    happens: Callable[[Path, pytest.MonkeyPatch], None],
+    code: int,
+    message: str,
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happens(project, monkeypatch)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert hies("run", project / "recipe.yaml", "--set", "measure.runtimes=[torch]") == code
+    assert message in capsys.readouterr().err
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert sorted(p.name for p in project.iterdir()) == ["model", "recipe.yaml", "train.jsonl", "validation.jsonl"]
 
 
-def test_bench_refuses_what_cannot_be_compared(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert hies("bench", project / "nowhere", project / "model") == 2
-    assert "a model must be a folder" in capsys.readouterr().err
-    assert hies("bench", project / "model", "--shape", "8by8") == 2
-    assert "--shape must be BATCHxSEQUENCE" in capsys.readouterr().err
-    assert hies("bench", project / "model", "--runtime", "tourch") == 2
-    assert "did you mean 'torch'" in capsys.readouterr().err
-    assert hies("bench", project / "model", "--dtype", "int4") == 2
-    assert "a dtype must be one of float32, float16, bfloat16 on torch, got 'int4'" in capsys.readouterr().err
-    assert hies("bench", project / "model", "--runtime", "onnxruntime-tensorrt") == 2
-    assert 'pip install "hies-export[gpu]"' in capsys.readouterr().err
-    assert hies("bench", project / "model", "--shape", "1x65") == 2
-    assert "sequence must be in 1..64" in capsys.readouterr().err
+def test_bench_refuses_what_cannot_be_compared(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (project / "model.onnx").touch()
-    assert hies("bench", project, "--dtype", "float16") == 2
-    assert "is an ONNX folder with its own" in capsys.readouterr().err
+    monkeypatch.chdir(project)
+    for arguments, message in (
+        ((project / "nowhere", "model"), "a model must be a folder"),
+        (("model", "--shape", "8by8"), "--shape must be BATCHxSEQUENCE"),
+        (("model", "--runtime", "tourch"), "did you mean 'torch'"),
+        (("model", "--dtype", "int4"), "a dtype must be one of float32, float16, bfloat16 on torch, got 'int4'"),
+        (("model", "--runtime", "onnxruntime-tensorrt"), 'pip install "hies-export[gpu]"'),
+        (("model", "--shape", "1x65"), "sequence must be in 1..64"),
+        ((".", "--dtype", "float16"), "is an ONNX folder with its own"),
+    ):
+        assert hies("bench", *arguments) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_what_bench_prints_is_shown_again(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

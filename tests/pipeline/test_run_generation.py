@@ -11,9 +11,16 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-import yaml
 from PIL import Image
-from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor, save_stories
+from support.models import (
+    GENERATIVE_WORDS,
+    causal_lm,
+    generative_tokenizer,
+    llava,
+    llava_processor,
+    save_stories,
+    write_recipe,
+)
 from support.runs import hies, without_tracing
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -125,17 +132,15 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
 
 def save_questions(folder: Path, files: dict[str, str], *, prompt: str, samples: int, evaluated: int) -> None:
     """Write a recipe for both towers of a LLaVA in `model`."""
-    recipe = {
-        "model": "model",
-        "task": "image-text-to-text",
-        "data": {"files": files, "image": "image", "prompt": prompt, "answer": "answers"},
-        "calibration": {"samples": samples, "batch_size": samples // 2},
-        "evaluation": {"split": "test", "samples": evaluated},
-        "prune": {"alpha": 0.5, "towers": ["language", "vision"], "budget": {"heads": 0.4}},
-        "measure": {"repeats": 2, "shapes": [[1], [2]]},
-        "output": "out",
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_recipe(
+        folder,
+        "image-text-to-text",
+        data={"files": files, "image": "image", "prompt": prompt, "answer": "answers"},
+        calibration={"samples": samples, "batch_size": samples // 2},
+        evaluation={"split": "test", "samples": evaluated},
+        prune={"alpha": 0.5, "towers": ["language", "vision"], "budget": {"heads": 0.4}},
+        measure={"repeats": 2, "shapes": [[1], [2]]},
+    )
 
 
 def easy_vqa(shared: Path, folder: Path) -> None:

@@ -88,17 +88,19 @@ def test_where_one_token_is_read_its_weight_brings_the_prediction_back() -> None
     assert differences[0.1] < 0.7 * differences[1.0]
 
 
-def test_a_small_limit_changes_nothing() -> None:
+@pytest.mark.parametrize("method", ["least_squares", "bias"])
+def test_a_pass_per_layer_and_one_stream_refit_the_same(method: str) -> None:
     dense = bert()
     batches = batches_of(dense)
     slim, plan, sites = random_cut(dense, batches[0])
     other, third = copy.deepcopy(slim), copy.deepcopy(slim)
-    fits = compensate(dense, slim, plan, sites, batches)
-    by_layer = compensate(dense, other, plan, sites, batches, limit_bytes=1)
+    how = Compensation(method=method)
+    fits = compensate(dense, slim, plan, sites, batches, how)
+    by_layer = compensate(dense, other, plan, sites, batches, how, limit_bytes=1)
     assert [replace(fit, error=0) for fit in by_layer] == [replace(fit, error=0) for fit in fits]
     assert [fit.error for fit in by_layer] == near([fit.error for fit in fits], within=REFITTED)
     stream = MomentStream(dense, sites, batches, limit_bytes=1)
-    assert [fit.ridge for fit in refit(third, plan, sites, stream)] == [fit.ridge for fit in fits]
+    assert [fit.ridge for fit in refit(third, plan, sites, stream, how)] == [fit.ridge for fit in fits]
     assert stream.passes == len(fits) < len(sites)  # no pass for a layer that lost nothing
     for name, parameter in slim.named_parameters():
         assert_near(other.get_parameter(name), parameter, within=REFITTED)

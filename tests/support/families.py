@@ -5,18 +5,9 @@ from collections.abc import Callable
 import transformers
 from transformers import PreTrainedModel
 
-from support.models import shake
+from support.models import SIX_HEADS, shake
 
-SMALL = {
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "num_labels": 3,
-    "pad_token_id": 0,
-}
+SMALL = SIX_HEADS | {"vocab_size": 100, "max_position_embeddings": 64, "pad_token_id": 0}
 
 
 def architecture(

@@ -1,23 +1,14 @@
 """Make tiny decoders with trained tokenizers of the two kinds that llama.cpp knows, and cut them unevenly."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import tokenizers
 import torch
+import transformers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hies_export.gguf.parity import TEXTS
 from hies_export.prunable.find import find_modules
@@ -50,20 +41,20 @@ LLAMA_SPLIT = (
 QWEN_SPLIT = LLAMA_SPLIT.replace("{1,3}", "")
 
 
-def llama(**options: Any) -> PreTrainedModel:
-    return shake(LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})))
+def of_family(name: str, **defaults: Any) -> Callable[..., PreTrainedModel]:
+    """Return a function that makes a decoder of a family; its options replace the defaults and `SIZES`."""
+
+    def make(**options: Any) -> PreTrainedModel:
+        config = getattr(transformers, f"{name}Config")(**(SIZES | defaults | options))
+        return shake(getattr(transformers, f"{name}ForCausalLM")(config))
+
+    return make
 
 
-def mistral(**options: Any) -> PreTrainedModel:
-    return shake(MistralForCausalLM(MistralConfig(**{**SIZES, "sliding_window": None, **options})))
-
-
-def qwen2(**options: Any) -> PreTrainedModel:
-    return shake(Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "tie_word_embeddings": True, **options})))
-
-
-def qwen3(**options: Any) -> PreTrainedModel:
-    return shake(Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 8, **options})))
+llama = of_family("Llama")
+mistral = of_family("Mistral", sliding_window=None)
+qwen2 = of_family("Qwen2", tie_word_embeddings=True)
+qwen3 = of_family("Qwen3", head_dim=8)
 
 
 def cut(model: PreTrainedModel, *, uniform: bool = False, seed: int = 0) -> PreTrainedModel:

@@ -40,71 +40,44 @@ def shake(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
+SIX_HEADS = {
+    **{"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 64},
+    "num_labels": 3,
+}
+# Query heads that share key/value heads in pairs.
+FOUR_HEADS = {
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 32, "pad_token_id": 0},
+}
+
+
 def bert(**options: object) -> BertForSequenceClassification:
-    config = {
-        "vocab_size": 100,
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "intermediate_size": 64,
-        "max_position_embeddings": 64,
-        "num_labels": 3,
-    }
+    config = SIX_HEADS | {"vocab_size": 100, "max_position_embeddings": 64}
     return shake(BertForSequenceClassification(BertConfig(**(config | options))))
 
 
 def vit(**options: object) -> ViTForImageClassification:
-    config = {
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "intermediate_size": 64,
-        "image_size": 16,
-        "patch_size": 4,
-        "num_labels": 3,
-    }
-    return shake(ViTForImageClassification(ViTConfig(**(config | options))))
+    return shake(ViTForImageClassification(ViTConfig(**(SIX_HEADS | {"image_size": 16, "patch_size": 4} | options))))
 
 
 def llama(**options: object) -> PreTrainedModel:
-    """Return a classifier whose query heads share key/value heads in pairs; its projections have no bias."""
-    config = {
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 32,
-        "pad_token_id": 0,
-        "num_labels": 3,
-    }
-    return shake(LlamaForSequenceClassification(LlamaConfig(**(config | options))))
+    """Return a classifier whose projections have no bias."""
+    config = LlamaConfig(**(FOUR_HEADS | {"vocab_size": 100, "num_labels": 3} | options))
+    return shake(LlamaForSequenceClassification(config))
 
 
 def opt() -> PreTrainedModel:
     """Return a model whose feed-forward blocks flatten the tokens of all samples."""
     options = {"word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "num_labels": 3}
-    config = OPTConfig(
-        vocab_size=100, hidden_size=32, num_hidden_layers=2, ffn_dim=48, num_attention_heads=4, **options
-    )
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 4}
+    config = OPTConfig(**sizes, **options)
     return OPTForSequenceClassification(config).eval()
 
 
 def causal_lm(**options: object) -> PreTrainedModel:
-    """Return a decoder whose query heads share key/value heads in pairs; its projections have no bias."""
-    config = {
-        "vocab_size": 32,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 32,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-    }
-    return shake(LlamaForCausalLM(LlamaConfig(**(config | options))))
+    """Return a decoder whose projections have no bias."""
+    tokens = {"vocab_size": 32, "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": 3}
+    return shake(LlamaForCausalLM(LlamaConfig(**(FOUR_HEADS | tokens | options))))
 
 
 def llava(**options: object) -> PreTrainedModel:
@@ -193,10 +166,7 @@ def image_batch(size: int = 4, *, labels: bool = True) -> dict[str, torch.Tensor
     return batch
 
 
-MODELS: dict[str, tuple[Callable[..., PreTrainedModel], Callable[..., dict[str, torch.Tensor]]]] = {
-    "bert": (bert, text_batch),
-    "vit": (vit, image_batch),
-}
+MODELS = {"bert": (bert, text_batch), "vit": (vit, image_batch)}
 
 
 WORDS = ["good", "bad", "fine", "poor", "great", "awful", "nice", "dull", "bright", "dark"]
@@ -238,18 +208,17 @@ def save_project(folder: Path, *, train: int, validation: int, **sections: objec
     save_text_model(folder / "model")
     write_rows(folder / "train.jsonl", train)
     write_rows(folder / "validation.jsonl", validation)
-    recipe = {
-        "model": "model",
-        "task": "text-classification",
-        "data": {
-            "files": {"train": "train.jsonl", "validation": "validation.jsonl"},
-            "text": ["sentence", "other"],
-            "label": "label",
-        },
-        "output": "out",
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | sections))
+    files = {"train": "train.jsonl", "validation": "validation.jsonl"}
+    data = {"files": files, "text": ["sentence", "other"], "label": "label"}
+    write_recipe(folder, "text-classification", **({"data": data} | sections))
     return folder
+
+
+def write_recipe(folder: Path, task: str, **sections: object) -> Path:
+    """Write folder/recipe.yaml, for the model in folder/model."""
+    recipe = {"model": "model", "task": task, "output": "out"}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | sections))
+    return folder / "recipe.yaml"
 
 
 def save_stories(folder: Path, *, lines: int, **sections: object) -> Path:
@@ -259,14 +228,8 @@ def save_stories(folder: Path, *, lines: int, **sections: object) -> Path:
     letters = "abcdefghijkl"
     text = [" ".join(letters[(i * 5 + j * (1 + i % 3)) % 12] for j in range(4 + i % 9)) for i in range(lines)]
     (folder / "text.txt").write_text("\n".join(text))
-    recipe = {
-        "model": "model",
-        "task": "text-generation",
-        "data": {"files": {"train": "text.txt"}, "text": "text", "max_length": 24},
-        "output": "out",
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | sections))
-    return folder / "recipe.yaml"
+    data = {"files": {"train": "text.txt"}, "text": "text", "max_length": 24}
+    return write_recipe(folder, "text-generation", **({"data": data} | sections))
 
 
 def write_rows(path: Path, count: int, label: Callable[[int], object] = lambda i: i % 2) -> Path:

@@ -62,6 +62,7 @@ from support.models import (
 )
 from support.mutations import damaged, damaged_setting
 from support.reports import DATA, TRIED, make_report
+from support.sweeps import sweep_row, write_sweep
 
 LONGEST_MESSAGE = 5000
 
@@ -300,21 +301,12 @@ def _use(explored: Any) -> None:
 
 def _sweeps(folder: Path) -> list[Read]:
     swept, journal = folder / "sweep", folder / "journal"
-    swept.mkdir()
-    row = {"metric": "accuracy", "quality_dense": 0.9, "calibration_samples": 8, "seed": 0, "alpha_by": "given"}
     rows = [
-        {
-            **row,
-            "criterion": "hies",
-            "alpha": 0.5,
-            "sparsity": s,
-            "compensation": k,
-            "quality": 0.9 - s,
-            "stability": 0.9,
-        }
-        | {"flops_ratio": 1 - s / 2, "heads_removed": int(8 * s), "neurons_removed": 0, "flops_target": None}
-        | {"modules": "attention"}
-        for k in ("none", "least_squares")
+        sweep_row(
+            "hies", sparsity=s, compensation=how, quality=0.9 - s, flops_ratio=1 - s / 2, heads_removed=int(8 * s)
+        )
+        | {"neurons_removed": 0, "flops_target": None, "modules": "attention"}
+        for how in ("none", "least_squares")
         for s in (0.25, 0.5)
     ]
     plan = {"criterion": "hies", "alpha": 0.5}
@@ -328,16 +320,10 @@ def _sweeps(folder: Path) -> list[Read]:
             {**plan, "sparsity": 0.5, "kept": {"a": [1, 2], "b": [2, 3]}},
         ],
         "alpha_curves": [],
-        "about": {
-            "model": "m",
-            "evaluation_samples": 8,
-            "evaluation_of": 9,
-            "shape": [1, 8],
-            "environment": {"cpu": "c"},
-        },
+        "about": {"model": "m", "shape": [1, 8], "environment": {"cpu": "c"}}
+        | {"evaluation_samples": 8, "evaluation_of": 9},
     }
-    (swept / "sweep.json").write_text(json.dumps(rows))
-    (swept / "details.json").write_text(json.dumps(details))
+    write_sweep(swept, rows, details)
     asked = {"model": "m", "task": "t"}
     with Journal(journal, asked=asked) as written:
         result = {"metric": "accuracy", "quality": 0.9, "quality_dense": 0.9, "stability": 1.0, "flops_ratio": 0.9}

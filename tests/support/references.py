@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hies_export.units import PrunableModule
 from hies_export.values import PruningPlan
+from support.models import generative_tokenizer
 from support.neurons import one_by_one
 
 RIDGE = 0.1
@@ -117,6 +118,18 @@ def naive_effect(
         d = ((x[:, kept] @ new.T + shift - y) * g).sum(1)
         effect += float(d @ d) + (float(d.sum()) ** 2 if per_sample else 0.0)
     return effect / len(samples)
+
+
+def choice_likelihoods(model: PreTrainedModel, prompt: str, choices: Sequence[str]) -> list[float]:
+    """Return the log-likelihood of every choice after a prompt, each from a forward pass of its own."""
+    tokenizer, found = generative_tokenizer(), []
+    start = tokenizer(prompt).input_ids
+    for choice in choices:
+        ids = start + tokenizer(choice, add_special_tokens=False).input_ids
+        with torch.no_grad():
+            logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        found.append(sum(logs[t - 1, ids[t]].item() for t in range(len(start), len(ids))))
+    return found
 
 
 def naive_statistics(

@@ -1,31 +1,29 @@
-import json
+"""Figures of sweeps over shares of heads, and over FLOPs and measured time, on rows made by hand."""
+
+import itertools
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.sweeps import sweep_row, write_sweep
 
 from hies_export.errors import RequestError
 from hies_export.report.figures import write_figures
+from hies_export.sweep.charts import line_styles
 from hies_export.sweep.figures import draw_sweep, head_maps
-
-ROW = {"metric": "accuracy", "quality_dense": 0.9, "flops_ratio": 0.9, "heads_removed": 3}
+from hies_export.sweep.page import timed_panels
+from hies_export.sweep.tables import render_markdown, sweep_tables
 
 
 def rows(sizes: tuple[int, ...], seeds: tuple[int, ...], alphas: tuple[float, ...]) -> list[dict[str, Any]]:
-    methods = [("his", None, None), *(("hies", a, "given") for a in alphas)]
+    methods = [("his", None), *(("hies", alpha) for alpha in alphas)]
+    fields = itertools.product(sizes, seeds, ("none", "least_squares"), methods, (0.3, 0.5, 0.7))
     return [
-        {
-            **{"criterion": c, "alpha": a, "alpha_by": by, "sparsity": s, "seed": seed, "calibration_samples": size},
-            **{"compensation": k, "quality": 0.9 - s * (0.5 if a is None else a), "stability": 1 - s + 0.01 * seed},
-            **ROW,
-        }
-        for size in sizes
-        for seed in seeds
-        for k in ("none", "least_squares")
-        for c, a, by in methods
-        for s in (0.3, 0.5, 0.7)
+        sweep_row(name, alpha=alpha, sparsity=s, seed=seed, calibration_samples=size, compensation=compensation)
+        | {"quality": 0.9 - s * (alpha or 0.5), "stability": 1 - s + 0.01 * seed}
+        for size, seed, compensation, (name, alpha), s in fields
     ]
 
 
@@ -41,19 +39,13 @@ DETAILS = {
 }
 
 
-def sweep_folder(folder: Path, found: list[dict[str, Any]]) -> Path:
-    (folder / "sweep.json").write_text(json.dumps(found))
-    (folder / "details.json").write_text(json.dumps(DETAILS))
-    return folder
-
-
 def texts(svg: str, kind: str = "text") -> list[str]:
     """Return the texts of a figure, which has to be XML."""
     return [e.text or "" for e in ET.fromstring(svg).iter(f"{{http://www.w3.org/2000/svg}}{kind}")]
 
 
 def test_every_figure_of_a_full_sweep_is_drawn_the_same_twice(tmp_path: Path) -> None:
-    folder = sweep_folder(tmp_path, rows((8, 16), (0, 1), (0.2, 0.5, 0.8)))
+    folder = write_sweep(tmp_path, rows((8, 16), (0, 1), (0.2, 0.5, 0.8)), DETAILS)
     found = draw_sweep(folder)
     names = ("quality", "stability", "head-maps", "alpha-sensitivity", "calibration-size", "seeds")
     assert list(found) == [f"{name}.svg" for name in names]
@@ -70,20 +62,20 @@ def test_every_figure_of_a_full_sweep_is_drawn_the_same_twice(tmp_path: Path) ->
 
 
 def test_figures_without_data_are_left_out(tmp_path: Path) -> None:
-    folder = sweep_folder(tmp_path, rows((8,), (0,), (0.2,)))
+    folder = write_sweep(tmp_path, rows((8,), (0,), (0.2,)), DETAILS)
     assert set(draw_sweep(folder)) == {"quality.svg", "stability.svg", "head-maps.svg"}
 
 
 def test_samples_of_their_own_are_no_second_calibration_size(tmp_path: Path) -> None:
     found = rows((8,), (0,), (0.2,))
     found += [{**r, "criterion": "slicegpt", "calibration_samples": 512} for r in found if r["criterion"] == "his"]
-    assert "calibration-size.svg" not in draw_sweep(sweep_folder(tmp_path, found))
+    assert "calibration-size.svg" not in draw_sweep(write_sweep(tmp_path, found, DETAILS))
 
 
 def test_every_method_has_a_line_of_its_own(tmp_path: Path) -> None:
     his = [r for r in rows((8,), (0,), ()) if r["compensation"] == "none"]
     found = [{**r, "criterion": f"criterion {number}"} for number in range(13) for r in his]
-    svg = draw_sweep(sweep_folder(tmp_path, found))["stability.svg"]
+    svg = draw_sweep(write_sweep(tmp_path, found, DETAILS))["stability.svg"]
     lines = re.findall(
         r'<g class="line (c\d)" data-s="[^"]*">\s*<polyline points="[^"]*"( stroke-dasharray="6 3")?', svg
     )
@@ -91,7 +83,7 @@ def test_every_method_has_a_line_of_its_own(tmp_path: Path) -> None:
 
 
 def test_curves_show_the_mean_of_the_seeds_in_percent(tmp_path: Path) -> None:
-    svg = draw_sweep(sweep_folder(tmp_path, rows((8,), (0, 2), (0.2,))))["stability.svg"]
+    svg = draw_sweep(write_sweep(tmp_path, rows((8,), (0, 2), (0.2,)), DETAILS))["stability.svg"]
     titles = [text for text in texts(svg) if "predictions kept" in text]
     assert titles == ["no compensation: predictions kept, %", "least squares: predictions kept, %"]
     assert [note for note in texts(svg, "title") if note.startswith("his")] == [
@@ -118,3 +110,83 @@ def test_head_maps_cross_out_the_heads_that_go() -> None:
 def test_no_finished_sweep_no_figures(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="drawn from a finished sweep"):
         draw_sweep(tmp_path)
+
+
+# ---- FLOPs and measured time --------------------------------------------------------------------------------
+
+MODULES = ("attention", "mlp", "attention+mlp")
+
+
+def timed_rows(*, criteria: tuple[str, ...] = ("fisher", "kwon")) -> list[dict[str, Any]]:
+    """Return rows in which time is a tenth above the share of FLOPs, and stability that share and a bit by seed."""
+    fields = itertools.product(("scalars", "weighted"), criteria, MODULES, (0.8, 0.6), (0, 1))
+    return [
+        sweep_row(
+            criterion, modules=modules, compensation=compensation, seed=seed, heads_removed=None, flops_ratio=None
+        )
+        | {"flops_target": flops, "quality": flops, "stability": flops + 0.02 * seed}
+        | {"latency_ratio": flops + 0.1, "latency_low": flops + 0.05, "latency_high": flops + 0.2}
+        for compensation, criterion, modules, flops, seed in fields
+    ]
+
+
+def draw_timed(folder: Path, found: list[dict[str, Any]]) -> dict[str, str]:
+    return draw_sweep(write_sweep(folder, found, TIMED_DETAILS))
+
+
+PLAN = {"criterion": "his", "alpha": None, "sparsity": None, "flops_target": 0.8, "modules": "attention+mlp"}
+TIMED_DETAILS = {
+    "his": {"a": [0.1, 0.4], "a.mlp": [0.2, 0.3, 0.5]},
+    "entropy": {"a": [0.5, 0.4]},
+    "plans": [PLAN | {"kept": {"a": [1], "a.mlp": [0]}}, PLAN | {"modules": "mlp", "kept": {"a": [0, 1]}}],
+}
+
+
+def test_points_are_means_over_seeds_at_the_measured_time() -> None:
+    panels = timed_panels(timed_rows(), line_styles(timed_rows()))
+    assert [panel.title for panel in panels] == ["scalars", "weighted least squares"]
+    for chart in (panel.charts[0] for panel in panels):
+        # A share of the FLOPs is at the time that is a tenth above it, and less time is on the right.
+        places = {tick.text: tick.place for tick in chart.x}
+        assert places["90"] < places["80"] < places["70"]
+        assert [line.name for line in chart.lines][:3] == [
+            *("fisher, heads only", "fisher, neurons only", "fisher, heads and neurons"),
+        ]
+        assert len(chart.lines) == 6
+        for line in chart.lines:
+            assert [point.x for point in line.points] == pytest.approx([places["90"], places["70"]])
+            assert [re.search(r"stability (\S+)", point.note)[1] for point in line.points] == ["81.00", "61.00"]  # type: ignore[index]
+
+
+def test_a_colour_per_method_and_a_dash_per_kind() -> None:
+    styles = line_styles(timed_rows())
+    assert len({style.colour for style in styles.values()}) == 2
+    assert [style.dash for style in styles.values()] == ["2 4", "7 4", ""] * 2
+
+
+def test_without_times_there_is_no_such_figure_and_flops_fall_to_the_right(tmp_path: Path) -> None:
+    assert {"quality-latency.svg", "stability-latency.svg"} < set(draw_timed(tmp_path, timed_rows()))
+    found = draw_timed(
+        tmp_path, [{name: value for name, value in row.items() if "latency" not in name} for row in timed_rows()]
+    )
+    assert set(found) == {"quality.svg", "stability.svg", "head-maps.svg", "seeds.svg"}
+    ticks = {
+        text: float(x) for x, text in re.findall(r'<text x="([\d.]+)" y="267" [^>]*>(\d+)<', found["stability.svg"])
+    }
+    assert ticks["80"] < ticks["60"]
+    assert "FLOPs left, %" in found["stability.svg"]
+    assert "HIS: 80% of the FLOPs" in found["head-maps.svg"]
+
+
+def test_tables_have_a_column_per_share_of_flops_the_smallest_cut_first() -> None:
+    text = render_markdown(sweep_tables(timed_rows()))
+    assert "| FLOPs left | 80% | 60% |" in text
+    assert "| kwon (neurons only) + scalars | **81.00** ± 1.41 | **61.00** ± 1.41 |" in text
+
+
+def test_samples_tell_rows_apart_only_where_the_grid_gave_them() -> None:
+    # How many rows reach the tokens that `compensated` takes differs by seed.
+    found = [row | {"calibration_samples": 8 + row["seed"]} for row in timed_rows(criteria=("fisher", "compensated"))]
+    text = render_markdown(sweep_tables(found))
+    assert "| compensated (neurons only) + scalars | <u>81.00</u> ± 1.41 | <u>61.00</u> ± 1.41 |" in text
+    assert "fisher (neurons only, 8 samples) + scalars" in text

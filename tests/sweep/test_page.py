@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import sweeps
 from support.browser import Browser
 
 from hies_export.cli.main import main
@@ -33,22 +34,12 @@ QUALITY = {"his": 0.8, "hies": 0.82, "random": 0.6, "slicegpt": 0.85}
 
 def row(criterion: str, sparsity: float, seed: int, **fields: Any) -> dict[str, Any]:
     quality = QUALITY.get(criterion, 0.7) - 0.2 * sparsity**2 + 0.013 * seed
-    return {
-        "criterion": criterion,
-        "alpha": 0.5 if criterion == "hies" else None,
-        "alpha_by": "auto" if criterion == "hies" else None,
-        "sparsity": sparsity,
-        "seed": seed,
-        "calibration_samples": 32,
-        "compensation": "none",
-        "metric": "accuracy",
-        "quality": quality,
-        "quality_dense": 0.9,
-        "stability": quality + 0.05,
-        "flops_ratio": 1 - sparsity / 3,
-        "heads_removed": round(72 * sparsity),
-        **fields,
-    }
+    of_cut = {"flops_ratio": 1 - sparsity / 3, "heads_removed": round(72 * sparsity)}
+    by = {"alpha_by": "auto"} if criterion == "hies" else {}
+    made = sweeps.sweep_row(
+        criterion, sparsity=sparsity, seed=seed, quality=quality, stability=quality + 0.05, **of_cut
+    )
+    return made | by | fields
 
 
 def rows(criteria: Sequence[str] = ("his", "hies", "random"), **fields: Any) -> list[dict[str, Any]]:
@@ -173,10 +164,7 @@ def test_given_alphas_have_a_chart_of_their_own() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "swept").mkdir()
-    (tmp_path / "swept" / "sweep.json").write_text(json.dumps(rows()))
-    (tmp_path / "swept" / "details.json").write_text(json.dumps({"about": ABOUT.model_dump()}))
-    return tmp_path / "swept"
+    return sweeps.write_sweep(tmp_path / "swept", rows(), {"about": ABOUT.model_dump()})
 
 
 def test_report_shows_a_sweep_and_renders_its_page_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

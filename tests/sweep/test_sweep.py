@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from support.cuts import plan_of
-from support.models import bert, causal_lm, llama, save_project, text_batch
+from support.models import bert, causal_lm, save_project, text_batch
+from support.sweeps import sweep_row
 from support.tolerance import assert_same_text
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hies_export.baselines.channels import masked_channels, select_channels
 from hies_export.baselines.names import JUDGED_ONLY
 from hies_export.baselines.slicing import collect_bases, fine_tuned, sliced
 from hies_export.calibrate.collect import collect_statistics
-from hies_export.calibrate.moments import MomentStream
 from hies_export.cli.main import main
 from hies_export.data.batches import by_length
 from hies_export.errors import OutputExistsError, RecipeError, RequestError
@@ -29,17 +28,15 @@ from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import options_of, resolve
 from hies_export.pipeline.run import evaluate_run
 from hies_export.progress import Silent
-from hies_export.prunable.attention import find_attention
 from hies_export.recipe import PruningRecipe
 from hies_export.select.constraints import Constraints
 from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import Compensation, compensate, refit
+from hies_export.slim.refit import compensate
 from hies_export.sweep.choosing import weighted_area
 from hies_export.sweep.grid import SweepGrid
 from hies_export.sweep.journal import Journal
 from hies_export.sweep.sweep import sweep
 from hies_export.sweep.tables import render_latex, render_markdown, sweep_tables, terminal_table
-from hies_export.values import Scores
 
 # Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
@@ -244,30 +241,6 @@ def test_weighted_area_is_the_integral() -> None:
     assert weighted_area([0.5], [0.7]) == 0.7
 
 
-def random_scores(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> tuple[Any, Scores]:
-    sites = find_attention(model, batch)
-    return sites, Scores("random", {}, {s.name: torch.rand(s.units).double() for s in sites})
-
-
-@pytest.mark.parametrize("make", [bert, llama])
-@pytest.mark.parametrize("method", ["bias", "least_squares"])
-def test_refitting_from_moments_of_all_inputs_equals_a_pass_of_its_own(make: Any, method: str) -> None:
-    model = make()
-    if make is llama and method == "bias":
-        pytest.skip("its projections have no bias")
-    batches = [text_batch(8, 20, labels=False) for _ in range(6)]
-    sites, scores = random_scores(model, batches[0])
-    moments = MomentStream(model, sites, batches)
-    for share in (0.25, 0.5):
-        plan = plan_of(scores, sites, heads=share)
-        one, other = (prune_units(model, plan, sites) for _ in range(2))
-        expected = compensate(model, one, plan, sites, batches, Compensation(method=method))
-        found = refit(other, plan, sites, moments, Compensation(method=method))
-        assert [f.ridge for f in found] == [f.ridge for f in expected]
-        for name, parameter in other.named_parameters():
-            torch.testing.assert_close(parameter, one.get_parameter(name), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_batches_by_length_predict_the_same(side: str) -> None:
     model = bert() if side == "right" else causal_lm()
@@ -295,18 +268,14 @@ def test_batches_by_length_predict_the_same(side: str) -> None:
         torch.testing.assert_close(sums[0], sums[1][order], rtol=1e-5, atol=1e-6)
 
 
-ROW = {"calibration_samples": 8, "compensation": "none", "metric": "accuracy", "quality_dense": 0.9, "flops_ratio": 1}
-
-
 def table_rows() -> list[dict[str, Any]]:
-    rows = []
-    for criterion, alpha, qualities in (("hies", 0.5, (0.8, 0.9)), ("his", None, (0.7, 0.7)), ("ad", None, (0.1, 0.3))):
-        for seed, quality in enumerate(qualities):
-            for sparsity in (0.3, 0.5):
-                by = None if alpha is None else "given"
-                row = {"criterion": criterion, "alpha": alpha, "alpha_by": by, "sparsity": sparsity, "seed": seed}
-                rows.append({**row, **ROW, "quality": quality, "stability": 0.5})
-    return rows
+    qualities = {"hies": (0.8, 0.9), "his": (0.7, 0.7), "ad": (0.1, 0.3)}
+    return [
+        sweep_row(criterion, seed=seed, sparsity=sparsity, quality=quality, stability=0.5)
+        for criterion, by_seed in qualities.items()
+        for seed, quality in enumerate(by_seed)
+        for sparsity in (0.3, 0.5)
+    ]
 
 
 def test_latex_is_text_whatever_the_metric_is_called() -> None:

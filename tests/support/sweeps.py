@@ -1,0 +1,24 @@
+"""Make rows of a sweep without one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def sweep_row(criterion: str, **fields: Any) -> dict[str, Any]:
+    """Return a row of sweep.json; HIES has an alpha of 0.5 that was given."""
+    alpha, by = (0.5, "given") if criterion == "hies" else (None, None)
+    return {
+        **{"criterion": criterion, "alpha": alpha, "alpha_by": by, "sparsity": None, "seed": 0},
+        **{"calibration_samples": 8, "compensation": "none", "metric": "accuracy", "quality": 0.8},
+        **{"quality_dense": 0.9, "stability": 0.9, "flops_ratio": 0.9, "heads_removed": 3},
+        **fields,
+    }
+
+
+def write_sweep(folder: Path, rows: list[dict[str, Any]], details: dict[str, Any]) -> Path:
+    """Write what a finished sweep leaves for its figures and its page."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sweep.json").write_text(json.dumps(rows))
+    (folder / "details.json").write_text(json.dumps(details))
+    return folder
