@@ -1,5 +1,6 @@
-"""Prediction and comparison against a hand-written loop and numpy."""
+"""Predictions, metrics and comparisons against a hand-written loop, numpy and scikit-learn."""
 
+import logging
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from support.models import bert
 
 from hies_export.errors import DataError, NonFiniteError, RecipeError
 from hies_export.evaluate.judge import compute_metrics, stability, standard_error
-from hies_export.evaluate.metrics import METRICS
+from hies_export.evaluate.metrics import METRICS, check_metrics, default_metrics, find_metric
 from hies_export.evaluate.predict import ChoicePredictions, TokenPredictions, predict, references
 from hies_export.progress import Silent
 
@@ -134,13 +135,6 @@ def test_metrics_of_one_sample_are_defined_and_in_the_order_of_their_names():
     assert compute_metrics(torch.tensor([[0.5, 1.0]]), torch.tensor([1]), names=["accuracy"]) == {"accuracy": 1.0}
 
 
-def test_metrics_refuse_what_does_not_fit():
-    with pytest.raises(RecipeError, match="got 'pearson', which is for numbers"):
-        compute_metrics(torch.zeros(2, 2), torch.tensor([0, 1]), names=["pearson"])
-    with pytest.raises(DataError, match="got 3 logits and 2 references"):
-        compute_metrics(torch.zeros(3, 2), torch.tensor([0, 1]), names=["accuracy"])
-
-
 # Per metric the same number by other means, of a draw of samples: labels and classes or numbers, or of ten answers of
 # three tokens each the likelihoods and which of them are right.
 BY_OTHER_MEANS = {
@@ -200,3 +194,86 @@ def test_stability_is_the_share_of_equal_classes_or_of_numbers_within_the_tolera
     for one, two in ((torch.zeros(3, 2), torch.zeros(2, 2)), (torch.zeros(0, 2), torch.zeros(0, 2))):
         with pytest.raises(DataError, match="same samples, got shapes"):
             stability(one, two)
+
+
+PREDICTIONS = [1, 0, 1, 1, 0, 1, 0, 0]
+REFERENCES = [1, 0, 0, 1, 1, 1, 0, 1]
+
+
+def compute(name, predictions, references, **options):
+    result = METRICS[name].compute(np.array(predictions), np.array(references), **options)
+    assert type(result) is float
+    return result
+
+
+def test_f1_of_more_than_two_classes_is_the_macro_mean():
+    predictions, references = [0, 1, 2, 2, 1, 0], [0, 2, 2, 2, 1, 1]
+    per_class = sklearn.metrics.f1_score(references, predictions, average=None)
+    assert compute("f1", predictions, references) == pytest.approx(per_class.mean())
+    assert compute("f1", [0, 0, 0], [0, 0, 0]) == 0.0
+    # Of a model with three classes also where the third does not occur.
+    binary, macro = (compute("f1", PREDICTIONS, REFERENCES, num_labels=number) for number in (2, 3))
+    assert binary == sklearn.metrics.f1_score(REFERENCES, PREDICTIONS)
+    assert macro == sklearn.metrics.f1_score(REFERENCES, PREDICTIONS, average="macro")
+    assert binary != macro
+
+
+@pytest.mark.parametrize("name", ["pearson", "spearman", "matthews_correlation"])
+@pytest.mark.parametrize("constant", ["predictions", "references"])
+def test_a_correlation_with_a_constant_is_zero_and_warns(name, constant, caplog):
+    values = {"predictions": [1, 0, 2], "references": [0, 1, 1], constant: [1, 1, 1]}
+    assert math.isnan(compute(name, **values))
+    predictions, references = (torch.tensor(part) for part in values.values())
+    regression = METRICS[name].of == "numbers"
+    logits = predictions[:, None].float() if regression else torch.nn.functional.one_hot(predictions, 3).float()
+    with caplog.at_level(logging.WARNING):
+        assert compute_metrics(logits, references, names=[name], regression=regression) == {name: 0.0}
+    assert caplog.messages == [f"{name} is undefined because all {constant} are equal: 0.0 is returned"]
+
+
+def test_an_unknown_metric_is_refused_with_the_nearest_name():
+    with pytest.raises(RecipeError, match=r"one of accuracy, .*, got 'pearsons'; did you mean 'pearson'\?"):
+        find_metric("pearsons")
+    assert "pearsons" not in METRICS
+
+
+def test_default_metrics_fit_and_accuracy_of_a_regression_does_not():
+    for regression in (True, False):
+        names = default_metrics(regression=regression)
+        assert names
+        check_metrics(names, regression=regression)
+
+
+@pytest.mark.parametrize(
+    ("names", "how", "message"),
+    [
+        (["accuracy"], {"regression": True}, "of a regression must be among pearson, spearman, got 'accuracy'"),
+        (["perplexity"], {}, "of a classifier must be .* got 'perplexity', which is for tokens"),
+        (["f1"], {"task": "text-generation"}, "generated text must be among perplexity, .*, got 'f1', which is for cl"),
+        (
+            ["pearson", "acuracy", "f1"],
+            {},
+            r"(?s)2 problems.*must be among accuracy, f1, matthews_correlation, got 'pearson', which is for numbers"
+            r".*did you mean 'accuracy'\?",
+        ),
+    ],
+)
+def test_metrics_that_do_not_fit_are_refused_all_at_once(names, how, message):
+    with pytest.raises(RecipeError, match=message):
+        check_metrics(names, **how)
+
+
+@pytest.mark.parametrize(
+    ("predictions", "name", "error", "message"),
+    [
+        (torch.zeros(2, 2), "pearson", RecipeError, "got 'pearson', which is for numbers"),
+        (torch.zeros(3, 2), "accuracy", DataError, "got 3 logits and 2 references"),
+        (
+            TokenPredictions(torch.zeros(2).long(), torch.zeros(2), torch.arange(2), 2, answers=True),
+            *("accuracy", RecipeError, "got 'accuracy', which is for classes"),
+        ),
+    ],
+)
+def test_predictions_that_do_not_fit_are_refused(predictions, name, error, message):
+    with pytest.raises(error, match=message):
+        compute_metrics(predictions, torch.tensor([0, 1]), names=[name])

@@ -1,10 +1,10 @@
-"""The choice of alpha against judgements given by hand."""
+"""The choice of alpha, and of a criterion, against judgements given by hand."""
 
 import pytest
 import torch
 
 from hies_export.evaluate.judge import Judgement
-from hies_export.pipeline.search import HeldOut, choose_alpha
+from hies_export.pipeline.search import HeldOut, choose_alpha, choose_by_agreement
 from hies_export.units import Kept, Selection
 from hies_export.values import Scores
 
@@ -23,6 +23,9 @@ class Given(HeldOut):
     def judgement(self, selection: Selection) -> Judgement:
         self.asked.append(len(selection["layer"].units))
         return self._by_heads[self.asked[-1]]
+
+    def agreement(self, selection: Selection) -> torch.Tensor:
+        return torch.arange(100) < 100 * self.judgement(selection).stability
 
 
 def scores_for(heads: int, alpha: float) -> Scores:
@@ -74,6 +77,36 @@ def test_when_all_alphas_tie_it_says_so(caplog: pytest.LogCaptureFixture) -> Non
     chosen({0.1: Judgement(0.1, 0.2, 0.5), 0.5: Judgement(0.0, 0.0, 0.5)})
     chosen({0.1: Judgement(0.1, 0.2, 0.5)})
     assert caplog.messages == [text]
+
+
+def test_what_clearly_agrees_more_is_chosen_and_else_the_first() -> None:
+    given = [(Scores(f"c{n}", {}, {}), selection_of(scores_for(n, 0.0))) for n in range(1, 5)]
+    options = {"steps": [1, 1, 1, 2]}
+
+    def best(*of: dict[int, tuple[int, float | None]]) -> tuple[int, float]:
+        held_out = {weights: judged(table) for weights, table in zip((1.0, 0.3), of, strict=False)}
+        tried = choose_by_agreement(given, held_out, **options)
+        assert len(tried) == 4 + len(of) - 1
+        assert [t.steps for t in tried[:4]] == [1, 1, 1, 2]
+        (found,) = (t for t in tried if t.chosen)
+        return found.candidate, found.token_weights
+
+    def judged(of: dict[int, tuple[int, float | None]]) -> Given:
+        by_heads = {n: Judgement(quality, 0.5, count / 100) for n, (count, quality) in of.items()}
+        return Given(by_heads, "perplexity")
+
+    # Of 100 samples, 3 more are within two standard errors of 1.7, and 5 more are beyond two of 2.2.
+    assert best({1: (90, 9.0), 2: (93, 9.0), 3: (90, 1.0), 4: (20, 1.0)}) == (0, 1.0)
+    assert best({1: (90, 9.0), 2: (93, 9.0), 3: (95, 9.0), 4: (20, 1.0)}) == (2, 1.0)
+    # The metric may be worse by its standard error of 0.5, and not by more. Without labels there is none.
+    assert best({1: (90, 9.0), 2: (98, 9.5), 3: (80, 9.0), 4: (80, 1.0)}) == (1, 1.0)
+    assert best({1: (90, 9.0), 2: (98, 9.6), 3: (80, 9.0), 4: (80, 1.0)}) == (0, 1.0)
+    assert best({1: (90, None), 2: (98, None), 3: (70, None), 4: (80, None)}) == (1, 1.0)
+    # Only the best is judged with other weights of tokens, by the same rule.
+    first = {1: (90, 8.0), 2: (80, 9.0), 3: (70, 9.0), 4: (80, 1.0)}
+    assert best(first, {1: (97, 8.0)}) == (0, 0.3)
+    assert best(first, {1: (92, 8.0)}) == (0, 1.0)
+    assert best(first, {1: (85, 1.0)}) == (0, 1.0)
 
 
 def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:

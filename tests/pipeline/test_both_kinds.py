@@ -33,7 +33,6 @@ from hies_export.pipeline.cut import cut, save
 from hies_export.pipeline.prepare import Prepared
 from hies_export.pipeline.quality import predict_pruned
 from hies_export.pipeline.resolve import options_of, resolve
-from hies_export.pipeline.search import HeldOut, choose_by_agreement
 from hies_export.progress import Silent
 from hies_export.prunable.find import find_modules
 from hies_export.recipe import PruningRecipe
@@ -44,9 +43,9 @@ from hies_export.select.budget import CostTable
 from hies_export.select.iterative import compose
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import Compensation, FewTokensWarning, refit
+from hies_export.slim.refit import Compensation, refit
 from hies_export.studies.explore import read_exploration
-from hies_export.units import Kept, Selection
+from hies_export.units import Selection
 from hies_export.values import PruningPlan, Scores
 
 BUDGET = 0.45
@@ -286,48 +285,6 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     assert [*compensation] == [*drawn.select(range(60))]
 
 
-class Judged(HeldOut):
-    """Judges a selection by the number of units it keeps, as a table of agreeing samples, of 100, and metrics says."""
-
-    metric = "perplexity"
-
-    def __init__(self, of: dict[int, tuple[int, float | None]]):
-        self._of = of
-
-    def judgement(self, selection: Selection) -> Any:
-        count, quality = self._of[len(selection["layer"].units)]
-        return type("Judgement", (), {"stability": count / 100, "quality": quality, "standard_error": 0.5})
-
-    def agreement(self, selection: Selection) -> torch.Tensor:
-        return torch.arange(100) < self._of[len(selection["layer"].units)][0]
-
-
-def test_what_clearly_agrees_more_is_chosen_and_else_the_first() -> None:
-    given = [(Scores(f"c{n}", {}, {}), {"layer": Kept(tuple(range(n)), 9)}) for n in range(1, 5)]
-    options = {"steps": [1, 1, 1, 2]}
-
-    def chosen(*of: dict[int, tuple[int, float | None]]) -> tuple[int, float]:
-        held_out = {weights: Judged(table) for weights, table in zip((1.0, 0.3), of, strict=False)}
-        tried = choose_by_agreement(given, held_out, **options)
-        assert len(tried) == 4 + len(of) - 1
-        assert [t.steps for t in tried[:4]] == [1, 1, 1, 2]
-        (found,) = (t for t in tried if t.chosen)
-        return found.candidate, found.token_weights
-
-    # Of 100 samples, 3 more are within two standard errors of 1.7, and 5 more are beyond two of 2.2.
-    assert chosen({1: (90, 9.0), 2: (93, 9.0), 3: (90, 1.0), 4: (20, 1.0)}) == (0, 1.0)
-    assert chosen({1: (90, 9.0), 2: (93, 9.0), 3: (95, 9.0), 4: (20, 1.0)}) == (2, 1.0)
-    # The metric may be worse by its standard error of 0.5, and not by more. Without labels there is none.
-    assert chosen({1: (90, 9.0), 2: (98, 9.5), 3: (80, 9.0), 4: (80, 1.0)}) == (1, 1.0)
-    assert chosen({1: (90, 9.0), 2: (98, 9.6), 3: (80, 9.0), 4: (80, 1.0)}) == (0, 1.0)
-    assert chosen({1: (90, None), 2: (98, None), 3: (70, None), 4: (80, None)}) == (1, 1.0)
-    # Only the best is judged with other weights of tokens, by the same rule.
-    first = {1: (90, 8.0), 2: (80, 9.0), 3: (70, 9.0), 4: (80, 1.0)}
-    assert chosen(first, {1: (97, 8.0)}) == (0, 0.3)
-    assert chosen(first, {1: (92, 8.0)}) == (0, 1.0)
-    assert chosen(first, {1: (85, 1.0)}) == (0, 1.0)
-
-
 def chosen_by(recipe: PruningRecipe) -> tuple[Prepared, Choice]:
     prepared = resolve(recipe).prepared
     return prepared, choose(prepared, options_of(recipe), progress=Silent())
@@ -457,18 +414,6 @@ def test_a_memory_limit_changes_nothing(folder: Path, tmp_path: Path, caplog: py
     # The digest of the refitted layers is of their bytes.
     assert_same_plan(replace(plan, compensation={}), replace(other_plan, compensation={}))
     assert_near(weights, other_weights, within=REFITTED)
-
-
-def test_few_calibration_tokens_are_said_and_the_run_goes_on(folder: Path, tmp_path: Path) -> None:
-    recipe = recipe_of(folder, prune__compensation={"samples": 5}, output=str(tmp_path / "out"))
-    prepared, choice = chosen_by(recipe)
-    with pytest.warns(FewTokensWarning, match="calibration tokens are few") as warned:
-        slim = cut(prepared, choice, compensation=options_of(recipe).compensation, progress=Silent())
-    tokens = sum(int(batch["attention_mask"].sum()) for batch in prepared.rows.compensation)
-    name, kept = next((name, kept) for name, kept in choice.plan.of_kind("mlp").items() if kept.removed)
-    said = f"{tokens} calibration tokens are few for the {len(kept.units)} inputs of {name}; at least "
-    assert any(said + f"{4 * len(kept.units)} are wanted" in str(warning.message) for warning in warned)
-    assert len(slim.fits) == sum(bool(part.removed) for part in choice.plan.kept.values())
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

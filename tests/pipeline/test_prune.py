@@ -287,10 +287,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "at most 0.01 of dense, but cutting all heads and neurons that may go gives .*; raise the target",
     ),
     ({"budget": {"latency": {"ratio": 0.8, "runtime": "abacus"}}}, "a runtime must be one of .*got 'abacus'"),
-    (
-        {"alpha": "auto", "held_out": []},
-        "alpha: auto is chosen on held-out rows, and there are none; pass held_out=",
-    ),
+    ({"alpha": "auto", "held_out": []}, "alpha: auto is chosen on held-out rows, and there are none; pass held_out="),
     ({"model": quantised}, "this BertForSequenceClassification is quantised; load it with"),
     ({"model": quantised_by_torch}, "this BertForSequenceClassification is quantised; load it with"),
     ({"model": lambda: torch.nn.Linear(2, 2)}, "PreTrainedModel of transformers, got Linear"),

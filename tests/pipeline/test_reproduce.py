@@ -82,7 +82,7 @@ def test_on_the_same_machine_units_are_equal_and_numbers_near(
     assert not [line for line in judged if line.rstrip().endswith("NO")]
     allowed = {line[:30].strip(): line.split()[-2] for line in judged}
     assert {name for name in allowed if allowed[name] == "0.0001"} == {
-        *("scores", "stability", "accuracy, dense", "accuracy, slim"),
+        *("scores", "stability", "accuracy, dense", "accuracy, slim")
     }
     assert set(allowed.values()) == {"0", "0.0001"}
     assert table["refitted layers"].endswith("shown only")

@@ -16,7 +16,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.models import save_deberta, save_project, save_text_model, write_rows
+from support.families import architecture
+from support.models import bert, save_project, save_text_model, vit, write_rows
 from support.runs import hies, without_tracing
 from support.tolerance import assert_same_plan
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification, BertModel
@@ -25,6 +26,7 @@ import hies_export
 from hies_export.errors import RequestError
 from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
+from hies_export.pipeline.bench import bench
 from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
 from hies_export.recipe.sections import HeldOutSection
@@ -289,7 +291,8 @@ def test_bad_input_is_one_clear_sentence_before_any_calibration(
     (project / "empty.jsonl").write_text("")
     write_rows(project / "many.jsonl", 9, lambda i: i)
     if name == "not cuttable":
-        save_deberta(project / "deberta")
+        save_text_model(project / "deberta")
+        architecture("DebertaV2", num_hidden_layers=1)().save_pretrained(project / "deberta")
     if name == "not fine-tuned":
         save_text_model(project / "headless")
         BertModel.from_pretrained(project / "headless").save_pretrained(project / "headless")
@@ -371,11 +374,27 @@ def test_bench_refuses_what_cannot_be_compared(
         (("model", "--runtime", "tourch"), "did you mean 'torch'"),
         (("model", "--dtype", "int4"), "a dtype must be one of float32, float16, bfloat16 on torch, got 'int4'"),
         (("model", "--runtime", "onnxruntime-tensorrt"), 'pip install "hies-export[gpu]"'),
+        (("model", "--shape", "2000000x16"), "a shape must have at most 16,777,216 tokens"),
         (("model", "--shape", "1x65"), "sequence must be in 1..64"),
         ((".", "--dtype", "float16"), "is an ONNX folder with its own"),
     ):
         assert hies("bench", *arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_models_of_different_vocabularies_read_the_tokens_of_the_smaller(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path / "large")
+    bert(vocab_size=7).save_pretrained(tmp_path / "small")
+    for first, second in (("large", "small"), ("small", "large")):
+        (row,) = bench(tmp_path / first, tmp_path / second, shapes=[(4, 16)], repeats=2)
+        assert (row.batch, row.sequence) == (4, 16)
+
+
+def test_images_must_be_of_one_size(tmp_path: Path) -> None:
+    vit().save_pretrained(tmp_path / "small")
+    vit(image_size=32).save_pretrained(tmp_path / "large")
+    with pytest.raises(RequestError, match="same kind of input .* got images of 3 x 16 and images of 3 x 32"):
+        bench(tmp_path / "small", tmp_path / "large")
 
 
 def test_what_bench_prints_is_shown_again(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,17 @@
-"""Refits from streamed moments and with weighted tokens, against scikit-learn and the prediction itself."""
+"""Refits from streamed moments, with weighted tokens and by scalars, against scikit-learn, NumPy and predictions."""
 
 import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.cuts import random_cut
 from support.models import bert, image_batch, llama, text_batch, vit
-from support.neurons import cut_neurons, half, neurons
+from support.neurons import half, neurons
 from support.references import read_tokens
 from support.tolerance import REFITTED, assert_near, near
 from torch import Tensor
@@ -20,7 +21,10 @@ from hies_export.calibrate import ridge
 from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.ridge import Moments
 from hies_export.errors import RecipeError, RequestError
+from hies_export.prunable.attention import find_attention
+from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, FewTokensWarning, compensate, refit
+from hies_export.units import PrunableModule
 
 sklearn = pytest.importorskip("sklearn.linear_model")
 
@@ -43,7 +47,7 @@ def test_it_is_the_ridge_regression_of_scikit_learn(
     dense = make()
     batches, modules = batches_of(dense), neurons(dense)
     selection = half(modules)
-    one, other = (cut_neurons(dense, selection, modules) for _ in range(2))
+    one, other = (prune_units(dense, selection, modules) for _ in range(2))
     how = Compensation(ridge=0.05, token_weights=mix)
     fits = compensate(dense, one, selection, modules, batches, how)
     refit(other, selection, modules, MomentStream(dense, modules, batches, weighted=True), how)
@@ -80,10 +84,10 @@ def test_where_one_token_is_read_its_weight_brings_the_prediction_back() -> None
     with torch.no_grad():
         wanted = dense(**fresh).logits
         for mix in (1.0, 0.1):
-            slim = cut_neurons(dense, selection, modules)
+            slim = prune_units(dense, selection, modules)
             compensate(dense, slim, selection, modules, batches, Compensation(token_weights=mix))
             differences[mix] = (slim(**fresh).logits - wanted).square().mean().item()
-        cut = (cut_neurons(dense, selection, modules)(**fresh).logits - wanted).square().mean().item()
+        cut = (prune_units(dense, selection, modules)(**fresh).logits - wanted).square().mean().item()
     assert differences[1.0] < cut
     assert differences[0.1] < 0.7 * differences[1.0]
 
@@ -125,13 +129,15 @@ def test_how_many_tokens_are_wanted_is_said() -> None:
     dense, batches = bert(), [text_batch(6, 10, padding=False, labels=False)]
     modules = neurons(dense)
     selection = half(modules)
-    slim = cut_neurons(dense, selection, modules)
+    slim, other = (prune_units(dense, selection, modules) for _ in range(2))
     with pytest.warns(FewTokensWarning, match="60 calibration tokens") as said:
         fits = compensate(dense, slim, selection, modules, batches)
+    with pytest.warns(FewTokensWarning, match="60 calibration tokens") as said_again:
+        refit(other, selection, modules, MomentStream(dense, modules, batches))
     expected = [
         f"60 calibration tokens are few for the 32 inputs of {m.name}; at least 128 are wanted" for m in modules
     ]
-    assert [str(warning.message).partition(":")[0] for warning in said] == expected
+    assert [str(warning.message).partition(":")[0] for warning in (*said, *said_again)] == expected * 2
     assert len(fits) == 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -147,7 +153,61 @@ def test_bad_requests() -> None:
         Compensation(sequential=True, token_weights=0.5)
     modules = neurons(dense)
     selection = half(modules)
-    slim = cut_neurons(dense, selection, modules)
+    slim = prune_units(dense, selection, modules)
     weighted = Compensation(token_weights=0.5)
     with pytest.raises(RequestError, match="collect them with weighted=True"):
         refit(slim, selection, modules, MomentStream(dense, modules, batches), weighted)
+
+
+# So small that the solution is that of plain least squares.
+NO_RIDGE = Compensation(method="scalars", ridge=1e-10)
+
+
+def by_lstsq(model: Any, module: PrunableModule, units: list[int], batches: list[dict[str, torch.Tensor]]) -> Any:
+    """Return the best scalars of the kept units, the consumer's weight, and the columns of each of these units."""
+    x, y, *_ = read_tokens(model, module, batches)
+    layer, width = model.get_submodule(module.consumer), module.unit_width
+    weight = layer.weight.detach().double().numpy()
+    target = y if layer.bias is None else y - layer.bias.detach().double().numpy()
+    columns = [slice(u * width, (u + 1) * width) for u in units]
+    design = np.stack([(x[:, c] @ weight[:, c].T).ravel() for c in columns], 1)  # (tokens * outputs, units)
+    return np.linalg.lstsq(design, target.ravel(), rcond=None)[0], weight, columns
+
+
+@pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
+@pytest.mark.parametrize("make", [bert, llama])
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_scalars_are_those_of_least_squares_over_all_tokens(make: Any, kind: str) -> None:
+    model = make()
+    batches = [text_batch(5, 12, labels=False) for _ in range(20)]
+    modules = find_attention(model, batches[0]) if kind == "attention" else neurons(model)
+    kept = {m.name: m.kept(range(0, m.units // 2)) for m in modules}
+    slim, other = (prune_units(model, kept, modules) for _ in range(2))
+    fits = compensate(model, slim, kept, modules, batches, NO_RIDGE)
+    refit(other, kept, modules, MomentStream(model, modules, batches), NO_RIDGE)
+    # On few tokens, ones may be better on those held out; such a layer is left as it is.
+    scaled = [module for module, fit in zip(modules, fits, strict=True) if fit.method == "scalars"]
+    assert scaled
+    for module in scaled:
+        units = list(kept[module.name].units)
+        scalars, weight, columns = by_lstsq(model, module, units, batches)
+        expected = np.concatenate([s * weight[:, c] for s, c in zip(scalars, columns, strict=True)], 1)
+        for found in (slim, other):
+            layer = found.get_submodule(module.consumer)
+            np.testing.assert_allclose(layer.weight.detach().numpy(), expected, rtol=1e-3, atol=1e-4)
+            if layer.bias is not None:
+                assert torch.equal(layer.bias, model.get_submodule(module.consumer).bias)
+        assert np.abs(scalars - 1).max() > 0.01
+
+
+@pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
+def test_a_great_ridge_leaves_the_scalars_at_one_and_units_that_all_stay_are_left_alone() -> None:
+    model, batch = bert(), text_batch(8, 12, labels=False)
+    modules = neurons(model)
+    kept = {m.name: m.kept(range(m.units if i == 0 else 40)) for i, m in enumerate(modules)}
+    slim = prune_units(model, kept, modules)
+    before = {name: p.detach().clone() for name, p in slim.named_parameters()}
+    fits = compensate(model, slim, kept, modules, [batch], Compensation(method="scalars", ridge=1e9))
+    assert [fit.name for fit in fits] == [module.name for module in modules[1:]]
+    for name, parameter in slim.named_parameters():
+        torch.testing.assert_close(parameter, before[name], rtol=1e-5, atol=1e-6)

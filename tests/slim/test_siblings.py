@@ -12,13 +12,7 @@ from support.cuts import random_neurons
 from support.models import causal_lm, llava, shake
 from support.tolerance import assert_near
 from torch import Tensor
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    LlamaConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
 
 from hies_export.checkpoint.loading import load
 from hies_export.checkpoint.save import save_slim
@@ -61,10 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 # Ten heads in five groups at width 80: six heads, which are left of them, do not divide it.
 ODD = {"hidden_size": 80, "num_attention_heads": 10, "num_key_value_heads": 5}
-BATCH = {
-    "input_ids": torch.arange(5, 27).view(2, 11),
-    "attention_mask": torch.tensor([[1] * 11, [0] * 3 + [1] * 8]),
-}
+BATCH = {"input_ids": torch.arange(5, 27).view(2, 11), "attention_mask": torch.tensor([[1] * 11, [0] * 3 + [1] * 8])}
 
 
 def uniform_cut(dense: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[PreTrainedModel, PruningPlan]:

@@ -1,13 +1,7 @@
 """Models that are exported to ONNX with their cache, and prompts for them."""
 
 import torch
-from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedModel,
-)
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
 from support.families import SMALL, decoder
 from support.models import shake

@@ -151,31 +151,19 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
-    def do_GET(self) -> None:
-        self._answer("GET")
-
-    def do_HEAD(self) -> None:
-        self._answer("HEAD")
-
-    def do_POST(self) -> None:
-        self._answer("POST")
-
-    def do_PUT(self) -> None:
-        self._answer("PUT")
-
-    def _answer(self, method: str) -> None:
+    def _answer(self) -> None:
         path = unquote(urlparse(self.path).path)
         body = self._body()
         if path in self.state.refuse:
             self.state.one_came.wait(timeout=10)
         with self.state.lock:
-            self.state.requests.append(f"{method} {path}")
+            self.state.requests.append(f"{self.command} {path}")
             try:
                 if path in self.state.refuse:
                     raise _Refused(self.state.refuse[path])
                 for pattern, methods, function in _ROUTES:
                     match = re.fullmatch(pattern, path)
-                    if match and method in methods:
+                    if match and self.command in methods:
                         function(self, body, **match.groupdict())
                         return
                 raise _Refused(404, "EntryNotFound", "no such route")
@@ -185,6 +173,8 @@ class _Handler(BaseHTTPRequestHandler):
                     json.dumps({"error": refused.message}).encode(),
                     {"X-Error-Code": refused.code, "X-Error-Message": refused.message},
                 )
+
+    do_GET = do_HEAD = do_POST = do_PUT = _answer
 
     def _body(self) -> bytes:
         if "chunked" in self.headers.get("Transfer-Encoding", ""):

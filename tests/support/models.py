@@ -12,8 +12,6 @@ from transformers import (
     BertForSequenceClassification,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
-    DebertaV2Config,
-    DebertaV2ForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -191,15 +189,6 @@ def save_text_model(folder: Path, **options: object) -> Path:
     )
     bert(**({"num_labels": 2} | options)).save_pretrained(folder)
     fast.save_pretrained(folder)
-    return folder
-
-
-def save_deberta(folder: Path) -> Path:
-    """Write a tiny DeBERTa, whose heads cannot be cut, and a tokenizer as a checkpoint folder."""
-    save_text_model(folder)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
-    config = DebertaV2Config(**sizes, num_hidden_layers=1)
-    DebertaV2ForSequenceClassification(config).save_pretrained(folder)
     return folder
 
 

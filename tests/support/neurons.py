@@ -1,6 +1,5 @@
 """Find and cut the feed-forward neurons of tiny models by their names: by hand, without the package's own finder."""
 
-import copy
 import re
 from collections.abc import Iterator, Sequence
 
@@ -52,21 +51,6 @@ def neurons(model: PreTrainedModel) -> tuple[PrunableModule, ...]:
 def half(modules: Sequence[PrunableModule]) -> Selection:
     """Return a selection that keeps every other neuron."""
     return {module.name: module.kept(range(0, module.units, 2)) for module in modules}
-
-
-def cut_neurons(dense: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]) -> PreTrainedModel:
-    """Return a copy of a model without the neurons that a selection does not keep."""
-    slim = copy.deepcopy(dense)
-    for module in modules:
-        kept = list(selection[module.name].units)
-        for part in module.slices:
-            layer = slim.get_submodule(part.tensor)
-            layer.weight = torch.nn.Parameter(layer.weight.detach()[kept])
-            if layer.bias is not None:
-                layer.bias = torch.nn.Parameter(layer.bias.detach()[kept])
-        layer = slim.get_submodule(module.consumer)
-        layer.weight = torch.nn.Parameter(layer.weight.detach()[:, kept])
-    return slim
 
 
 def one_by_one(batches: Sequence[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -50,16 +50,7 @@ from hies_export.sweep.page import read_sweep, render_sweep
 from hies_export.units import Kept
 from hies_export.values import PruningPlan
 from support.cuts import random_cut
-from support.models import (
-    bert,
-    causal_lm,
-    cut_bert,
-    generative_tokenizer,
-    save_text_model,
-    text_batch,
-    vit,
-    write_rows,
-)
+from support.models import bert, causal_lm, cut_bert, generative_tokenizer, save_text_model, text_batch, vit, write_rows
 from support.mutations import damaged, damaged_setting
 from support.reports import DATA, TRIED, make_report
 from support.sweeps import sweep_row, write_sweep
@@ -413,10 +404,7 @@ def _recipes(folder: Path) -> list[Read]:
     def override() -> None:
         read(setting.read_bytes().decode(errors="replace"))
 
-    return [
-        Read("recipe", "yaml", recipe, read, 25),
-        Read("--set", "setting", setting, override, 20),
-    ]
+    return [Read("recipe", "yaml", recipe, read, 25), Read("--set", "setting", setting, override, 20)]
 
 
 MAKERS = (_plans, _checkpoints, _older, _generation, _processors, _runs, _sweeps, _small, _recipes)

@@ -22,11 +22,7 @@ CUT = {
     "mllama": "cross-attention to images",
     "qwen3_next": "gated",
 }
-EXPORTED = {
-    "albert": "layers that share their weights",
-    "modernbert": "a rotary encoder",
-    "wav2vec2": "audio",
-}
+EXPORTED = {"albert": "layers that share their weights", "modernbert": "a rotary encoder", "wav2vec2": "audio"}
 REFUSED = {
     "beam": "code that fails with fewer heads",
     "bitnet": "heads that are mixed before the output projection",
@@ -52,11 +48,7 @@ NEURONS = {
     "swinv2": "stages of several widths, and networks of position biases, which stay",
     "t5": "a model whose heads are refused",
 }
-NEURONS_REFUSED = {
-    "bitnet": "a norm over neurons",
-    "mixtral": "experts",
-    "resnet": "no block",
-}
+NEURONS_REFUSED = {"bitnet": "a norm over neurons", "mixtral": "experts", "resnet": "no block"}
 
 DECISIVE = ("model", "prunable", "calibrate", "slim", "checkpoint")
 # Of these: the table itself, and what makes and replaces folders, whatever they hold.

@@ -150,7 +150,7 @@ def test_points_are_means_over_seeds_at_the_measured_time() -> None:
         places = {tick.text: tick.place for tick in chart.x}
         assert places["90"] < places["80"] < places["70"]
         assert [line.name for line in chart.lines][:3] == [
-            *("fisher, heads only", "fisher, neurons only", "fisher, heads and neurons"),
+            *("fisher, heads only", "fisher, neurons only", "fisher, heads and neurons")
         ]
         assert len(chart.lines) == 6
         for line in chart.lines:
