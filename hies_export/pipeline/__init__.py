@@ -7,7 +7,7 @@ In the order of reading:
 
 - `prune.py`: `prune`, which chooses, cuts, compensates and judges; `memory.py`: batches from what a user holds.
 - `run.py`: `run`, which loads, prunes, saves, exports, measures and reports.
-- `resolve.py`, `sections.py`: a recipe as loaded model, rows and `options.py`; `load.py`: load the model itself.
+- `resolve.py`: a recipe as loaded model, rows and `options.py`; `load.py`: load the model itself.
 - `prepare.py`: find what a model can lose, and check the request.
 - `choose.py`: calibrate, score (`candidates.py`) and select within the budget (`targets.py`), which gives the plan.
 - `search.py`: find alpha, the criterion or the largest allowed cut on held-out rows; `quality.py`: evaluate.

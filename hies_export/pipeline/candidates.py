@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from ..calibrate.collect import DEFAULT_NEEDS, collect_statistics
 from ..calibrate.moments import MomentStream
@@ -71,8 +70,14 @@ class Candidates:
         return [self._by(criterion, alpha) for alpha in (ALPHAS if uses_alpha(criterion) else (0.0,))]
 
     def _by(self, criterion: str, alpha: float) -> Scores:
-        how: dict[str, Any] = {"normalize": self.options.normalize, "seed": self.options.seed}
-        return score_units(self.statistics, self.prepared.scored, criterion=criterion, alpha=alpha, **how)
+        return score_units(
+            self.statistics,
+            self.prepared.scored,
+            criterion=criterion,
+            alpha=alpha,
+            normalize=self.options.normalize,
+            seed=self.options.seed,
+        )
 
     @cached_property
     def effect_batches(self) -> list[Batch]:

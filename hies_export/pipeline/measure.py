@@ -65,8 +65,7 @@ def measure_both(
 ) -> Measurements:
     """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape.
 
-    Args:
-        batches: Batches to time with, by (batch, sequence); FLOPs per layer are counted on the first.
+    FLOPs per layer are counted on the first of the batches.
     """
     flops = counts.count_both_flops(dense, slim, batches)
     shape = next(iter(batches))

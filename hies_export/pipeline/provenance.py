@@ -18,19 +18,15 @@ from ..report.report import Report
 
 @dataclass(frozen=True)
 class RunRecord:
-    """How to repeat a run.
+    """How to repeat a run; all paths are absolute.
 
-    Attributes:
-        recipe: The fields that were given, without `output`. Paths are absolute.
-        folder: Absolute path of the folder that the run was told to write.
-        digests: Input, as `PruningRecipe.inputs` names it -> SHA-256 of its files; of a Hub model, its commit.
-        command: The command line; None for a run from Python.
+    `digests` has, by the names of `PruningRecipe.inputs`, the SHA-256 of an input's files; of a Hub model, its commit.
     """
 
-    recipe: Mapping[str, Any]
-    folder: str
+    recipe: Mapping[str, Any]  # the fields that were given, without `output`
+    folder: str  # that the run was told to write
     digests: Mapping[str, str]
-    command: str | None = None
+    command: str | None = None  # None for a run from Python
 
     @classmethod
     def of(cls, recipe: PruningRecipe, *, command: str | None = None, commit: str | None = None) -> RunRecord:

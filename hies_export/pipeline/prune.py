@@ -42,7 +42,7 @@ from .memory import batches_of, first_rows, split_held_out, task_of, unlabelled
 from .options import PruneOptions, RefitOptions
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .quality import Evaluation, evaluate
-from .sections import prune_options, refit_options
+from .resolve import prune_options, refit_options
 
 # Width of the table of a result, in characters.
 WIDTH = 100

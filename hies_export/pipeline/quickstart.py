@@ -27,8 +27,7 @@ MODEL = "vit-digits"
 def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progress: Progress = SILENT) -> Path:
     """Write a dataset (digits/), a model trained on it (vit-digits/) and a recipe for both into a folder.
 
-    Args:
-        epochs: Passes over the 1437 training images; 40 take about half a minute.
+    Forty passes over the 1437 training images take about half a minute.
     """
     progress.stage("train a small ViT on handwritten digits")
     rows = _digits()

@@ -25,15 +25,15 @@ from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
 from ..measure.exports import ExportOptions
 from ..measure.timing import Timing
-from ..recipe import PruningRecipe
+from ..recipe import BudgetSection, CompensationSection, PruneSection, PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_dtypes, check_runtime
 from ..score.criteria import AUTO
+from ..select.constraints import Constraints
 from ..tasks import TASKS
 from .load import Source, check_device_map, load_dense, source_of, task_class
 from .measure import MeasureOptions
-from .options import PruneOptions
+from .options import Budget, DropBudget, LatencyBudget, PruneOptions, RefitOptions
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
-from .sections import prune_options
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +58,12 @@ class Benchmarks:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a recipe names, loaded, and what it asks for, as plain options.
-
-    Attributes:
-        evaluation: Batches to evaluate on, shortest samples first.
-        evaluation_of: How many samples the evaluation split has.
-    """
+    """What a recipe names, loaded, and what it asks for, as plain options."""
 
     prepared: Prepared
     options: PruneOptions
-    evaluation: list[Batch]
-    evaluation_of: int
+    evaluation: list[Batch]  # shortest samples first
+    evaluation_of: int  # samples that the evaluation split has
     measure: MeasureOptions
     benchmarks: Benchmarks
     source: Source
@@ -164,6 +159,58 @@ def resolve(
     source = source_of(model, recipe.model, config, asked=recipe.save_dtype or recipe.dtype, **hub)
     benchmarks = Benchmarks(recipe.evaluation.lm_eval, recipe.evaluation.samples, recipe.evaluation.batch_size)
     return Resolved(prepared, options, evaluation, taken_from(rows), measure, benchmarks, source)
+
+
+def prune_options(
+    section: PruneSection, *, seed: int = 0, timing: Timing | None = None, export: ExportOptions | None = None
+) -> PruneOptions:
+    """Return the options that a section describes."""
+    return PruneOptions(
+        budget=_budget(section.budget),
+        modules=section.modules,
+        criterion=section.criterion,
+        alpha=None if section.alpha == "auto" else section.alpha,
+        normalize=section.normalize,
+        constraints=Constraints(
+            allocation=section.allocation,
+            unit=section.unit,
+            min_heads=section.min_heads,
+            keep_layers=section.keep_layers,
+            multiple_of=section.multiple_of.heads,
+            neurons_multiple_of=section.multiple_of.neurons,
+        ),
+        towers=section.towers,
+        steps=section.steps,
+        compensation=refit_options(section.compensation),
+        timing=timing or Timing(),
+        export=export or ExportOptions(),
+        seed=seed,
+    )
+
+
+def _budget(section: BudgetSection) -> Budget:
+    timed, drop = section.latency, section.max_drop
+    return Budget(
+        heads=section.heads,
+        flops=section.flops,
+        parameters=section.parameters,
+        latency=None if timed is None else LatencyBudget(timed.ratio, timed.runtime, timed.batch, timed.sequence),
+        max_drop=None if drop is None else DropBudget(drop.metric, drop.by),
+    )
+
+
+def refit_options(section: CompensationSection | None) -> RefitOptions | None:
+    """Return how to refit, None for no section."""
+    if section is None:
+        return None
+    return RefitOptions(
+        method=section.method,
+        ridge=section.ridge,
+        sequential=section.sequential,
+        token_weights=section.token_weights,
+        samples=section.samples,
+        limit_bytes=round(section.memory_gb * (1 << 30)),
+    )
 
 
 def options_of(recipe: PruningRecipe) -> PruneOptions:

@@ -129,11 +129,8 @@ def choose_by_agreement(
 
     A later candidate takes the place of an earlier one if it agrees more often by two paired standard errors, and its
     metric is not worse by more than its own standard error. A few hundred rows cannot tell smaller differences from
-    noise, so the order of candidates decides these. All candidates are judged with the first weights of tokens. The
-    best is then judged with the others, by the same rule.
-
-    Args:
-        held_out: Weights of tokens -> judge of selections refitted with these weights.
+    noise, so the order of candidates decides these. All candidates are judged with the first weights of tokens, a key
+    of `held_out`. The best is then judged with the others, by the same rule.
     """
     first, *others = held_out
     sign = 1.0 if higher_is_better(held_out[first].metric) else -1.0
@@ -187,10 +184,7 @@ def choose_by_max_drop(
     """Find the largest cut for which the metric holds, and the scores that allow it, by bisection over evaluations.
 
     A later candidate replaces the best so far only if it allows a larger cut. For most candidates one evaluation rules
-    that out.
-
-    Args:
-        select: Returns the selection for given scores at a size in 1..sizes; a larger size removes at least as much.
+    that out. A larger size, in 1..sizes, removes at least as much.
     """
     metric, dense = held_out.metric, held_out.dense()
     judged: dict[_Key, Mapping[str, Any]] = {}

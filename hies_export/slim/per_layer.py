@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..kinds import ATTENTION
 from ..units import PrunableModule, Selection
+from .siblings import config_field
 
 PerLayer = dict[str, dict[str, int]]
 """Index of a layer -> field of the config -> its value in that layer."""
@@ -52,17 +53,8 @@ def _fields(config: Any, module: PrunableModule, selection: Selection) -> dict[s
     if module.kind == ATTENTION:
         fields = {"num_attention_heads": len(kept.units), "num_key_value_heads": len(kept.kept_groups)}
         # Otherwise the width is computed from the number.
-        if _number(config, "head_dim") != module.key_width:
+        if config_field(config, "head_dim") != module.key_width:
             return None
     else:
         fields = {"intermediate_size": len(kept.units)}
-    return fields if all(_number(config, name) is not None for name in fields) else None
-
-
-def _number(config: Any, name: str) -> int | None:
-    """Return a field of a config if it is one number, and not one for each layer."""
-    try:
-        value = getattr(config, name, None)
-    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, of a family with layers that differ by themselves
-        return None
-    return value if type(value) is int else None
+    return fields if all(type(config_field(config, name)) is int for name in fields) else None

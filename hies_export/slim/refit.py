@@ -92,21 +92,16 @@ class Compensation:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The refit of one consumer.
+    """The refit of one consumer, by the method with the smallest error on held-out tokens.
 
-    Attributes:
-        name: Dotted name of the module.
-        method: The method with the smallest error on held-out tokens: "least_squares", "scalars", "bias", or "none" if
-            the consumer was left as it was cut.
-        ridge: Ridge of "least_squares" or "scalars", as in `Compensation`; else None.
-        tokens: Number of calibration tokens, including held-out ones.
-        error: Mean squared error of the consumer's output on held-out tokens, as a share of the error without a refit.
+    That is "least_squares", "scalars" or "bias", or "none" if the consumer was left as it was cut. `error` is the mean
+    squared error of its output on held-out tokens, as a share of the error without a refit.
     """
 
-    name: str
+    name: str  # of the module
     method: str
-    ridge: float | None
-    tokens: int
+    ridge: float | None  # of "least_squares" or "scalars", as in `Compensation`
+    tokens: int  # including held-out ones
     error: float
 
 

@@ -59,6 +59,14 @@ def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [config, *(c for child in children if child is not None for c in configs_in(child))]
 
 
+def config_field(config: PreTrainedConfig, name: str) -> Any:
+    """Return a field of a config; None if it lacks the field, or if layers differ in it."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, of a family with layers that differ by themselves
+        return None
+
+
 def changed_config(
     config: PreTrainedConfig,
     fields: Mapping[int, Mapping[str, Any]],

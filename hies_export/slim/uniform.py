@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..kinds import ATTENTION, MLP
 from ..model.linear import features_of
 from ..units import PrunableModule, Selection
-from .siblings import as_sibling, changed_config, configs_in, tensor_shapes
+from .siblings import as_sibling, changed_config, config_field, configs_in, tensor_shapes
 
 Settings = dict[int, dict[str, Any]]
 """Position of a config in `configs_in` -> its new fields."""
@@ -135,7 +135,7 @@ class _NeuronFields:
         counts = list(dict.fromkeys((module.units, self._stays[module.name]) for module in self._modules))
         counts = counts[:_MOST_COUNTS]
         fields = [
-            (position, field, _value(config, field.name))
+            (position, field, config_field(config, field.name))
             for position, config in enumerate(configs_in(self._model.config))
             for field in dataclasses.fields(config)
         ]
@@ -151,14 +151,6 @@ class _NeuronFields:
         for position, field, value in fields:
             if value is None and "int" in str(field.type):
                 yield position, field.name, [stays for _, stays in counts]
-
-
-def _value(config: Any, name: str) -> Any:
-    """Return a field of a config, or None if it has no single value, as one that each layer has its own of."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:
-        return None
 
 
 def _stock(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | None:
