@@ -157,17 +157,14 @@ def test_a_method_is_a_word(project: Path) -> None:
 @pytest.mark.parametrize("damage", ["another", "cut short", "no tensors", "absent"])
 def test_other_refitted_layers_are_refused(damage: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = project / "run" / REFIT
-    tensors = load_file(file)
     if damage == "another":
-        name = next(iter(tensors))
-        tensors[name].view(-1)[-1] += 1e-3
+        tensors = load_file(file)
+        next(iter(tensors.values())).view(-1)[-1] += 1e-3
         save_file(tensors, file)
-    if damage == "cut short":
-        file.write_bytes(file.read_bytes()[:-4])
-    if damage == "no tensors":
-        file.write_text("nothing")
-    if damage == "absent":
+    elif damage == "absent":
         file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-4] if damage == "cut short" else b"nothing")
     plan = project / "run" / "plan.json"
     assert hies("apply", plan, project / "dense", "-o", project / "out", "--refit", file) == 2
     assert "refit.safetensors" in " ".join(capsys.readouterr().err.split())
