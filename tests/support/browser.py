@@ -17,12 +17,9 @@ class Browser:
 
     def __init__(self, program: str, profile: Path):
         ours, theirs = os.pipe(), os.pipe()
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        options += [
-            "--hide-scrollbars",
-            "--disable-component-update",
-            "--remote-debugging-pipe",
-            f"--user-data-dir={profile}",
+        options = [
+            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"),
+            *("--disable-component-update", "--remote-debugging-pipe", f"--user-data-dir={profile}"),
         ]
         # The browser reads commands from descriptor 3 and answers on 4.
         start = "import os, sys; r, w, *command = sys.argv[1:]; os.dup2(int(r), 3); os.dup2(int(w), 4)"
