@@ -63,7 +63,7 @@ def spans_of(owned: Sequence[Iterable[int]]) -> tuple[Span, ...]:
     open_spans: list[Span] = []  # spans of the previous unit, which this unit may extend
     for unit, indices in enumerate(owned):
         continued = []
-        for place, (start, width) in enumerate(_runs(sorted(indices))):
+        for place, (start, width) in enumerate(runs(sorted(indices))):
             span = open_spans[place] if place < len(open_spans) else None
             if span is not None and span.width == width and span.units == 1:
                 span = Span(span.first, 2, span.start, start - span.start, width)
@@ -78,15 +78,15 @@ def spans_of(owned: Sequence[Iterable[int]]) -> tuple[Span, ...]:
     return tuple(sorted(found + open_spans, key=lambda span: (span.first, span.start)))
 
 
-def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+def runs(indices: Sequence[int]) -> list[tuple[int, int]]:
     """Return (start, width) of every run of consecutive numbers, ascending."""
-    runs: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for index in indices:
-        if runs and index == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        if found and index == sum(found[-1]):
+            found[-1] = (found[-1][0], found[-1][1] + 1)
         else:
-            runs.append((index, 1))
-    return runs
+            found.append((index, 1))
+    return found
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import RequestError, StepError, quoted
 from ..files import MEGABYTE, Rule, Schema, check, parse_json
+from ..units import runs
 
 BLOCK_BYTES = 8 * 2**20
 
@@ -124,10 +125,10 @@ def read_blocks(
         if hasattr(os, "posix_fadvise"):
             # The system then reads further ahead, which is several times faster from a cold disk.
             os.posix_fadvise(stream.fileno(), tensor.offset, tensor.bytes, os.POSIX_FADV_SEQUENTIAL)
-        for first, last in _runs(kept[0]) if 0 in kept else ((0, rows),):
+        for first, length in runs(kept[0].tolist()) if 0 in kept else [(0, rows)]:
             stream.seek(tensor.offset + first * row_bytes)
-            for begin in range(first, last, per_block):
-                count = min(per_block, last - begin)
+            for done in range(0, length, per_block):
+                count = min(per_block, length - done)
                 block = whole[: count * row_bytes]
                 _fill(stream, block, tensor.file)
                 if columns is None and dtype == tensor.dtype:
@@ -151,13 +152,6 @@ def read_tensor(tensor: StoredTensor, dtype: torch.dtype, buffer: bytearray) -> 
 def as_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, without a copy where it is contiguous."""
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _runs(index: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield ascending indices as half-open ranges."""
-    breaks = (index.diff() != 1).nonzero().flatten() + 1
-    for run in index.tensor_split(breaks):
-        yield int(run[0]), int(run[-1]) + 1
 
 
 def _fill(stream: Any, block: memoryview, file: Path) -> None:

@@ -6,8 +6,9 @@ Cheap checks come first, so that an impossible request fails early. No stage aft
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import datasets
@@ -122,12 +123,12 @@ def resolve(
     check_device_map(recipe.device_map)
     reader = _reader(recipe, config)
     draws = draws or Draws.of(options, samples=recipe.calibration.samples)
-    scoring, held_out, compensation = _draw(recipe, reader, options, draws)
+    load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
+    scoring, held_out, compensation = _draw(recipe, load, options, draws)
     if loaded is None:
-        data: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
         wanted = recipe.evaluation
         seed = EVALUATION_SEED if wanted.samples is not None and wanted.rows == "drawn" else None
-        rows = reader.load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True, **data)
+        rows = load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True)
         _warn_of_fewer("evaluation.samples", wanted.samples or 0, taken_from(rows), wanted.split)
         model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
     else:
@@ -283,18 +284,17 @@ def _reader(recipe: PruningRecipe, config: Any) -> Reader:
 
 
 def _draw(
-    recipe: PruningRecipe, reader: Reader, options: PruneOptions, draws: Draws
+    recipe: PruningRecipe, load: Callable[..., datasets.Dataset], options: PruneOptions, draws: Draws
 ) -> tuple[datasets.Dataset, datasets.Dataset, datasets.Dataset]:
     """Return the samples of the calibration split to score on, to choose on and to refit on."""
     split = recipe.calibration.split
-    data: dict[str, Any] = {"name": recipe.data.name, "files": recipe.data.files}
     own = None
     if draws.held_out and recipe.held_out is not None:
         count = recipe.held_out.samples or draws.held_out
-        own = reader.load(recipe.held_out.split, samples=count, shuffle_seed=draws.seed, **data)
+        own = load(recipe.held_out.split, samples=count, shuffle_seed=draws.seed)
         draws = replace(draws, held_out=0)
     most = max(draws.scoring + draws.held_out, draws.compensation + draws.held_out * draws.apart)
-    drawn = reader.load(split, samples=most, shuffle_seed=draws.seed, **data)
+    drawn = load(split, samples=most, shuffle_seed=draws.seed)
     if draws.held_out and len(drawn) <= draws.scoring:
         what = options.judged_on_held_out or "alpha: auto"
         remedy = {"max_drop": "choose another budget", "criterion: auto": "choose a criterion"}.get(what, "set alpha")

@@ -41,21 +41,13 @@ MAX_SHARD_SIZE = "50GB"
 
 @dataclass(frozen=True)
 class Applied:
-    """A slim checkpoint that `apply_plan` wrote.
-
-    Attributes:
-        folder: The slim checkpoint.
-        dense_bytes: Size of the tensors of the checkpoint it was cut from.
-        slim_bytes: Size of the tensors that were written.
-        seconds: Wall time, all included.
-        note: That the slim model is of another stock family, which computes the same; empty where it is not.
-    """
+    """A slim checkpoint that `apply_plan` wrote, and the sizes of the tensors that were read and written."""
 
     folder: Path
     dense_bytes: int
     slim_bytes: int
-    seconds: float
-    note: str = ""
+    seconds: float  # wall time, all included
+    note: str = ""  # that the slim model is of another stock family, which computes the same
 
 
 def apply_plan(

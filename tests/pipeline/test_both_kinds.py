@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,8 +280,9 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     draws = resolve_module.Draws.of(options, samples=20)
     assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
     reader = resolve_module._reader(done.recipe, prepared.model.config)
-    _, held_out, compensation = resolve_module._draw(done.recipe, reader, options, draws)
-    drawn = reader.load("train", samples=150, shuffle_seed=0, name=None, files=done.recipe.data.files)
+    load = partial(reader.load, files=done.recipe.data.files)
+    _, held_out, compensation = resolve_module._draw(done.recipe, load, options, draws)
+    drawn = load("train", samples=150, shuffle_seed=0)
     assert [*held_out] == [*drawn.select(range(60, 150))]
     assert [*compensation] == [*drawn.select(range(60))]
 
