@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,27 +105,53 @@ def predict(model: Any, batches: Sequence[Batch], *, progress: Progress = SILENT
     Returns the logits, (samples, labels), float32, on the CPU; where labels are tokens, `TokenPredictions`; where every
     row is a choice (`CHOICE_KEYS`), `ChoicePredictions`.
     """
+    _checked(batches)
+    device = next(model.parameters()).device
+
+    def forward(batch: Batch) -> torch.Tensor:
+        inputs = {key: value.to(device) for key, value in batch.items() if key not in ("labels", *CHOICE_KEYS)}
+        logits: torch.Tensor = model(**inputs).logits
+        return logits
+
+    with evaluating(model), without_cache(model), torch.inference_mode(), threads_for(model, batches):
+        outputs = _outputs(forward, progress.track(processes.share(batches), "predict"), len(batches))
+    return _joined(_in_order(outputs, len(batches)), batches)
+
+
+def predict_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]) -> Predictions:
+    """Predict batches as `predict` does, in this process alone, by a function from a batch to its logits."""
+    _checked(batches)
+    return _joined(_outputs(forward, enumerate(batches), len(batches)), batches)
+
+
+def _checked(batches: Sequence[Batch]) -> None:
     if not batches:
         raise DataError("predict needs at least one batch, got none")
     check_label_tokens(batches)
-    device = next(model.parameters()).device
-    outputs: list[Any] = []
-    with evaluating(model), without_cache(model), torch.inference_mode(), threads_for(model, batches):
-        for index, batch in progress.track(processes.share(batches), "predict"):
-            inputs = {key: value.to(device) for key, value in batch.items() if key not in ("labels", *CHOICE_KEYS)}
-            logits = model(**inputs).logits  # (batch, labels) or (batch, tokens, vocabulary)
-            labels = batch.get("labels")
-            of_tokens = labels is not None and labels.dim() == 2
-            output = _judge_tokens(logits, labels) if of_tokens else (logits,)
-            # A language model's NaN reaches its likelihoods.
-            if not torch.isfinite(output[-1]).all():
-                raise NonFiniteError(
-                    f"logits must be finite, but batch {index} (from 0) of {len(batches)} has NaN or "
-                    f"infinity; try dtype float32"
-                )
-            outputs.append(tuple(values.float().cpu() if values.is_floating_point() else values for values in output))
-            del logits, output
-    outputs = _in_order(outputs, len(batches))
+
+
+def _outputs(
+    forward: Callable[[Batch], torch.Tensor], numbered: Iterable[tuple[int, Batch]], count: int
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return what is kept of each batch: its logits, or the likeliest tokens and the label tokens' likelihoods."""
+    outputs: list[tuple[torch.Tensor, ...]] = []
+    for index, batch in numbered:
+        logits = forward(batch)  # (batch, labels) or (batch, tokens, vocabulary)
+        labels = batch.get("labels")
+        of_tokens = labels is not None and labels.dim() == 2
+        output = _judge_tokens(logits, labels) if of_tokens else (logits,)
+        # A language model's NaN reaches its likelihoods.
+        if not torch.isfinite(output[-1]).all():
+            raise NonFiniteError(
+                f"logits must be finite, but batch {index} (from 0) of {count} has NaN or infinity; try dtype float32"
+            )
+        outputs.append(tuple(values.float().cpu() if values.is_floating_point() else values for values in output))
+        del logits, output
+    return outputs
+
+
+def _joined(outputs: Sequence[tuple[torch.Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
+    """Return the predictions of all batches, in their order."""
     if len(outputs[0]) == 1:
         # Outside inference mode, so that the result may take part in a backward pass.
         return torch.cat([logits for (logits,) in outputs])

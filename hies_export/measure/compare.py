@@ -1,11 +1,11 @@
-"""Time two models on a runtime, for `hies-export run` and `hies-export bench`."""
+"""Time two models on a runtime, or several on several, interleaved and over several loads."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -18,9 +18,20 @@ from .contention import CpuWatch
 from .counts import FlopCount, Shape
 from .latency import LatencyComparison, compare_rounds
 from .rows import LatencyRow, with_contradictions
-from .timing import Phase, Rounds, Timing, time_rounds
+from .timing import Phase, Rounds, Timing, rotated, time_rounds
 
 logger = logging.getLogger(__name__)
+
+Step = tuple[Shape, Phase]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model as a runtime serves it: what the runtime loads, and the dtype to compute in, as in `load_runtime`."""
+
+    runtime: str
+    source: PreTrainedModel | Path
+    dtype: str | None = None
 
 
 def time_on(
@@ -65,29 +76,50 @@ def compare_loads(
     dtype: str | None = None,
     decode: bool = True,
     progress: Progress = SILENT,
-) -> dict[tuple[Shape, Phase], LatencyComparison]:
+) -> dict[Step, LatencyComparison]:
     """Time as `time_on` does, decode steps only with `decode`; return the comparisons by shape and phase."""
-    loads, shapes = min(RUNTIMES[runtime].loads, timing.repeats), list(batches)
+    forms = [Served(runtime, source, dtype) for source in (dense, slim)]
+    found = compare_forms(forms, batches, timing=timing, decode=decode, progress=progress)
+    return {step: comparison for step, (comparison,) in found.items()}
+
+
+def compare_forms(
+    forms: Sequence[Served],
+    batches: Mapping[Shape, Mapping[str, Tensor]],
+    *,
+    timing: Timing,
+    decode: bool = True,
+    progress: Progress = SILENT,
+) -> dict[Step, list[LatencyComparison]]:
+    """Time models on any runtimes, all interleaved; return, by shape and phase, how each compares with the first.
+
+    All are loaded as often as the runtime among them that asks for most loads, and the first one twice, as control.
+    """
+    runtimes = dict.fromkeys(form.runtime for form in forms)
+    loads, shapes = min(max(RUNTIMES[name].loads for name in runtimes), timing.repeats), list(batches)
     share = replace(timing, repeats=math.ceil(timing.repeats / loads), min_seconds=timing.min_seconds / loads)
-    sources = (dense, slim, dense)
+    loaded = [*forms, forms[0]]
     runners: dict[int, Runtime] = {}
-    timed: dict[tuple[Shape, Phase], list[Rounds]] = {}
+    timed: dict[Step, list[Rounds]] = {}
     steps = [(number, shape) for number in range(loads) for shape in shapes]
-    for number, shape in progress.track(steps, f"measure {runtime}"):
+    for number, shape in progress.track(steps, f"measure {', '.join(runtimes)}"):
         if shape == shapes[0]:
             runners.clear()
             # The model that is loaded first tends to run fastest, so the order rotates.
-            for index in ((0, 1, 2), (1, 2, 0), (2, 0, 1))[number % 3]:
-                runners[index] = load_runtime(runtime, sources[index], dtype=dtype)
+            for index in rotated(len(loaded), number):
+                form = loaded[index]
+                runners[index] = load_runtime(form.runtime, form.source, dtype=form.dtype)
         decodes = all(runner.decodes for runner in runners.values())
         phases: tuple[Phase, ...] = ("prefill",) if decodes else ("forward",)
         for phase in (*phases, "decode") if decode and decodes and shape[1] > 1 else phases:
             rounds = time_rounds(
-                [runners[index] for index in range(3)],
+                [runners[index] for index in range(len(loaded))],
                 batch=batches[shape],
                 # The machine is warm by the second load.
                 timing=replace(share, warmup=2) if number else share,
                 phase=phase,
+                across=len(runtimes) > 1,
             )
             timed.setdefault((shape, phase), []).append(rounds)
-    return {step: compare_rounds(rounds) for step, rounds in timed.items()}
+    others = range(1, len(forms))
+    return {step: [compare_rounds(rounds, model=index) for index in others] for step, rounds in timed.items()}

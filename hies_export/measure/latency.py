@@ -84,16 +84,20 @@ def compare_latency(
     return compare_rounds([rounds], seed=seed)
 
 
-def compare_rounds(loads: Sequence[Rounds], *, seed: int = 0) -> LatencyComparison:
-    """Compare dense and slim over the rounds of at least one load; `seed` is that of the bootstrap."""
+def compare_rounds(loads: Sequence[Rounds], *, model: int = 1, seed: int = 0) -> LatencyComparison:
+    """Compare the first model with another over the rounds of at least one load; `seed` is that of the bootstrap."""
     # Peak memory is taken from the first load, the clock from the last.
     conditions = {field.name: getattr(loads[0], field.name) for field in fields(Conditions)}
+    for name in ("dtypes", "peak_bytes"):
+        conditions[name] = conditions[name] and (conditions[name][0], conditions[name][model])
     times_ms = np.concatenate([load.times_ms for load in loads])
     return LatencyComparison(
         dense=Percentiles.of(times_ms[:, 0]),
-        slim=Percentiles.of(times_ms[:, 1]),
-        ratio=paired_ratio([load.times_ms[:, [0, 2]] for load in loads], [load.times_ms[:, 1] for load in loads], seed),
-        control=paired_ratio([load.times_ms[:, [0]] for load in loads], [load.times_ms[:, 2] for load in loads], seed),
+        slim=Percentiles.of(times_ms[:, model]),
+        ratio=paired_ratio(
+            [load.times_ms[:, [0, -1]] for load in loads], [load.times_ms[:, model] for load in loads], seed
+        ),
+        control=paired_ratio([load.times_ms[:, [0]] for load in loads], [load.times_ms[:, -1] for load in loads], seed),
         repeats=len(times_ms),
         loads=len(loads),
         **conditions | {"clock_mhz": loads[-1].clock_mhz},

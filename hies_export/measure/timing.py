@@ -1,4 +1,4 @@
-"""Run loaded models (dense, slim, control) in turns, and return the time of each run."""
+"""Run loaded models in turns, the first one twice, and return the time of each run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ from .machine import gpu_facts
 
 Phase = Literal["forward", "prefill", "decode"]
 
-# Consecutive orders are reversed (ABBA), so linear drift cancels. Over all six, each runner comes equally often first,
-# second and last, and equally often after itself, so a warm cache favours none.
-_ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2))
-
 
 @dataclass(frozen=True)
 class Timing:
     """The number of runs of each model.
 
     Attributes:
-        repeats: Least number of timed runs of each model; a multiple of 6 balances the order exactly.
+        repeats: Least number of timed runs of each model; a multiple of 6 balances the order of three exactly.
         warmup: Number of untimed runs before them. The outputs of the first are checked.
         min_seconds: Continue beyond `repeats` until the timed runs of all models add up to this many seconds.
 
@@ -50,12 +46,12 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """The conditions under which dense and slim were timed.
+    """The conditions under which models were timed.
 
     Attributes:
         threads: CPU threads within an operator.
-        provider: Device or execution provider that both ran on.
-        dtypes: Dtypes that dense and slim computed in.
+        provider: Device or execution provider of the first.
+        dtypes: Dtypes that they computed in.
         peak_bytes: Their peak device memory during a run; None on the CPU.
         cuda_graph: Whether replays of CUDA graphs were timed.
         clock_mhz: The GPU's clock right after the last run; None on the CPU.
@@ -63,53 +59,61 @@ class Conditions:
 
     threads: int
     provider: str
-    dtypes: tuple[str, str]
+    dtypes: tuple[str, ...]
     cuda_graph: bool
-    peak_bytes: tuple[int, int] | None
+    peak_bytes: tuple[int, ...] | None
     clock_mhz: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds(Conditions):
-    """The times of dense, slim and control in ms, (rounds, 3), from one load of each."""
+    """The times of all models, then of the control, in ms, (rounds, models + 1), from one load of each."""
 
     times_ms: np.ndarray
 
 
 def time_rounds(
-    runners: Sequence[Runtime], *, batch: Mapping[str, Any], timing: Timing, phase: Phase = "forward"
+    runners: Sequence[Runtime],
+    *,
+    batch: Mapping[str, Any],
+    timing: Timing,
+    phase: Phase = "forward",
+    across: bool = False,
 ) -> Rounds:
-    """Time dense, slim and control, which may be the same object as dense, in turns; see `compare_latency`."""
+    """Time models in turns, as `compare_latency` does; the last runner is the control, the first model again.
+
+    The control may be the same object as the first. With `across`, the models may run on different runtimes.
+    """
     if phase == "decode" and not all(runner.decodes for runner in runners):
         raise RecipeError(
             ["a decode step needs models that generate from a cache, and these do not: time the forward pass"]
         )
     feeds = [runner.prepare_step(batch) if phase == "decode" else runner.prepare(batch) for runner in runners]
-    _check_alike(runners)
+    _check_alike(runners, across=across)
     _warm_up(runners, feeds, timing.warmup)
     times_ns = _run_in_turns(runners, feeds, timing)
-    # The model that is loaded first also accounts for the runtime's kernels, so dense memory is read from the control.
-    peaks = [runners[index].peak_memory_bytes(feeds[index]) for index in (2, 1)]
-    clock_mhz = None if None in peaks else gpu_facts().get("clocks.sm")
-    dense, slim, _ = runners
+    # The model that is loaded first also accounts for the runtime's kernels, so its memory is read from the control.
+    places = [len(runners) - 1, *range(1, len(runners) - 1)]
+    peaks = [peak for i in places if (peak := runners[i].peak_memory_bytes(feeds[i])) is not None]
+    clock_mhz = gpu_facts().get("clocks.sm") if peaks else None
     return Rounds(
         times_ms=np.asarray(times_ns, dtype=np.float64) / 1e6,
-        threads=dense.threads,
-        provider=dense.provider,
-        dtypes=(dense.dtype, slim.dtype),
-        cuda_graph=dense.cuda_graph,
-        peak_bytes=None if peaks[0] is None or peaks[1] is None else (peaks[0], peaks[1]),
+        threads=runners[0].threads,
+        provider=runners[0].provider,
+        dtypes=tuple(runner.dtype for runner in runners[:-1]),
+        cuda_graph=runners[0].cuda_graph,
+        peak_bytes=tuple(peaks) if len(peaks) == len(places) else None,
         clock_mhz=None if clock_mhz is None else float(clock_mhz),
     )
 
 
-def _check_alike(runners: Sequence[Runtime]) -> None:
-    """Refuse runners that differ in provider, threads or use of CUDA graphs.
+def _check_alike(runners: Sequence[Runtime], *, across: bool) -> None:
+    """Refuse runners that differ in threads or, on one runtime, in provider or use of CUDA graphs.
 
     To be called after `prepare`, which is when a CUDA graph is captured.
     """
     places = {(runner.provider, runner.threads, runner.cuda_graph) for runner in runners}
-    if len(places) > 1:
+    if len({threads for _, threads, _ in places} if across else places) > 1:
         shown = " and ".join(
             f"{provider} with {threads} threads{', as a CUDA graph' * graph}"
             for provider, threads, graph in sorted(places)
@@ -118,8 +122,10 @@ def _check_alike(runners: Sequence[Runtime]) -> None:
 
 
 def _warm_up(runners: Sequence[Runtime], feeds: Sequence[Any], rounds: int) -> None:
+    others = [f"other {index}" for index in range(2, len(runners) - 1)]
+    names = ["dense", "slim", *others, "control"]
     for number in range(rounds):
-        for name, runner, feed in zip(("dense", "slim", "control"), runners, feeds, strict=True):
+        for name, runner, feed in zip(names, runners, feeds, strict=True):
             result = runner.run(feed)
             if number == 0:
                 _check_finite(runner.fetch(result), name=name, provider=runner.provider)
@@ -136,7 +142,11 @@ def _check_finite(outputs: Mapping[str, np.ndarray], *, name: str, provider: str
 
 
 def _run_in_turns(runners: Sequence[Runtime], feeds: Sequence[Any], timing: Timing) -> list[list[int]]:
-    """Return the times in nanoseconds, one list per round, in the order of `runners`."""
+    """Return the times in nanoseconds, one list per round, in the order of `runners`.
+
+    Consecutive orders are reversed (ABBA), so linear drift cancels. Over twice as many rounds as there are runners,
+    each comes equally often at each place, and equally often after itself, so a warm cache favours none.
+    """
     rounds: list[list[int]] = []
     total_ns = 0
     collecting = gc.isenabled()
@@ -145,7 +155,7 @@ def _run_in_turns(runners: Sequence[Runtime], feeds: Sequence[Any], timing: Timi
     try:
         while len(rounds) < timing.repeats or total_ns < timing.min_seconds * 1e9:
             elapsed_ns = [0] * len(runners)
-            for index in _ORDERS[len(rounds) % len(_ORDERS)]:
+            for index in rotated(len(runners), len(rounds) // 2)[:: -1 if len(rounds) % 2 else 1]:
                 elapsed_ns[index] = runners[index].time_ns(feeds[index])
             rounds.append(elapsed_ns)
             total_ns += sum(elapsed_ns)
@@ -153,3 +163,8 @@ def _run_in_turns(runners: Sequence[Runtime], feeds: Sequence[Any], timing: Timi
         if collecting:
             gc.enable()
     return rounds
+
+
+def rotated(count: int, first: int) -> list[int]:
+    """Return the numbers below `count`, beginning with `first`, or with what it leaves when divided by `count`."""
+    return [(first + index) % count for index in range(count)]

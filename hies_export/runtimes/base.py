@@ -50,6 +50,7 @@ class Runtime(ABC):
         loads: How many times a comparison loads the models; more than 1 if copies of one model differ in time.
         width_step: Kernels compute a layer's width in blocks of this size, so that a width takes the time of the next
             multiple. Budgets of time count on no saving in between.
+        full: The runtime that computes the same graph in float32, where this one does not.
         threads: CPU threads within an operator.
         cuda_graph: Whether a run replays a captured CUDA graph.
     """
@@ -64,6 +65,7 @@ class Runtime(ABC):
     # ONNX Runtime on one core with AVX-512, a feed-forward block (1024, 384) x (384, N) and back: within noise, 497 to
     # 512 neurons take the same time, 513 take 3 % more, and 529 another 3 to 5 %.
     width_step: ClassVar[int] = 16
+    full: ClassVar[str | None] = None
     threads: int
     cuda_graph: bool = False
 
