@@ -6,9 +6,9 @@
 
 prunes a model in memory, and `PruningRecipe.from_yaml("bert.yaml").run()` does all that a recipe says. Or stage by
 stage: `find_modules`, `collect_statistics`, `score_units`, `select_units`, `prune_units`, `compensate`,
-`save_slim`, `export_onnx`; measured by `bench`, `compare_latency`, `count_flops` and `count_parameters`. `apply_plan`
-does the cut on the files of a checkpoint. A saved slim model comes back with `load`, and an exported decoder generates
-with `OnnxGenerator`. `push_to_hub` publishes a run.
+`save_slim`, `export_onnx`, `quantize_onnx`; measured by `bench`, `compare_latency`, `count_flops` and
+`count_parameters`. `apply_plan` does the cut on the files of a checkpoint. A saved slim model comes back with `load`,
+and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes a run.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .measure.latency import compare_latency
     from .onnx.export import export_onnx
     from .onnx.generator import OnnxGenerator
+    from .onnx.quantize import quantize_onnx
     from .pipeline.bench import bench
     from .pipeline.prune import PruneResult, prune
     from .pipeline.run import run
@@ -126,6 +127,7 @@ _HOMES = {
     "prune": "pipeline.prune",
     "prune_units": "slim.cut",
     "push_to_hub": "hub.push",
+    "quantize_onnx": "onnx.quantize",
     "run": "pipeline.run",
     "save_slim": "checkpoint.save",
     "score_compensated": "score.compensated",

@@ -16,7 +16,7 @@ from ..data.images import image_of_file
 from ..data.processors import load_processor
 from ..errors import DataError, RecipeError, RequestError
 from ..onnx.generator import OnnxGenerator
-from ..runtimes.ort import DECODER_FILE, ONNX_FILE
+from ..runtimes.ort import DECODER_FILE, ONNX_FILE, QUANTIZED_FILE
 
 
 def generate_text(
@@ -74,7 +74,7 @@ def load_generator(folder: str | Path) -> Callable[[dict[str, Tensor], int], Ten
 
     The folder is as `generate_text` takes; raises RequestError if it does not generate.
     """
-    if any((Path(folder) / name).is_file() for name in (ONNX_FILE, DECODER_FILE)):
+    if any((Path(folder) / name).is_file() for name in (ONNX_FILE, QUANTIZED_FILE, DECODER_FILE)):
         exported = OnnxGenerator.from_folder(folder)
         return lambda batch, most: exported.generate(**batch, max_new_tokens=most)
     model = load(folder, dtype=torch.float32).eval()

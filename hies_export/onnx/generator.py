@@ -15,7 +15,7 @@ from ..checkpoint.classes import load_config
 from ..checkpoint.schema import check_side_files, refusing
 from ..errors import DataError, RecipeError, RequestError
 from ..model.tokens import longest_sequence
-from ..runtimes.ort import DECODER_FILE, EMBED_FILE, ONNX_FILE, VISION_FILE, OnnxRuntime
+from ..runtimes.ort import DECODER_FILE, EMBED_FILE, ONNX_FILE, QUANTIZED_FILE, VISION_FILE, OnnxRuntime
 from .multimodal import merge_images
 
 
@@ -45,10 +45,11 @@ class OnnxGenerator:
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, threads: int | None = None) -> OnnxGenerator:
-        """Load a folder that `export_onnx` wrote.
+        """Load a folder that `export_onnx` or `quantize_onnx` wrote.
 
         Args:
-            folder: A folder with a decoder's `model.onnx`, or with the parts of a vision-language model.
+            folder: A folder with a decoder's `model.onnx` or `model_quantized.onnx`, or with the parts of a
+                vision-language model.
             threads: CPU threads within an operator; by default torch's number.
 
         Raises:
@@ -57,7 +58,9 @@ class OnnxGenerator:
         """
         folder = Path(folder)
         parts = (folder / DECODER_FILE).is_file()
-        names = (DECODER_FILE, EMBED_FILE, VISION_FILE) if parts else (ONNX_FILE,)
+        quantised = (folder / QUANTIZED_FILE).is_file() and not (folder / ONNX_FILE).is_file()
+        single = QUANTIZED_FILE if quantised else ONNX_FILE
+        names = (DECODER_FILE, EMBED_FILE, VISION_FILE) if parts else (single,)
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise RequestError(f"a folder to generate from must have {missing[0]}, and {folder} has none: export first")

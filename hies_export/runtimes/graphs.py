@@ -15,13 +15,18 @@ class Rewrite:
 
     def __call__(self, op_type: str, *inputs: Any, domain: str = "", **attributes: Any) -> Any:
         """Add a node in front of the old one, and return its first output."""
+        return self.several(1, op_type, *inputs, domain=domain, **attributes)[0]
+
+    def several(self, count: int, op_type: str, *inputs: Any, domain: str = "", **attributes: Any) -> tuple[Any, ...]:
+        """Add a node with several outputs, and return them."""
         import onnx_ir
 
         name = self._name(op_type)
-        node = onnx_ir.node(op_type, inputs, attributes=attributes, domain=domain, name=name)
-        node.outputs[0].name = name
+        node = onnx_ir.node(op_type, inputs, attributes=attributes, domain=domain, name=name, num_outputs=count)
+        for index, output in enumerate(node.outputs):
+            output.name = f"{name}_{index}" if index else name
         self._graph.insert_before(self._node, node)
-        return node.outputs[0]
+        return tuple(node.outputs)
 
     def constant(self, array: Any) -> Any:
         """Add a constant, and return it."""

@@ -17,7 +17,7 @@ from ..errors import DataError, ExportError, MissingRuntimeError, RecipeError
 from ..files import Rule, parse_json
 from ..model.tokens import positions_of
 from .base import Runtime, last_token, register_runtime
-from .int8 import INTEGER_OPERATORS, quantize_graph
+from .bits import INTEGER_OPERATORS, quantize_graph
 
 ONNX_FILE = "model.onnx"
 # The name that Optimum gives a quantised graph.
@@ -190,6 +190,7 @@ class QuantizedOnnxRuntime(OnnxRuntime):
     """An ONNX file whose linear layers are in 8 bits; a file in float32 is quantised when it is loaded."""
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    full: ClassVar[str | None] = "onnxruntime-cpu"
 
     def _open(self, file: Path) -> Any:
         import onnx_ir

@@ -1,6 +1,7 @@
 """Exports in 8 bits: files by Optimum's names, near the float32 graph, refused where there is no such form."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,16 @@ import onnxruntime
 import pytest
 import torch
 from support.models import bert as tiny_bert
-from support.models import causal_lm, cut_bert
-from transformers import BertConfig, BertForSequenceClassification
+from support.models import cut_bert, llava
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from hies_export import load, prune
 from hies_export.cli.main import main
 from hies_export.errors import HiesError, OutputExistsError, ParityError, RequestError
 from hies_export.onnx import quantize as quantize_module
 from hies_export.onnx.export import OnnxExport, export_onnx
-from hies_export.onnx.quantize import export_quantized, quantize_onnx
+from hies_export.onnx.generator import OnnxGenerator
+from hies_export.onnx.quantize import Quantize, export_in_bits, quantize_onnx
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +94,52 @@ def test_the_command_and_the_result_of_prune_write_the_same_folder(
     arguments = ["export", str(checkpoint), "--quantize", "int8", "--format", "gguf", "-o", str(tmp_path / "three")]
     assert main(arguments) == 2
     assert "--quantize belongs to --format onnx, got int8 with gguf; give --dtype q8_0" in capsys.readouterr().err
+    config = json.loads((checkpoint / "config.json").read_text())
+    quantised = shutil.copytree(checkpoint, tmp_path / "gptq")
+    (quantised / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    assert main(["export", str(quantised), "--quantize", "int8", "-o", str(tmp_path / "three")]) == 2
+    assert "gptq is quantised; give the model it was made from" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "three").exists()
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> OnnxExport:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=32, initializer_range=0.05)).eval()
+    return export_onnx(
+        model, tmp_path_factory.mktemp("decoder") / "onnx", batch={"input_ids": torch.randint(5, 30, (2, 9))}
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "operator", "apart"), [("int8", "MatMulIntegerToFloat", 0.05), ("int4", "MatMulNBits", 0.25)]
+)
+def test_a_decoder_generates_in_few_bits(
+    bits: Quantize, operator: str, apart: float, decoder: OnnxExport, tmp_path: Path
+) -> None:
+    prompt = {
+        "input_ids": torch.arange(18).reshape(2, 9) % 25 + 5,
+        "attention_mask": torch.ones(2, 9, dtype=torch.int64),
+    }
+    found = quantize_onnx(decoder, tmp_path / bits, batch=prompt, quantize=bits)
+    kinds = Counter(node.op_type for node in onnx.load(found.file).graph.node)
+    # Of each layer: query, key and value in one, output, gate with up, and down. The head of 32 tokens is small.
+    assert found.layers == {"int8": 0, bits: 8, "float32": 1}
+    assert kinds[operator] == 8
+    assert found.bytes < 0.5 * decoder.bytes
+    one, two = (OnnxGenerator.from_folder(export.folder) for export in (decoder, found))
+    logits = [
+        generator.step(generator.prompt(prompt["input_ids"]), prompt["attention_mask"])[0] for generator in (one, two)
+    ]
+    assert (logits[1] - logits[0]).square().mean().sqrt() < apart * logits[0].square().mean().sqrt()
+    assert two.generate(**prompt, max_new_tokens=4).shape == (2, 13)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "several graphs": ({"files": ("a.onnx", "b.onnx")}, "for encoders, got a model that generates text; leave it out"),
-    "a decoder": ({"inputs": ("input_ids", "past_key_values.0.key")}, "for encoders, got a model that generates"),
+    "several graphs": ({"files": ("a.onnx", "b.onnx")}, "needs a single graph, got a vision-language model"),
     "another provider": ({"provider": "cuda"}, "needs provider cpu and dtype float32, got cuda and float32"),
     "half precision": ({"dtype": "float16"}, "needs provider cpu and dtype float32, got cpu and float16"),
 }
@@ -111,14 +154,16 @@ def test_what_has_no_such_form_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_small_layers_and_one_that_generates_are_refused(
+def test_models_of_small_layers_and_of_several_graphs_are_refused(
     batch: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     small = {"input_ids": batch["input_ids"] % 50, "attention_mask": batch["attention_mask"]}
-    with pytest.raises(RequestError, match="needs a linear layer of 16,384 weights or more, and all 20 are smaller"):
-        export_quantized(tiny_bert(), tmp_path / "out", batch=small)
-    with pytest.raises(RequestError, match="is for encoders, got a model that generates text"):
-        export_quantized(causal_lm(), tmp_path / "out", batch=small)
+    with pytest.raises(RequestError, match="needs a linear layer of 16,384 weights or more, and all are smaller"):
+        export_in_bits(tiny_bert(), tmp_path / "out", batch=small, quantize="int8")
+    with pytest.raises(RequestError, match="int4 is for models that generate.* got an encoder; use int8"):
+        export_in_bits(encoder(), tmp_path / "out", batch=small, quantize="int4")
+    with pytest.raises(RequestError, match="needs a single graph, got a vision-language model; leave it out"):
+        export_in_bits(llava(), tmp_path / "out", batch=small, quantize="int8")
     assert not (tmp_path / "out").exists()
 
 

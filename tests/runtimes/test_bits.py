@@ -1,4 +1,4 @@
-"""Graphs in 8 bits: equal to a loop over tokens and channels by hand, and the same for a row in any batch."""
+"""Graphs in 8 and 4 bits: equal to loops over tokens, channels and blocks by hand; attention by a faster operator."""
 
 from collections import Counter
 from pathlib import Path
@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hies_export.runtimes.int8 import quantize_graph
+from hies_export.runtimes.bits import quantize_graph
 from hies_export.runtimes.registry import load_runtime
 
 WIDTH, HIDDEN, VOCABULARY = 128, 160, 200
@@ -120,3 +120,73 @@ def test_the_runtime_takes_both_and_computes_in_8_bits(make, tmp_path: Path) -> 
     found = runtime.fetch(runtime.run(runtime.prepare({"input_ids": ids})))["logits"]
     expected = run(quantised()[0], ids)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def in_blocks(matrix: np.ndarray) -> np.ndarray:
+    """Return a matrix (inputs, outputs), each 32 inputs of an output as one of 16 numbers evenly spread over them."""
+    out = matrix.astype(np.float32)
+    for column in range(matrix.shape[1]):
+        for start in range(0, matrix.shape[0], 32):
+            block = out[start : start + 32, column]
+            low, high = min(0, block.min()), max(0, block.max())
+            step = np.float32((high - low) / 15)
+            zero = np.rint(-low / step)
+            out[start : start + 32, column] = (np.clip(np.rint(block / step) + zero, 0, 15) - zero) * step
+    return out
+
+
+def test_four_bits_are_what_rounding_blocks_by_hand_gives() -> None:
+    ids, program = RNG.integers(0, VOCABULARY, (4, 6)), onnx_ir.from_proto(graph())
+    assert quantize_graph(program.graph, bits=4) == {"int4": 2, "int8": 0, "float32": 1}
+    model = onnx_ir.to_proto(program)
+    assert Counter(node.op_type for node in model.graph.node)["MatMulNBits"] == 2
+    weights = {name: value.astype(np.float32) for name, value in WEIGHTS.items()}
+    wide = rounded(weights["table"])[ids.flatten()] @ in_blocks(weights["up"])
+    expected = (wide @ in_blocks(weights["down"].T) + weights["bias"]) @ weights["head"]
+    # The kernel also rounds what it reads, to 8 bits.
+    error = np.sqrt(np.mean((run(model, ids) - expected) ** 2) / np.mean(expected**2))
+    assert error < 0.015
+    assert np.sqrt(np.mean((run(graph(), ids) - expected) ** 2) / np.mean(expected**2)) > 4 * error
+    assert len(model.SerializeToString()) < 0.25 * len(graph().SerializeToString())
+
+
+def attention(scale: float | None, masked: bool) -> onnx.ModelProto:
+    """Four heads of 32 on products of the input with constants, as exports have them, with a bias and a mask."""
+    constants = {name: RNG.normal(size=(WIDTH, WIDTH)) / 8 for name in ("q", "k", "v")} | {
+        "b": RNG.normal(size=3 * WIDTH)
+    }
+    nodes = [helper.make_node("MatMul", ["x", name], [f"x{name}"], name=name) for name in ("q", "k", "v")]
+    inputs = ["xq", "xk", "xv", "b", *(["", "mask"] if masked else [])]
+    options = {"num_heads": 4} | ({"scale": scale} if scale else {})
+    nodes.append(helper.make_node("MultiHeadAttention", inputs, ["y"], name="a", domain="com.microsoft", **options))
+    nodes.append(helper.make_node("Gelu", ["y"], ["g"], name="g"))
+    nodes.append(helper.make_node("MatMul", ["g", "q"], ["z"], name="o"))
+    given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["b", "s", WIDTH])]
+    given += [helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["b", 1, "s", "s"])] if masked else []
+    found = [helper.make_tensor_value_info("z", TensorProto.FLOAT, ["b", "s", WIDTH])]
+    initial = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in constants.items()]
+    made = helper.make_graph(nodes, "g", given, found, initial)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(made, opset_imports=opsets, ir_version=10)
+
+
+@pytest.mark.parametrize("scale", [None, 0.1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_is_the_same_by_the_faster_operator(scale: float | None, masked: bool) -> None:
+    model = attention(scale, masked)
+    feed = {"x": RNG.normal(size=(2, 5, WIDTH)).astype(np.float32)}
+    if masked:
+        feed["mask"] = (
+            np.where(np.arange(5) < np.array([5, 3])[:, None], 0, -1e9).astype(np.float32)[:, None, None].repeat(5, 2)
+        )
+    outputs = {}
+    for name, smallest in (("float32", None), ("attention alone", 10**9), ("int8", 1)):
+        program = onnx_ir.from_proto(model)
+        if smallest:
+            quantize_graph(program.graph, smallest=smallest)
+            assert {"Attention"} <= {node.op_type for node in program.graph}
+        outputs[name] = onnxruntime.InferenceSession(onnx_ir.to_proto(program).SerializeToString()).run(None, feed)[0]
+    scale_of = np.abs(outputs["float32"]).max()
+    np.testing.assert_allclose(outputs["attention alone"], outputs["float32"], rtol=0, atol=1e-5 * scale_of)
+    error = np.sqrt(np.mean((outputs["int8"] - outputs["float32"]) ** 2) / np.mean(outputs["float32"] ** 2))
+    assert 0 < error < 0.03
