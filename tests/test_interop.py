@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
@@ -30,7 +31,9 @@ from hies_export.checkpoint.save import save_slim
 from hies_export.hub.push import push_to_hub
 from hies_export.kinds import KINDS, MLP
 from hies_export.onnx import export
+from hies_export.onnx.quantize import quantize_onnx
 from hies_export.prunable.find import find_modules
+from hies_export.runtimes.registry import load_runtime
 from hies_export.slim.check import first_output
 from hies_export.slim.config import is_slim
 from hies_export.slim.cut import prune_units
@@ -163,6 +166,29 @@ def test_exports_of_uneven_heads_are_served(
     shown = f"{name}, {'/'.join(map(str, heads))} heads"
     table.append((shown, class_name, place + (", external weights" if subfolder else ""), f"{difference:.1e}", said))
     assert difference < 1e-4
+
+
+def test_eight_bits_are_served_and_made_by_optimum(hub: Hub, table: list[Any], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 192, "num_labels": 2}
+    dense, batch = bert(**sizes), text_batch(labels=False)
+    slim, _, _ = random_cut(dense, batch)
+    exported = export.export_onnx(slim, tmp_path / "onnx", batch=batch)
+    own = quantize_onnx(exported, tmp_path / "onnx-int8", batch=batch)
+    np.savez(tmp_path / "inputs.npz", **{key: value.numpy() for key, value in batch.items()})
+    environment = hub.environment(tmp_path / "home", None) | {"HF_HUB_OFFLINE": "1"}
+    old_stack("quantise", tmp_path, environment=environment)
+    expected, found = first_output(slim, batch).numpy(), np.load(tmp_path / "output.npz")
+    runtime = load_runtime("onnxruntime-cpu-int8", own.folder)
+    here = runtime.fetch(runtime.run(runtime.prepare(batch)))["logits"]
+    assert np.abs(found["onnx-int8"] - here).max() < 1e-4 * np.abs(here).max()
+    # Optimum's quantiser sees every linear layer, queries, keys and values among them.
+    theirs = [node.op_type for node in onnx.load(tmp_path / "optimum" / "model_quantized.onnx").graph.node]
+    assert theirs.count("MatMul") + theirs.count("Gemm") == 0
+    for name, who in (("onnx-int8", "in 8 bits by hies_export"), ("optimum", "in 8 bits by ORTQuantizer")):
+        apart = np.sqrt(np.mean((found[name] - expected) ** 2) / np.mean(expected**2))
+        assert apart < 0.3
+        shown = f"{np.abs(found[name] - expected).max():.1e}"
+        table.append(("bert, uneven heads", "ORTModelForSequenceClassification", who, shown, ""))
 
 
 @pytest.mark.parametrize("model_type", PLAIN)

@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
     )
     add("--provider", help="what to fuse ONNX for: cpu (the default), cuda or tensorrt")
     add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0")
-    add("--quantize", choices=("int8",), help="write the ONNX model with its linear layers in 8 bits; of encoders")
+    add("--quantize", choices=("int8", "int4"), help="write the ONNX model with its linear layers in 8 or 4 bits")
     add_json(parser)
 
 
@@ -34,31 +34,38 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     """Write the folder, and return its size, its files and how far the export differs from torch."""
     import torch
 
+    from ..checkpoint.classes import load_config
     from ..checkpoint.folders import refuse_existing
     from ..checkpoint.loading import load
     from ..errors import RequestError
     from ..model.tokens import synthetic_batch
-    from ..onnx.export import export_onnx
     from ..onnx.multimodal import image_text_batch, is_vision_language
-    from ..onnx.quantize import export_quantized
+    from ..onnx.quantize import export_in_bits
 
     options.model = checkpoint_in(options.model, progress=progress)
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
     if options.quantize and options.format == "gguf":
         raise RequestError(f"--quantize belongs to --format onnx, got {options.quantize} with gguf; give --dtype q8_0")
+    config = load_config(options.model)
+    if options.quantize and getattr(config, "quantization_config", None) is not None:
+        raise RequestError(
+            f"--quantize needs a checkpoint in floating point, and {options.model} is quantised; give the model it was "
+            "made from"
+        )
     progress.stage("load the model")
     if options.format == "gguf":
         return _export_gguf(options, console, progress)
     model = load(options.model, dtype=torch.float32)
     progress.stage("export to ONNX, and compare with torch")
     images = is_vision_language(model)
-    exported = (export_quantized if options.quantize else export_onnx)(
+    exported = export_in_bits(
         model,
         options.output,
         batch=image_text_batch(model) if images else synthetic_batch(model, batch=2, sequence=16),
         processor=load_processor_if_any(options.model, model),
         provider=options.provider or "cpu",
         dtype=options.dtype,
+        quantize=options.quantize,
         overwrite=options.overwrite,
     )
     size, reference = f"{exported.bytes / 1e6:.1f} MB", "the float32 graph" if exported.quantize else "torch"

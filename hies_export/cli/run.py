@@ -26,9 +26,10 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     refuse_output(options, recipe)
     report = run_recipe(recipe, overwrite=options.overwrite, command=options.command_line, progress=progress)
     print_report(report, console)
+    exports = f"{recipe.export.format}/" + (f", onnx-{recipe.export.quantize}/" if recipe.export.quantize else "")
     refit = "" if recipe.prune.compensation is None else ", refit.safetensors"
     console.print(
-        f"\nwritten to {recipe.output}: slim/ (checkpoint), {recipe.export.format}/, report.html, report.md, "
+        f"\nwritten to {recipe.output}: slim/ (checkpoint), {exports}, report.html, report.md, "
         f"report.json, plan.json{refit}"
     )
     return report.summary()

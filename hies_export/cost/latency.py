@@ -21,9 +21,11 @@ from ..checkpoint.folders import replace_file, user_cache
 from ..errors import RequestError
 from ..files import Rule, read_json
 from ..kinds import ATTENTION
-from ..measure.compare import compare_loads
+from ..measure.compare import Served, compare_forms, compare_loads
 from ..measure.contention import CpuWatch
+from ..measure.counts import Shape
 from ..measure.exports import Exporter
+from ..measure.latency import LatencyComparison
 from ..measure.machine import machine_facts
 from ..measure.ratios import is_noisy
 from ..measure.timing import Timing
@@ -40,19 +42,34 @@ LEVELS = (0.75, 0.5, 0.25, 0.0)
 # Timed cuts are cached only if no 95 % interval of a ratio is wider than this. Widths were 0.04 to 0.07 on an idle
 # machine, and twice that on a busy one.
 WIDEST_INTERVAL = 0.08
-TABLE_FORMAT = 5
+TABLE_FORMAT = 6
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TimedOn:
-    """The runtime, batch and number of runs to time cuts with, and what exports cuts if the runtime reads no models."""
+    """The runtime, batch and number of runs to time cuts with, and what exports cuts if the runtime reads no models.
+
+    `dtype` is what the runtime computes in; None leaves that to the model or its export.
+    """
 
     runtime: str
     batch: Mapping[str, Tensor]
     timing: Timing
     exporter: Exporter
+    dtype: str | None = None
+
+    @property
+    def batches(self) -> dict[Shape, Mapping[str, Tensor]]:
+        """The batch by the first two of its axes."""
+        rows, columns, *_ = next(iter(self.batch.values())).shape
+        return {(rows, columns): self.batch}
+
+    @property
+    def full(self) -> str:
+        """The runtime that computes the same in float32."""
+        return RUNTIMES[self.runtime].full or self.runtime
 
 
 @dataclass(frozen=True)
@@ -125,6 +142,20 @@ def latency_table(
     )
 
 
+def compare_with_full(
+    model: PreTrainedModel, dense: PreTrainedModel, where: TimedOn, *, progress: Progress = SILENT
+) -> LatencyComparison:
+    """Time a model in the bits of a budget beside its dense one in float32, on the same runtime or its `full`."""
+    with tempfile.TemporaryDirectory(prefix="hies-full-") as temporary:
+        first, second = Path(temporary) / "float32", Path(temporary) / "own"
+        forms = [
+            Served(where.full, where.exporter.source(where.full, dense, first, "float32"), "float32"),
+            Served(where.runtime, where.exporter.source(where.runtime, model, second, where.dtype), where.dtype),
+        ]
+        ((found,),) = compare_forms(forms, where.batches, timing=where.timing, decode=False, progress=progress).values()
+        return found
+
+
 def _width_step(model: PreTrainedModel, runtime: str) -> int:
     """Return the runtime's `Runtime.width_step`, on the device of the model if it is run as it is."""
     return max(RUNTIMES[runtime].width_step, GPU_WIDTH_STEP if model.device.type == "cuda" else 1)
@@ -184,15 +215,15 @@ def _time_cuts(
         for kind, of_kind in _by_kind(modules).items()
         for kept, removed in _uniform_cuts(of_kind, step=_width_step(model, where.runtime), unit=unit).items()
     ]
-    rows, columns, *_ = next(iter(where.batch.values())).shape
-    batches, cuts = {(rows, columns): where.batch}, []
+    cuts = []
     with tempfile.TemporaryDirectory(prefix="hies-budget-") as temporary:
-        dense = where.exporter.source(where.runtime, model, Path(temporary) / "dense")
+        dense = where.exporter.source(where.runtime, model, Path(temporary) / "dense", where.dtype)
         for kind, kept, removed in progress.track(planned, f"time cuts on {where.runtime}"):
             slim = cut_bundles(model, modules, removed, unit=unit)
-            source = where.exporter.source(where.runtime, slim, Path(temporary) / f"{kind}-{kept:.4f}")
-            timed = compare_loads(where.runtime, dense, source, batches, timing=where.timing, decode=False)
-            (found,) = timed.values()
+            source = where.exporter.source(where.runtime, slim, Path(temporary) / f"{kind}-{kept:.4f}", where.dtype)
+            (found,) = compare_loads(
+                where.runtime, dense, source, where.batches, timing=where.timing, dtype=where.dtype, decode=False
+            ).values()
             ratio, control = found.ratio, found.control
             cuts.append(TimedCut(kept, ratio.median, ratio.low, ratio.high, control.low, control.high, kind))
     return cuts
@@ -201,11 +232,12 @@ def _time_cuts(
 def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str) -> dict[str, Any]:
     """Return everything that the times depend on, as values for JSON."""
     shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
-    export = where.exporter.options.read_by(where.runtime)
+    export = where.exporter.options.read_by(where.runtime, where.dtype)
     return {
         "format": TABLE_FORMAT,
         "environment": machine_facts(),
         "runtime": where.runtime,
+        "dtype": where.dtype,
         "export": f"{export.format} {export.dtype} {export.provider}",
         "device": str(model.device),
         "batch": {name: list(value.shape) for name, value in sorted(where.batch.items())},

@@ -35,8 +35,8 @@ from ..report.text import model_name, title
 MAIN = "main"
 # Files of an earlier push, deleted if this push does not write them.
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
-# Folders of what the slim model was exported to; a run has one of them.
-_EXPORTS = ("onnx", "gguf")
+# Folders of what the slim model was exported to.
+_EXPORTS = ("onnx", "onnx-int8", "onnx-int4", "gguf")
 _REPLACED_FOLDERS = (*_EXPORTS, "images")
 
 
@@ -71,7 +71,7 @@ def push_to_hub(
     overwrite: bool = False,
     progress: Progress = SILENT,
 ) -> Pushed:
-    """Push a run: the slim checkpoint, `onnx/`, the report, pictures, and a card with metadata.
+    """Push a run: the slim checkpoint, its exports, the report, pictures, and a card with metadata.
 
     All files appear in one commit. Large files are uploaded before the commit, each once: after an interruption, the
     same call sends only the missing ones. The token is read from `hf auth login` or `HF_TOKEN`.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..gguf.export import GgufExport, check_exportable, export_gguf, require_gguf
+from ..model.copies import convert
 from ..onnx.export import DTYPES as ONNX_DTYPES
-from ..onnx.export import OnnxExport, export_onnx
+from ..onnx.export import OnnxExport
+from ..onnx.quantize import Quantize, check_quantizable, export_in_bits, quantize_onnx
 from ..runtimes.base import RUNTIMES, Format, Provider
 from ..runtimes.ort import require_onnxruntime
 
@@ -26,6 +29,12 @@ class ExportOptions:
     format: Format = "onnx"
     provider: Provider = "cpu"
     dtype: str = "float32"
+    quantize: Quantize | None = None
+
+    @property
+    def unquantized(self) -> ExportOptions:
+        """The options of the export that is quantised."""
+        return replace(self, quantize=None)
 
     @classmethod
     def best_for(cls, runtime: str, dtype: str) -> ExportOptions:
@@ -63,15 +72,29 @@ class Exporter:
         options = options or self.options
         if options.format == "gguf":
             return export_gguf(model, folder, tokenizer=self.processor, dtype=options.dtype)
-        return export_onnx(
-            model, folder, batch=self.sample, processor=self.processor, provider=options.provider, dtype=options.dtype
+        return export_in_bits(
+            model,
+            folder,
+            batch=self.sample,
+            processor=self.processor,
+            provider=options.provider,
+            dtype=options.dtype,
+            quantize=options.quantize,
         )
 
-    def source(self, runtime: str, model: PreTrainedModel, folder: Path) -> PreTrainedModel | Path:
-        """Return what a runtime loads: the model, or the new folder that it is exported to."""
+    def quantize(self, exported: Exported, folder: Path) -> OnnxExport:
+        """Quantise an ONNX export into a new folder."""
+        assert isinstance(exported, OnnxExport)
+        assert self.options.quantize is not None
+        return quantize_onnx(exported, folder, batch=self.sample, quantize=self.options.quantize)
+
+    def source(
+        self, runtime: str, model: PreTrainedModel, folder: Path, dtype: str | None = None
+    ) -> PreTrainedModel | Path:
+        """Return what a runtime loads to compute in a dtype: the model, or the new folder that it is exported to."""
         if RUNTIMES[runtime].reads_models:
-            return model
-        return self.export(model, folder, self.options.read_by(runtime)).folder
+            return convert(model, dtype=None if dtype is None else getattr(torch, dtype))
+        return self.export(model, folder, self.options.unquantized.read_by(runtime, dtype)).folder
 
 
 def export_formats(options: ExportOptions, runtimes: Iterable[str]) -> set[Format]:
@@ -87,10 +110,14 @@ def require_exporters(formats: Iterable[Format]) -> None:
         require_gguf()
 
 
-def check_exports(formats: Iterable[Format], model: PreTrainedModel, processor: Any, *, uneven: bool) -> None:
-    """Refuse, before anything is computed, a dense model or tokenizer that no GGUF file can hold, where one is wanted.
+def check_exports(
+    formats: Iterable[Format], model: PreTrainedModel, processor: Any, *, uneven: bool, quantize: Quantize | None = None
+) -> None:
+    """Refuse, before anything is computed, a dense model or tokenizer that cannot be exported as it is wanted.
 
     `uneven` says whether layers may keep different numbers of units. Raises RequestError.
     """
     if "gguf" in formats:
         check_exportable(model, processor, uneven=uneven)
+    if quantize is not None:
+        check_quantizable(model, quantize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..measure.exports import ExportOptions
 from ..measure.timing import Timing
@@ -13,12 +14,17 @@ from ..slim.refit import Compensation
 
 @dataclass(frozen=True)
 class LatencyBudget:
-    """At most `ratio` of the dense model's time, on a runtime, for a batch of so many rows of so many tokens."""
+    """At most `ratio` of the dense model's time, on a runtime, for a batch of so many rows of so many tokens.
+
+    `dtype` and `of` are as in a recipe's `LatencyBudget`.
+    """
 
     ratio: float
     runtime: str
     batch: int
     sequence: int | None
+    dtype: str | None = None
+    of: Literal["same", "float32"] = "same"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -22,8 +22,8 @@ from ..evaluate.metrics import check_metrics, default_metrics
 from ..hub.push import push_folder
 from ..measure.counts import Both, FlopCount, count_both_flops, count_parameters
 from ..model.modes import evaluating
-from ..onnx.export import OnnxExport, export_onnx
-from ..onnx.quantize import export_quantized
+from ..onnx.export import OnnxExport
+from ..onnx.quantize import Quantize, export_in_bits
 from ..progress import SILENT, Clock, Progress, without_reports
 from ..recipe import CompensationSection, PruneSection, sentences
 from ..report.details import BudgetOutcome
@@ -32,7 +32,7 @@ from ..report.report import plan_counts
 from ..report.rows import Table, change, quality_row, si
 from ..report.terminal import map_text, plain_table
 from ..runtimes.base import Provider
-from ..runtimes.registry import check_runtime
+from ..runtimes.registry import check_dtypes, check_runtime
 from ..slim.refit import LayerFit
 from ..tasks import Task
 from ..values import PruningPlan, Scores
@@ -130,7 +130,7 @@ class PruneResult:
         processor: Any = None,
         provider: Provider = "cpu",
         dtype: str = "float32",
-        quantize: Literal["int8"] | None = None,
+        quantize: Quantize | None = None,
         overwrite: bool = False,
     ) -> OnnxExport:
         """Export the slim model to an ONNX folder, run it in ONNX Runtime, and compare with torch.
@@ -140,7 +140,8 @@ class PruneResult:
             processor: Tokenizer or image processor to save with the graph; by default the one given to `prune`.
             provider: Execution provider that the graph is fused for: cpu, cuda or tensorrt.
             dtype: float32 or float16.
-            quantize: "int8" writes the linear layers in 8 bits, as `model_quantized.onnx`; of an encoder, for the CPU.
+            quantize: "int8" writes the linear layers in 8 bits, as `model_quantized.onnx`, "int4" those of a decoder in
+                4 bits; for the CPU.
             overwrite: Replace an existing folder.
 
         Returns:
@@ -150,16 +151,16 @@ class PruneResult:
         Raises:
             MissingRuntimeError: onnx or onnxruntime is not installed.
             ParityError: ONNX Runtime and torch disagree; nothing is kept.
-            RequestError: The model has no 8-bit form here.
+            RequestError: The model has no such form here.
         """
-        export = export_onnx if quantize is None else export_quantized
-        return export(
+        return export_in_bits(
             self.model,
             folder,
             batch=_two_rows(self.prepared.sample),
             processor=processor or self.prepared.processor,
             provider=provider,
             dtype=dtype,
+            quantize=quantize,
             overwrite=overwrite,
         )
 
@@ -255,6 +256,7 @@ def prune(
     timed = None if isinstance(asked, _OfPlan) else asked.budget.latency
     if timed is not None:
         check_runtime(timed.runtime, task=task.name)
+        check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
     with evaluating(model):
         prepared = prepare(
             model,

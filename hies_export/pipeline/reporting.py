@@ -15,11 +15,11 @@ from ..measure.exports import Exported
 from ..measure.machine import machine_facts
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
-from ..report.details import DataFacts, Details, Family
+from ..report.details import DataFacts, Details, Family, Form
 from ..report.html import render_html
 from ..report.jinja import render_markdown
 from ..report.maps import head_map, neuron_counts
-from ..report.report import FirstMetric, Report, plan_counts
+from ..report.report import ExportedFile, FirstMetric, Report, plan_counts
 from ..slim.config import is_slim
 from ..slim.siblings import families
 from ..tasks import TASKS
@@ -41,6 +41,8 @@ class Finished:
     saved: Saved
     evaluation: Evaluation
     exported: Exported
+    deployed: ExportedFile
+    forms: list[Form]
     measured: Measurements
     processes: int
     other_work: OtherWork | None
@@ -71,6 +73,7 @@ def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float
         seconds=seconds,
         latency=measured.latency,
         environment={**machine_facts(), "processes": done.processes},
+        exported=done.deployed,
         details=_details(recipe, done, command),
     )
 
@@ -102,6 +105,7 @@ def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Deta
         flops_per_layer=done.measured.flops_per_layer,
         auto_class=TASKS[recipe.task].auto_class,
         **_export_details(done.exported),
+        **({"forms": done.forms} if done.forms else {}),
         data=_data_facts(recipe, done),
         run=asdict(RunRecord.of(recipe, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))),
     )

@@ -119,7 +119,7 @@ def resolve(
     regression = task.may_regress and is_regression(config)
     judged = Judged(_metrics(recipe, regression=regression), regression, recipe.evaluation.stability_tolerance)
     names = _checked_runtimes(recipe, runtimes_of(recipe, runtimes))
-    measure = MeasureOptions(names, recipe.measure.dtypes, _timing(recipe))
+    measure = MeasureOptions(_ways(recipe, names), _timing(recipe))
     check_device_map(recipe.device_map)
     reader = _reader(recipe, config)
     draws = draws or Draws.of(options, samples=recipe.calibration.samples)
@@ -195,7 +195,7 @@ def _budget(section: BudgetSection) -> Budget:
         heads=section.heads,
         flops=section.flops,
         parameters=section.parameters,
-        latency=None if timed is None else LatencyBudget(timed.ratio, timed.runtime, timed.batch, timed.sequence),
+        latency=None if timed is None else LatencyBudget(**timed.model_dump()),
         max_drop=None if drop is None else DropBudget(drop.metric, drop.by),
     )
 
@@ -262,6 +262,8 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
     for name in names:
         check_runtime(name, task=task.name)
     check_dtypes(recipe.measure.dtypes, names)
+    if timed is not None and timed.dtype is not None:
+        check_dtypes([timed.dtype], [timed.runtime])
     exported = [name for name in names if not RUNTIMES[name].reads_models] if task.in_parts else []
     if exported and ("runtimes" in recipe.measure.model_fields_set or timed is not None):
         raise RequestError(
@@ -269,6 +271,18 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
             f"or the budget names {', '.join(exported)}; set it to torch"
         )
     return tuple(name for name in names if name not in exported)
+
+
+def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
+    """Return each runtime to measure on with each dtype that it can compute in, and those of a budget of time."""
+    ways = [
+        (name, dtype)
+        for dtype in recipe.measure.dtypes or (None,)
+        for name in names
+        if dtype is None or dtype in RUNTIMES[name].dtypes
+    ]
+    timed = recipe.prune.budget.latency
+    return tuple(dict.fromkeys([*ways, *([] if timed is None else [(timed.runtime, timed.dtype)])]))
 
 
 def _reader(recipe: PruningRecipe, config: Any) -> Reader:

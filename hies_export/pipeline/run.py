@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.refits import REFIT
+from ..cost.latency import compare_with_full
 from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
 from ..measure.contention import CpuWatch, OtherWork
@@ -25,11 +27,14 @@ from ..report.report import Report
 from ..units import Selection
 from .choose import write_choice
 from .cut import save, warn_if_larger
+from .deployed import judge_exported, judge_forms
 from .measure import measure_both
 from .prune import prune_prepared
 from .quality import Evaluation, evaluate
 from .reporting import Finished, build_report, write_report
 from .resolve import Resolved, export_options, resolve, runtimes_of
+from .sources import Sources
+from .targets import timed_on
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +73,7 @@ def run(
         resolved = resolve(recipe)
         prepared, options = resolved.prepared, resolved.options
         uneven = options.constraints.allocation == "global" or bool(options.constraints.keep_layers)
-        check_exports(formats, prepared.model, prepared.processor, uneven=uneven)
+        check_exports(formats, prepared.model, prepared.processor, uneven=uneven, quantize=options.export.quantize)
         with output_folder(recipe, overwrite=overwrite) as folder:
             return _run(resolved, recipe, folder, command, progress)
 
@@ -104,7 +109,9 @@ def _run(resolved: Resolved, recipe: PruningRecipe, folder: Path, command: str |
         )
         warn_if_larger(saved, resolved.source)
     uncompensated = result.plan.kept if options.compensation else None
-    evaluation = evaluate_run(resolved, result.model, uncompensated=uncompensated, progress=progress)
+    progress.stage("evaluate both models")
+    judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged), progress=progress)
+    evaluation = evaluate_run(resolved, judge, result.model, uncompensated=uncompensated, progress=progress)
     count, others = processes.world(), _other_work(watch)
 
     def finish() -> Report:
@@ -115,24 +122,48 @@ def _run(resolved: Resolved, recipe: PruningRecipe, folder: Path, command: str |
             kind = "ONNX" if options.export.format == "onnx" else "GGUF"
             progress.stage(f"export to {kind}, and compare with torch")
             exporter = Exporter(options.export, prepared.sample, prepared.processor)
-            exported = exporter.export(result.model, folder / options.export.format)
-        with clock("measure"):
+            plain = options.export.unquantized
+            exports = {plain: exporter.export(result.model, folder / options.export.format, plain)}
+            if options.export.quantize:
+                progress.stage(f"quantise to {options.export.quantize}, and compare with float32")
+                place = folder / f"onnx-{options.export.quantize}"
+                exports[options.export] = exporter.quantize(exports[plain], place)
+        # In the folder of the run, so that all exports are read from the same disk.
+        with clock("measure"), tempfile.TemporaryDirectory(prefix=".dense-", dir=folder) as temporary:
+            sources = Sources(prepared.model, result.model, dict(exports), exporter, Path(temporary), progress)
             measured = measure_both(
                 prepared.model,
                 result.model,
-                exported,
+                exports[plain],
                 modules=prepared.modules,
                 batches=prepared.measured,
-                exporter=exporter,
+                sources=sources,
                 options=resolved.measure,
                 stored=Both(resolved.source.bytes, saved.bytes),
                 progress=progress,
             )
+            forms = judge_forms(prepared, sources, judge, resolved.measure, progress=progress)
+            deployed = judge_exported(exports[options.export], folder, judge, forms)
         if isinstance(budget, CostOutcome):
             budget = budget.with_measured(
                 flops=measured.flops, parameters=measured.parameters, latency=measured.latency
             )
-        done = Finished(resolved, replace(result, budget=budget), saved, evaluation, exported, measured, count, others)
+            if budget.of == "float32":
+                where = timed_on(prepared, options)
+                timed = compare_with_full(result.model, prepared.model, where, progress=progress)
+                budget = replace(budget, measured=timed.ratio.median, noisy=timed.noisy)
+        done = Finished(
+            resolved=resolved,
+            result=replace(result, budget=budget),
+            saved=saved,
+            evaluation=evaluation,
+            exported=exports[plain],
+            deployed=deployed,
+            forms=forms,
+            measured=measured,
+            processes=count,
+            other_work=others,
+        )
         report = build_report(recipe, done, clock.seconds, command)
         write_report(folder, report, recipe)
         return report
@@ -149,12 +180,15 @@ def _other_work(watch: CpuWatch) -> OtherWork | None:
 
 
 def evaluate_run(
-    resolved: Resolved, slim: PreTrainedModel, *, uncompensated: Selection | None = None, progress: Progress
+    resolved: Resolved,
+    judge: Judge,
+    slim: PreTrainedModel,
+    *,
+    uncompensated: Selection | None = None,
+    progress: Progress,
 ) -> Evaluation:
     """Evaluate a slim model on the evaluation batches and the benchmarks, and a selection that is only cut."""
-    progress.stage("evaluate both models")
     prepared, asked = resolved.prepared, resolved.benchmarks
-    judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged), progress=progress)
 
     def benchmark(model: PreTrainedModel) -> dict[str, float]:
         how: dict[str, Any] = {"samples": asked.samples, "batch_size": asked.batch_size}

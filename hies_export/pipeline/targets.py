@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .. import processes
 from ..cost.flops import flops_table
-from ..cost.latency import TimedOn, latency_table
+from ..cost.latency import TimedOn, compare_with_full, latency_table
 from ..cost.parameters import parameters_table
 from ..errors import PlanError
 from ..kinds import MLP
@@ -22,7 +22,7 @@ from ..select.constraints import check_budget
 from ..select.select import select_units
 from ..units import Selection
 from ..values import Scores
-from .options import PruneOptions
+from .options import LatencyBudget, PruneOptions
 from .prepare import Prepared
 
 # Under a budget of max_drop over several kinds, FLOPs are removed in so many parts of what can be removed.
@@ -55,6 +55,10 @@ class Targets:
     def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress):
         self._prepared, self._options, self._progress = prepared, options, progress
         self._constraints, self.ratio = options.constraints, options.budget.ratio
+        # Time of the dense model in the bits of the budget / that of what the budget's ratio is to.
+        self._full = self._time_in_full()
+        if self.ratio is not None:
+            self.ratio /= self._full
         self._table = self._cost_table()
 
     def goals(self, count: int) -> list[Goal]:
@@ -118,12 +122,7 @@ class Targets:
         prepared, budget, unit = self._prepared, self._options.budget, self._constraints.unit
         if budget.latency is not None:
             self._progress.stage("time cuts of several sizes, to predict the time of a plan")
-            where = TimedOn(
-                runtime=budget.latency.runtime,
-                batch=prepared.measured[self._budget_shape()],
-                timing=self._options.timing,
-                exporter=Exporter(self._options.export, prepared.sample, prepared.processor),
-            )
+            where = timed_on(self._prepared, self._options)
             # Times differ between processes, and what they choose must not.
             table = processes.on_main(
                 lambda: latency_table(prepared.model, prepared.scored, where, unit=unit, progress=self._progress)
@@ -138,19 +137,29 @@ class Targets:
         check_reachable(prepared.scored, table, ratio=self.ratio, constraints=self._constraints)
         return table
 
+    def _time_in_full(self) -> float:
+        """Return the dense model's time in the bits of the budget / its time in float32, where the ratio is to that."""
+        timed, model = self._options.budget.latency, self._prepared.model
+        if timed is None or timed.of == "same":
+            return 1.0
+        self._progress.stage("time the dense model in the bits of the budget, and in float32")
+        found = processes.on_main(
+            lambda: (
+                compare_with_full(
+                    model, model, timed_on(self._prepared, self._options), progress=self._progress
+                ).ratio.median
+            )
+        )
+        if found <= timed.ratio:
+            raise PlanError(
+                f"the budget asks for at most {timed.ratio:g} of the time of dense float32, and the dense model on "
+                f"{timed.runtime} takes {found:.3f} of it as it is: nothing has to go; lower the ratio"
+            )
+        return found
+
     def _flops_table(self) -> CostTable:
         prepared, unit = self._prepared, self._constraints.unit
         return flops_table(prepared.model, prepared.scored, batch=next(iter(prepared.measured.values())), unit=unit)
-
-    def _budget_shape(self) -> tuple[int, int]:
-        """Return the measured (batch, sequence) of a budget of time.
-
-        For images and prompts only the batch is compared, because every batch has the same sequence.
-        """
-        wanted = self._options.budget.latency
-        assert wanted is not None
-        of_batch = [shape for shape in self._prepared.measured if shape[0] == wanted.batch]
-        return next((shape for shape in of_batch if shape[1] == wanted.sequence), of_batch[0])
 
     def _lost(self, selection: Selection) -> dict[str, int]:
         """Return how many bundles each module loses that loses any."""
@@ -164,6 +173,36 @@ class Targets:
         predicted = table.ratio(self._lost(selection))
         if budget.latency is None:
             return CostOutcome("parameters" if budget.flops is None else "flops", self.ratio, predicted)
-        batch, sequence = self._budget_shape()
-        runtime = budget.latency.runtime
-        return CostOutcome("latency", self.ratio, predicted, runtime, batch, sequence, table.measured)
+        asked = budget.latency
+        return CostOutcome(
+            "latency",
+            asked.ratio,
+            predicted * self._full,
+            asked.runtime,
+            *_budget_shape(self._prepared, asked),
+            table.measured,
+            dtype=asked.dtype,
+            of=None if asked.of == "same" else asked.of,
+        )
+
+
+def timed_on(prepared: Prepared, options: PruneOptions) -> TimedOn:
+    """Return where a budget of time is measured."""
+    timed = options.budget.latency
+    assert timed is not None
+    return TimedOn(
+        runtime=timed.runtime,
+        batch=prepared.measured[_budget_shape(prepared, timed)],
+        timing=options.timing,
+        exporter=Exporter(options.export, prepared.sample, prepared.processor),
+        dtype=timed.dtype,
+    )
+
+
+def _budget_shape(prepared: Prepared, timed: LatencyBudget) -> tuple[int, int]:
+    """Return the measured (batch, sequence) of a budget of time.
+
+    For images and prompts only the batch is compared, because every batch has the same sequence.
+    """
+    of_batch = [shape for shape in prepared.measured if shape[0] == timed.batch]
+    return next((shape for shape in of_batch if shape[1] == timed.sequence), of_batch[0])

@@ -179,12 +179,17 @@ class LatencyBudget(Section):
         batch: Rows in a batch.
         sequence: Tokens in a row. Leave it out for an image model, where it follows from the image size, and for a
             vision-language model, where it follows from the prompts.
+        dtype: What the runtime computes in, such as "bfloat16" on openvino; by default in what the model is exported.
+        of: What the ratio is to: "same" is the dense model in the same bits, "float32" that model in float32, on the
+            same runtime (for onnxruntime-cpu-int8, on onnxruntime-cpu).
     """
 
     ratio: ShareOfDense
     runtime: Runtime = "onnxruntime-cpu"
     batch: int = Field(8, ge=1)
     sequence: int | None = Field(None, ge=1)
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    of: Literal["same", "float32"] = "same"
 
 
 class DropBudget(Section):
@@ -396,14 +401,24 @@ class ExportSection(Section):
         format: "onnx" writes an ONNX folder, "gguf" a GGUF file for llama.cpp, of decoders like LLaMA's.
         provider: Execution provider that an ONNX graph is fused for.
         dtype: What the weights are stored in: float32 or float16; of a GGUF file also bfloat16 or q8_0.
+        quantize: "int8" also writes the ONNX graph with its linear layers in 8 bits, to `onnx-int8/`; of decoders
+            "int4" writes 4 bits, to `onnx-int4/`. Both models are then judged and timed in float32 and in these bits.
     """
 
     format: Literal["onnx", "gguf"] = "onnx"
     provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
     dtype: Literal["float32", "float16", "bfloat16", "q8_0"] = "float32"
+    quantize: Literal["int8", "int4"] | None = None
 
     @model_validator(mode="after")
     def _fits_the_format(self) -> ExportSection:
+        if self.quantize and self.format == "gguf":
+            raise ValueError(f"quantize is of format: onnx, got {self.quantize} for format: gguf; set dtype: q8_0")
+        if self.quantize and (self.provider, self.dtype) != ("cpu", "float32"):
+            raise ValueError(
+                f"quantize: {self.quantize} needs provider: cpu and dtype: float32, got {self.provider} and "
+                f"{self.dtype}; leave them out"
+            )
         if self.format == "onnx" and self.dtype not in ("float32", "float16"):
             raise ValueError(f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf")
         if self.format == "gguf" and self.provider != "cpu":
@@ -418,7 +433,7 @@ class MeasureSection(Section):
         runtimes: What to time on, such as "torch" or "onnxruntime-cpu". An empty list times nothing; the ONNX model is
             written and compared with torch all the same.
         dtypes: What the models are timed in, each on the runtimes that can run it; by default torch runs the model
-            as it is, and ONNX Runtime the graph as it is exported. Only time is measured in the others.
+            as it is, and ONNX Runtime the graph as it is exported. Quality is measured in each too, of both models.
         shapes: (batch, sequence) pairs; an image model's sequence follows from its image size, so (batch,) is enough.
         repeats: Timed runs of each model, at least.
         min_seconds: Go on beyond `repeats` until the runs of a shape have taken so many seconds together.

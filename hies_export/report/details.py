@@ -10,8 +10,9 @@ from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, 
 
 from ..evaluate.judge import Quality
 from ..measure.contention import OtherWork
-from ..measure.counts import Both, Count, FlopCount, LayerFlops, Shape
+from ..measure.counts import Both, Count, FlopCount, LayerFlops, Shape, Size
 from ..measure.rows import LatencyRow
+from ..measure.timing import Phase
 from ..slim.refit import LayerFit
 
 Marks = Annotated[str, Field(pattern="^[■·]{1,16384}$")]
@@ -54,8 +55,9 @@ class HeadsOutcome(BudgetOutcome):
 class CostOutcome(BudgetOutcome):
     """A budget of FLOPs, parameters or time, as shares of the dense model's; `measured` is None until it is known.
 
-    Of time only: where it is measured, the timed cuts behind the prediction (`CostTable.measured`), and whether the
-    control shows that the measurement is unreliable.
+    Of time only: where and in which dtype it is measured, the timed cuts behind the prediction (`CostTable.measured`),
+    whether the control shows that the measurement is unreliable, and the dense model of the ratio: "same" is in the
+    same bits, "float32" in float32.
     """
 
     kind: Literal["flops", "parameters", "latency"]
@@ -67,6 +69,8 @@ class CostOutcome(BudgetOutcome):
     table: tuple[Mapping[str, Any], ...] | None = None
     measured: float | None = None
     noisy: bool | None = None
+    dtype: str | None = None
+    of: Literal["same", "float32"] | None = None
 
     def with_measured(self, *, flops: FlopCount, parameters: Both[int], latency: Iterable[LatencyRow]) -> CostOutcome:
         """Return the outcome with `measured` and, for time, `noisy` filled in from the slim model's measurements."""
@@ -74,7 +78,7 @@ class CostOutcome(BudgetOutcome):
         if self.kind in counted:
             return replace(self, measured=counted[self.kind].ratio)
         wanted = (self.runtime, self.batch, self.sequence)
-        rows = (row for row in latency if row.phase != "decode")
+        rows = (row for row in latency if row.phase != "decode" and self.dtype in (None, row.dtype))
         row = next(row for row in rows if (row.runtime, row.batch, row.sequence) == wanted)
         return replace(self, measured=row.ratio, noisy=row.noisy)
 
@@ -172,6 +176,43 @@ class DataFacts:
     fingerprint: str
 
 
+@dataclass(frozen=True)
+class FormTime:
+    """Median time of a form at a shape, and its ratio to the first form's with a 95 % interval, as in `LatencyRow`."""
+
+    batch: int
+    sequence: int
+    phase: Phase
+    ms: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    noisy: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A model as a runtime serves it, judged on the evaluation rows and timed beside the others.
+
+    Attributes:
+        model: "dense" or "slim".
+        runtime: Name of the runtime.
+        bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8".
+        bytes: Size of the exported file; None where the runtime reads no export.
+        quality: The first metric.
+        stability: Share of predictions that equal the dense model's.
+        times: A row for each shape and phase. Of the first form they are those of its control.
+    """
+
+    model: Literal["dense", "slim"]
+    runtime: str
+    bits: str
+    bytes: Size | None
+    quality: float
+    stability: FiniteFloat
+    times: list[FormTime]
+
+
 class Details(BaseModel):
     """What the renderings show beyond the summary, in the order of report.json.
 
@@ -184,6 +225,7 @@ class Details(BaseModel):
         stability_of: Word for one prediction: "choice", "answer", "next token" or "prediction".
         stability_tolerance: Largest difference of equal predictions of a regression.
         custom_code: Whether transformers needs `modeling_hies.py` to load the slim model, as its `auto_class`.
+        forms: Both models in float32 and in fewer bits; the dense one in float32 comes first.
         run: How to repeat the run, a `RunRecord`.
     """
 
@@ -207,6 +249,7 @@ class Details(BaseModel):
     auto_class: str = "AutoModel"
     onnx: dict[str, Any] | None = None
     gguf: dict[str, Any] | None = None
+    forms: list[Form] = Field(default_factory=list)
     data: DataFacts
     run: dict[str, Any] | None = None
 

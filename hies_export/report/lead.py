@@ -8,6 +8,7 @@ from ..evaluate.metrics import quality_loss
 from ..measure.rows import LatencyRow
 from .details import CostOutcome, HeadsOutcome, MaxDropOutcome
 from .report import Report
+from .text import runtime_name
 
 # How metrics are written in a sentence, where their names in a recipe are not.
 _WRITTEN = {"pearson": "Pearson", "spearman": "Spearman", "f1": "F1", "matthews_correlation": "Matthews correlation"}
@@ -56,15 +57,7 @@ def _time(report: Report) -> str:
     (row,) = quiet
     phase = "" if row.phase == "forward" else f" ({row.phase})"
     dtype = "" if row.dtype == "float32" else f" in {row.dtype}"
-    return f"{row.ratio:.2f} of the time on {_runtime(row.runtime)} at {row.batch} x {row.sequence}{phase}{dtype}"
-
-
-def _runtime(name: str) -> str:
-    """Return a runtime as a sentence writes it: "ONNX Runtime", "ONNX Runtime (cuda)", "torch"."""
-    if not name.startswith("onnxruntime-"):
-        return name
-    kind = name.removeprefix("onnxruntime-").removeprefix("cpu").removeprefix("-")
-    return f"ONNX Runtime ({kind})" if kind else "ONNX Runtime"
+    return f"{row.ratio:.2f} of the time on {runtime_name(row.runtime)} at {row.batch} x {row.sequence}{phase}{dtype}"
 
 
 def _agreement(report: Report) -> str:

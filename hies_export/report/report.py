@@ -61,6 +61,40 @@ class FirstMetric(Record):
     slim: float
 
 
+@dataclass(frozen=True, eq=False)
+class Metric(Record):
+    """A metric by name, and its value."""
+
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedFile(Record):
+    """The slim model's export, run on the evaluation rows as it will be deployed.
+
+    Attributes:
+        file: Where it is in the folder of the run.
+        format: "onnx" or "gguf".
+        quantize: "int8" where its linear layers are in 8 bits.
+        bytes: Size of graph and weights.
+        quality: The first metric; None where no runtime here gives the file's logits (GGUF, models in several graphs).
+        stability: Share of predictions that equal the dense model's; None with `quality`.
+        layers: Number of linear layers by dtype, where some are in 8 bits.
+        float_neurons: Number of neurons that are computed in float32 inside quantised layers. It is 0: with a scale
+            for each token, an outlier takes no range from other tokens.
+    """
+
+    file: str
+    format: str
+    quantize: str | None
+    bytes: Size
+    quality: Metric | None
+    stability: float | None
+    layers: Mapping[str, Count] | None
+    float_neurons: Count | None
+
+
 @dataclass(frozen=True)
 class Report:
     """What a run removed, and the quality, size and time of both models.
@@ -91,6 +125,7 @@ class Report:
         latency: One row per runtime, precision, phase and shape.
         environment: Hardware and library versions that the numbers were measured with.
         cache_bytes_per_token: Bytes that a token adds to the key/value cache; None for a model without a cache.
+        exported: The exported file, judged as it is deployed; None in reports of older versions.
         details: What the renderings show beyond the summary.
     """
 
@@ -114,6 +149,7 @@ class Report:
     latency: Sequence[LatencyRow]
     environment: Mapping[str, Any]
     cache_bytes_per_token: Both[Size] | None = None
+    exported: ExportedFile | None = None
     details: Details = field(kw_only=True)
 
     @model_validator(mode="after")

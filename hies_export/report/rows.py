@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..measure.counts import Both, LayerFlops
 from ..measure.rows import LatencyRow
-from .details import Tried
+from .details import Form, FormTime, Tried
 from .report import FirstMetric, Report
-from .text import agreement, named_units
+from .text import agreement, named_units, runtime_name
 
 # Parts of a layer's FLOPs, and what the table calls them.
 FLOP_PARTS = {
@@ -85,6 +86,42 @@ def quality_table(report: Report) -> Table:
     ]
     columns = 5 if before else 4
     return Table(("", "dense", "slim", "change", "cut alone")[:columns], [row[:columns] for row in rows])
+
+
+def forms_table(report: Report) -> Table | None:
+    """Return both models in float32 and in fewer bits, with size, agreement and times; None where nothing was.
+
+    Times are ratios to the first form; of that itself, the control's.
+    """
+    forms = report.details.forms
+    if not forms:
+        return None
+    runtimes = {form.runtime.removesuffix("-int8") for form in forms}
+
+    def name(form: Form) -> str:
+        on = f", {runtime_name(form.runtime.removesuffix('-int8'))}" if len(runtimes) > 1 else ""
+        return f"{form.model} {form.bits}{on}"
+
+    columns: dict[str, Callable[[Form], str]] = {
+        "": name,
+        "file": lambda form: "" if form.bytes is None else f"{si(form.bytes)}B",
+        agreement(report): lambda form: f"{form.stability:.1%}",
+        report.quality.metric: lambda form: f"{form.quality:.4f}",
+    }
+    columns |= {f"time {form_step(at)}": partial(_form_ratio, index=i) for i, at in enumerate(forms[0].times)}
+    return filled(columns, forms)
+
+
+def form_step(time: FormTime) -> str:
+    """Return the shape of a time, and its phase where a model generates: "8 x 128", "1 x 128 decode"."""
+    return f"{time.batch} x {time.sequence}" + ("" if time.phase == "forward" else f" {time.phase}")
+
+
+def _form_ratio(form: Form, index: int) -> str:
+    """Return the ratio of a form's time with its interval, or "noisy", and the milliseconds."""
+    time = form.times[index]
+    ratio = "noisy" if time.noisy else f"{time.ratio:.3f} [{time.ratio_low:.3f}, {time.ratio_high:.3f}]"
+    return f"{ratio}, {time.ms:.2f} ms"
 
 
 def tried_table(report: Report) -> Table | None:

@@ -11,8 +11,8 @@ from rich.text import Text
 from .lead import lead_text
 from .maps import CUT, KEPT, UnitMap, unit_maps
 from .report import Report
-from .rows import comparison_table, latency_table, tried_table
-from .text import alpha_text, budget_text, family_text, held_out_rows, latency_text, tried_text
+from .rows import comparison_table, forms_table, latency_table, tried_table
+from .text import alpha_text, budget_text, family_text, forms_text, held_out_rows, latency_text, tried_text
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -38,6 +38,11 @@ def print_report(report: Report, console: Console) -> None:
         console.print()
         console.print(plain_table(*latency_table(report.latency)))
         console.print(latency_text(report.latency), markup=False, style="dim")
+    forms = forms_table(report)
+    if forms:
+        console.print()
+        console.print(plain_table(*forms))
+        console.print(forms_text(report), markup=False, style="dim")
 
 
 def map_text(units: UnitMap) -> Text:

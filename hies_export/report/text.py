@@ -58,6 +58,14 @@ def criterion_text(report: Report) -> str:
     return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}") + refitted
 
 
+def runtime_name(name: str) -> str:
+    """Return a runtime as a sentence writes it: "ONNX Runtime", "ONNX Runtime (cuda)", "torch"."""
+    if not name.startswith("onnxruntime-"):
+        return name
+    kind = name.removeprefix("onnxruntime-").removeprefix("cpu").removeprefix("-")
+    return f"ONNX Runtime ({kind})" if kind else "ONNX Runtime"
+
+
 def agreement(report: Report) -> str:
     """Return the name of the stability: when two predictions count as the same."""
     word, tolerance = report.details.stability_of, report.details.stability_tolerance
@@ -79,13 +87,30 @@ def budget_text(report: Report) -> str:
     assert budget.measured is not None
     of = {"flops": "the FLOPs", "parameters": "the parameters", "latency": "the time"}[budget.kind]
     timed = budget.kind == "latency"
-    where = f" on {budget.runtime} at {budget.batch} x {budget.sequence}" if timed else ""
+    bits = f" in {budget.dtype}" if budget.dtype else ""
+    where = f" on {budget.runtime}{bits} at {budget.batch} x {budget.sequence}" if timed else ""
+    dense = "dense model in float32" if budget.of == "float32" else "dense model"
     off = abs(budget.measured - budget.predicted)
     measured = "too noisy to measure" if budget.noisy else f"measured {budget.measured:.3f}"
     apart = f", {100 * off:.1f} points apart" if timed and not budget.noisy else ""
     return (
-        f"Budget: at most {budget.target:g} of {of} of the dense model{where}. "
+        f"Budget: at most {budget.target:g} of {of} of the {dense}{where}. "
         f"Predicted {budget.predicted:.3f}, {measured}{apart}."
+    )
+
+
+def forms_text(report: Report) -> str:
+    """Return how the forms of both models were judged and timed; empty where there is only one."""
+    forms = report.details.forms
+    if not forms:
+        return ""
+    layers, counts = report.exported.layers if report.exported else None, ""
+    if layers:
+        bits, count = next(iter(layers.items()))
+        counts = f" Of the slim model, {count} linear layers are in {bits}, {layers['float32']} small ones in float32."
+    return (
+        "Every form ran the evaluation rows itself. All were timed interleaved in one process; time is relative to "
+        f"{forms[0].model} {forms[0].bits}, whose own row is that of a second copy, the control.{counts}"
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,6 +199,41 @@ def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: p
     row = next(r for r in report["latency"] if (r["batch"], r["sequence"]) == (3, 20))
     assert budget["measured"] == row["ratio"]
     assert run(project, {"latency": latency | {"ratio": 0.6}}, f"output={project / 'other'}") == 2
+    assert not (project / "other").exists()
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_ratio_to_float32_counts_what_fewer_bits_save(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuts = [
+        TimedCut(k, r, ratio_low=r, ratio_high=r, control_low=1, control_high=1) for k, r in ((0.5, 0.8), (1 / 6, 0.7))
+    ]
+    monkeypatch.setattr("hies_export.cost.latency._read", lambda file, key: cuts)
+    compared = []
+
+    def compare(model: Any, dense: Any, where: TimedOn, *, progress: Any) -> Any:
+        """In its bits the dense model takes 0.9 of float32's time, and a slim one 0.71."""
+        compared.append((where.runtime, where.full, where.dtype))
+        ratio = SimpleNamespace(median=0.9 if model is dense else 0.71)
+        return SimpleNamespace(ratio=ratio, noisy=False)
+
+    for module in ("targets", "run"):
+        monkeypatch.setattr(f"hies_export.pipeline.{module}.compare_with_full", compare)
+    latency = {"runtime": "torch", "batch": 3, "sequence": 20, "dtype": "bfloat16", "of": "float32"}
+    assert run(project, {"latency": latency | {"ratio": 0.75}}) == 0
+    report, budget = report_of(project / "out")
+    # 0.8333 of the time in the same bits, which the table has between cuts to 0.8 and to all heads.
+    assert 0.9 * 0.8 < budget["predicted"] <= 0.75
+    assert (budget["measured"], budget["of"], budget["dtype"]) == (0.71, "float32", "bfloat16")
+    assert ("torch", "bfloat16") in {(row["runtime"], row["dtype"]) for row in report["latency"]}
+    assert compared == [("torch", "torch", "bfloat16")] * 2
+    assert "0.75 of the time of the dense model in float32 on torch in bfloat16" in capsys.readouterr().out
+    assert run(project, {"latency": latency | {"ratio": 0.95}}, f"output={project / 'other'}") == 2
+    assert "takes 0.900 of it as it is: nothing has to go" in " ".join(capsys.readouterr().err.split())
+    wrong = latency | {"ratio": 0.5, "runtime": "onnxruntime-cpu-int8"}
+    assert run(project, {"latency": wrong}, f"output={project / 'other'}") == 2
+    assert "a dtype must be one of float32 on onnxruntime-cpu-int8, got 'bfloat16'" in capsys.readouterr().err
     assert not (project / "other").exists()
 
 

@@ -38,7 +38,7 @@ from hies_export.values import PruningPlan
 SUMMARY = {
     *("model", "task", "criterion", "alpha", "seed", "heads", "parameters", "bytes", "flops", "quality", "stability"),
     *("cut_max_abs", "reload_max_abs", "onnx_max_abs", "seconds", "latency", "environment"),
-    "cache_bytes_per_token",
+    *("cache_bytes_per_token", "exported"),
 }
 
 
@@ -75,6 +75,11 @@ def test_run_writes_everything_and_tells_the_truth(project: Path, capsys: pytest
     assert summary["cut_max_abs"] < 1e-4
     assert summary["reload_max_abs"] < 1e-5
     assert summary["onnx_max_abs"] < 1e-3
+    assert summary["exported"] == {
+        **{"file": "onnx/model.onnx", "format": "onnx", "quantize": None, "layers": None, "float_neurons": None},
+        **{"bytes": summary["bytes"]["onnx"], "stability": summary["stability"]},
+        "quality": {"metric": "accuracy", "value": summary["quality"]["slim"]},
+    }
     assert [(r["runtime"], r["batch"], r["sequence"]) for r in summary["latency"]] == [
         ("torch", 2, 16),
         ("onnxruntime-cpu", 2, 16),

@@ -18,12 +18,13 @@ import pytest
 import torch
 from support import representatives
 from support.architectures import model_types
-from support.contract import NEURON_STEPS, STEPS, Broken, Subject, cut, score, train
+from support.contract import MORE_STEPS, NEURON_STEPS, STEPS, Broken, Subject, cut, score, train
 from support.representatives import (
     CUT,
     EXPORTED,
     NEURONS,
     NEURONS_REFUSED,
+    QUANTISED,
     REFUSED,
     changed_since_all_were_checked,
     decisive_sources,
@@ -78,6 +79,11 @@ def test_what_the_table_says_holds(model_type: str) -> None:
 )
 def test_what_the_table_says_is_exported(model_type: str) -> None:
     STEPS["onnx"](Subject.of(model_type))
+
+
+@pytest.mark.parametrize("model_type", QUANTISED)
+def test_a_cut_in_8_bits_gives_nearly_the_same(model_type: str) -> None:
+    MORE_STEPS["int8"](Subject.of(model_type))
 
 
 @pytest.mark.parametrize("model_type", types(of_kind("refused"), REFUSED, pytest.mark.architectures))

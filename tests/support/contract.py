@@ -24,6 +24,8 @@ from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.errors import ReloadMismatchError, UnsupportedModelError
 from hies_export.kinds import ATTENTION, KINDS, UNIT_NAMES
 from hies_export.onnx.export import export_onnx
+from hies_export.onnx.multimodal import is_vision_language
+from hies_export.onnx.quantize import quantize_onnx
 from hies_export.prunable.find import find_modules
 from hies_export.slim.check import compare_cut, first_output, max_abs
 from hies_export.slim.config import is_slim
@@ -184,6 +186,15 @@ def onnx(subject: Subject) -> None:
         export_onnx(subject.slim[False], Path(folder) / "onnx", batch=subject.batch)
 
 
+def int8(subject: Subject) -> None:
+    """Export the uneven cut in 8 bits, its smallest layers too, and compare it with the cut in float32."""
+    if is_vision_language(subject.model):
+        raise NotApplicable("its export has several graphs")
+    with TemporaryDirectory() as folder:
+        exported = export_onnx(subject.slim[False], Path(folder) / "onnx", batch=subject.batch)
+        quantize_onnx(exported, Path(folder) / "int8", batch=subject.batch, smallest=1)
+
+
 def together(subject: Subject) -> None:
     """Cut heads and neurons at once, and take both cuts through `cut` and `reload`."""
     if subject.with_kinds(ATTENTION).refusal() is not None:
@@ -197,6 +208,10 @@ Step = Callable[[Subject], None]
 
 STEPS: dict[str, Step] = {s.__name__: s for s in (score, cut, reload, train, onnx)}
 NEURON_STEPS: dict[str, Step] = {s.__name__: s for s in (cut, reload, train, onnx, together)}
+
+
+# Steps of which the table of model types says nothing: bench/results/int8-types.txt does.
+MORE_STEPS: dict[str, Step] = {s.__name__: s for s in (int8,)}
 
 
 def labelled(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:

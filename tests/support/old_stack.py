@@ -2,6 +2,7 @@
 
     python old_stack.py load CLASS TASK SOURCE SUBFOLDER FOLDER    load an ONNX export, run it and its pipeline
     python old_stack.py plain SOURCE FOLDER                        load a slim checkpoint without code, and run it
+    python old_stack.py quantise FOLDER                            load FOLDER/onnx-int8, quantise FOLDER/onnx
     python old_stack.py prune MODEL_TYPE FOLDER                    prune heads as transformers 4 does, and save
 
 FOLDER holds inputs.npz and asked.json, and gets output.npz and answers.json.
@@ -53,6 +54,21 @@ def plain(source: str, folder: Path) -> None:
     )
 
 
+def quantise(folder: Path) -> None:
+    """Load an export in 8 bits, and let Optimum quantise the one in float32 beside it."""
+    from optimum.onnxruntime import AutoQuantizationConfig, ORTModelForSequenceClassification, ORTQuantizer
+
+    given = {name: torch.from_numpy(value) for name, value in np.load(folder / "inputs.npz").items()}
+    quantizer = ORTQuantizer.from_pretrained(folder / "onnx", file_name="model.onnx")
+    how = AutoQuantizationConfig.avx512_vnni(is_static=False, per_channel=True)
+    quantizer.quantize(save_dir=folder / "optimum", quantization_config=how)
+    found = {}
+    for name in ("onnx-int8", "optimum"):
+        model = ORTModelForSequenceClassification.from_pretrained(folder / name, file_name="model_quantized.onnx")
+        found[name] = np.asarray(model(**given).logits)
+    np.savez(folder / "output.npz", **found)
+
+
 def prune(model_type: str, folder: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 64}
@@ -77,4 +93,6 @@ def prune(model_type: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"load": load, "plain": plain, "prune": prune}[sys.argv[1]](*sys.argv[2:-1], Path(sys.argv[-1]))
+    {"load": load, "plain": plain, "quantise": quantise, "prune": prune}[sys.argv[1]](
+        *sys.argv[2:-1], Path(sys.argv[-1])
+    )

@@ -23,6 +23,7 @@ CUT = {
     "qwen3_next": "gated",
 }
 EXPORTED = {"albert": "layers that share their weights", "modernbert": "a rotary encoder", "wav2vec2": "audio"}
+QUANTISED = {"albert": "an encoder", "gpt2": "a decoder whose head is its embedding"}
 REFUSED = {
     "beam": "code that fails with fewer heads",
     "bitnet": "heads that are mixed before the output projection",

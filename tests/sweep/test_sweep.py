@@ -3,6 +3,7 @@ import io
 import json
 import random
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hies_export.calibrate.collect import collect_statistics
 from hies_export.cli.main import main
 from hies_export.data.batches import by_length
 from hies_export.errors import OutputExistsError, RecipeError, RequestError
-from hies_export.evaluate.judge import compute_metrics, stability
+from hies_export.evaluate.judge import Judge, compute_metrics, stability
 from hies_export.evaluate.predict import predict, references
 from hies_export.measure.counts import count_flops
 from hies_export.pipeline.choose import choose
@@ -98,7 +99,8 @@ def test_rows_are_what_a_single_run_of_each_finds(
         if row["compensation"] != "none":
             batches = by_length(prepared.rows.compensation, config=prepared.model.config)
             compensate(prepared.model, slim, plan, prepared.modules, batches)
-        found = evaluate_run(resolved, slim, progress=Silent())
+        judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged))
+        found = evaluate_run(resolved, judge, slim, progress=Silent())
         assert row["quality"] == found.metrics["accuracy"].slim
         assert row["stability"] == found.stability
         batch = next(iter(prepared.measured.values()))

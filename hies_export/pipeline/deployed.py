@@ -1,0 +1,131 @@
+"""Run exported models on the evaluation rows, as they will be deployed, and time them beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from ..data.batches import Batch
+from ..evaluate.judge import Judge
+from ..evaluate.predict import Predictions, predict_by
+from ..gguf.export import GgufExport
+from ..measure.compare import Served, Step, compare_forms
+from ..measure.exports import Exported
+from ..measure.latency import LatencyComparison
+from ..onnx.export import OnnxExport
+from ..progress import Progress
+from ..report.details import Form, FormTime
+from ..report.report import ExportedFile, Metric
+from ..runtimes.base import RUNTIMES
+from ..runtimes.ort import OnnxRuntime
+from ..runtimes.registry import load_runtime
+from .measure import MeasureOptions
+from .prepare import Prepared
+from .sources import Sources
+
+# What the forms of a quantised model are compared with, and what runs them.
+_FULL = ("onnxruntime-cpu", "float32")
+_QUANTIZED = {"int8": "onnxruntime-cpu-int8", "int4": "onnxruntime-cpu"}
+
+
+def predict_served(served: Served, batches: Sequence[Batch]) -> Predictions:
+    """Predict batches on a runtime, in this process alone."""
+    runtime = load_runtime(served.runtime, served.source, dtype=served.dtype)
+
+    def forward(batch: Batch) -> torch.Tensor:
+        return torch.from_numpy(runtime.fetch(runtime.run(runtime.prepare(batch)))["logits"])
+
+    return predict_by(forward, batches)
+
+
+def judge_forms(
+    prepared: Prepared, sources: Sources, judge: Judge, options: MeasureOptions, *, progress: Progress
+) -> list[Form]:
+    """Judge and time both models in the dtypes to be measured, and in float32 and in 8 bits where that is exported.
+
+    All are timed in one interleaved run. Returns no forms where neither is asked for, and of models in several graphs.
+    """
+    quantize = sources.exporter.options.quantize
+    # llama.cpp gives no logits here.
+    ways = [(name, dtype) for name, dtype in options.ways if dtype is not None and RUNTIMES[name].format == "onnx"]
+    if quantize is not None:
+        fewer = [way for way in ways if way[1] != "float32"]
+        ways = [_FULL, (_QUANTIZED[quantize], quantize), *fewer]
+    if prepared.task.in_parts or all(dtype == "float32" for _, dtype in ways):
+        return []
+    found: list[tuple[Literal["dense", "slim"], Served, int | None]] = []
+    for way in ways:
+        (dense, size), (slim, slim_size) = _load(sources, way)
+        found += [("dense", Served(way[0], dense, way[1]), size), ("slim", Served(way[0], slim, way[1]), slim_size)]
+    qualities = []
+    for model, served, _ in found:
+        progress.stage(f"evaluate the {model} model on {served.runtime} in {served.dtype}")
+        qualities.append(judge.of(predict_served(served, judge.batches)))
+    progress.stage("time all forms of both models")
+    compared = compare_forms(
+        [served for _, served, _ in found], prepared.measured, timing=options.timing, progress=progress
+    )
+    return [
+        Form(
+            model=model,
+            runtime=served.runtime,
+            bits=str(served.dtype),
+            bytes=size,
+            quality=quality.metrics[judge.metrics[0]],
+            stability=quality.stability,
+            times=[_time(step, comparisons, index) for step, comparisons in compared.items()],
+        )
+        for index, ((model, served, size), quality) in enumerate(zip(found, qualities, strict=True))
+    ]
+
+
+def _load(sources: Sources, way: tuple[str, str]) -> Sequence[tuple[PreTrainedModel | Path, int | None]]:
+    """Return, of the dense and the slim model, what a runtime loads, and the size of that file."""
+    runtime, bits = way
+    if RUNTIMES[runtime].reads_models:
+        return [(model, None) for model in sources.of(runtime, bits)]
+    options = sources.exporter.options
+    wanted = options if bits == options.quantize else options.unquantized.read_by(runtime, bits)
+    return [(export.folder, export.bytes) for export in sources.exports(wanted)]
+
+
+def _time(step: Step, found: Sequence[LatencyComparison], index: int) -> FormTime:
+    """Return the time of a form; of the first, the control's ratio."""
+    (batch, sequence), phase = step
+    one = found[max(0, index - 1)]
+    ms, ratio = (one.slim.p50_ms, one.ratio) if index else (one.dense.p50_ms, one.control)
+    return FormTime(batch, sequence, phase, ms, ratio.median, ratio.low, ratio.high, one.noisy)
+
+
+def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequence[Form]) -> ExportedFile:
+    """Return the exported file of a run with its quality on the evaluation rows; it is run unless a form has it."""
+    quantize = None if isinstance(exported, GgufExport) else exported.quantize
+    metric, known = judge.metrics[0], []
+    if quantize is not None:
+        known = [(form.quality, form.stability) for form in forms if (form.model, form.bits) == ("slim", quantize)]
+    elif (runtime := _runtime_of(exported)) is not None:
+        found = judge.of(predict_served(Served(runtime, exported.folder), judge.batches))
+        known = [(found.metrics[metric], found.stability)]
+    quality, stability = known[0] if known else (None, None)
+    return ExportedFile(
+        file=exported.file.relative_to(folder).as_posix(),
+        format="gguf" if isinstance(exported, GgufExport) else "onnx",
+        quantize=quantize,
+        bytes=exported.bytes,
+        quality=None if quality is None else Metric(metric, quality),
+        stability=stability,
+        layers=exported.layers if quantize and isinstance(exported, OnnxExport) else None,
+        float_neurons=0 if quantize else None,
+    )
+
+
+def _runtime_of(exported: Exported) -> str | None:
+    """Return the runtime that an export was compared with torch on; None for GGUF, and for several graphs."""
+    if isinstance(exported, GgufExport) or len(exported.files) > 1:
+        return None
+    known = {name: runtime.requested for name, runtime in RUNTIMES.items() if issubclass(runtime, OnnxRuntime)}
+    return next((name for name, provider in known.items() if provider == exported.checked_on), None)
