@@ -69,7 +69,7 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.
     recipe = PruningRecipe.from_yaml(project / "recipe.yaml", {"output": tmp_path / "out"})
     seen = []
 
-    def stop(prepared: object, slim: PreTrainedModel, *_: object, **__: object) -> None:
+    def stop(resolved: object, judge: Judge, slim: PreTrainedModel, *_: object, **__: object) -> None:
         seen.append(slim)
         raise DataError("far enough")
 

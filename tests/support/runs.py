@@ -59,6 +59,8 @@ def without_tracing() -> Iterator[None]:
         with new_folder(Path(folder), overwrite=options.get("overwrite", False)) as staging:
             (staging / "model.onnx").write_bytes(b"no graph")
             model.config.save_pretrained(staging)
+            if options.get("processor") is not None:
+                options["processor"].save_pretrained(staging)
         file = Path(folder) / "model.onnx"
         return OnnxExport(Path(folder), file, (file.name,), 8, 0.0, provider, "float32", "none", (), (), {})
 
