@@ -41,8 +41,10 @@ class Journal:
         self._digests = {field: _digest(value) for field, value in asked.items()}
         # Bytes and lines read of each journal.
         self._done: dict[Path, tuple[int, int]] = {}
+        # In this order: a worker that begins beside this one writes its journal before anything else.
+        occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
         found = sorted(folder.glob(NAMES))
-        if not found and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if occupied and not found:
             raise OutputExistsError(
                 f"a sweep needs a folder that is new or holds journals of a sweep, but {folder} holds something else; "
                 "choose another, or move or delete that one yourself"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,23 @@ def test_workers_at_once_compute_every_cell_once(tmp_path: Path) -> None:
     assert len(begun) == len(set(begun)) == len(CELLS) == len(entries(folder))
     assert len({entry["value"]["by"] for entry in entries(folder)}) > 1
     assert not list(folder.glob(".claim*"))
+
+
+def test_a_worker_may_begin_while_another_looks_at_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, others, iterdir = tmp_path / "out", [], Path.iterdir
+
+    def listed_late(path: Path) -> Iterator[Path]:
+        if path == folder and not others:
+            others.append(None)
+            with Journal(folder, asked={"a": 1}) as other:
+                other.add("first", ROW)
+        return iterdir(path)
+
+    folder.mkdir()
+    monkeypatch.setattr(Path, "iterdir", listed_late)
+    with Journal(folder, asked={"a": 1}) as journal:
+        assert others
+        assert journal.has("first")
 
 
 def test_a_claim_is_taken_over_when_its_machine_is_silent_and_not_before(tmp_path: Path) -> None:
