@@ -52,7 +52,7 @@ def test_a_latency_budget_is_met_in_one_dtype() -> None:
         ("prune.budget.heads", 1.2, r"prune.budget.heads: sparsity must be in \(0, 1\), got 1.2"),
         ("prune.budget.heads", 0, r"sparsity must be in \(0, 1\), got 0"),
         ("prune.budget.heads", "half", "prune.budget.heads must be .* number.*, got 'half'"),
-        ("prune.budget", {}, "exactly one of heads, flops, parameters, latency, max_drop must be given, got none"),
+        ("prune.budget", {}, "exactly one of heads, flops, parameters, latency, max_drop, keep must be given"),
         ("prune.alpha", 1.0, r"prune.alpha: alpha must be in \[0, 1\), got 1;"),
         ("prune.alpha", -0.1, r"alpha must be in \[0, 1\), got -0.1"),
         ("prune.alpha", float("nan"), r"alpha must be in \[0, 1\), got nan"),

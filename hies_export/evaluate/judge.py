@@ -15,7 +15,8 @@ import torch
 from ..data.batches import Batch
 from ..errors import DataError
 from ..progress import SILENT, Progress
-from .metrics import METRICS, check_metrics
+from .interval import CONFIDENCE, lower_share
+from .metrics import METRICS, check_metrics, quality_loss
 from .predict import ChoicePredictions, Predictions, TokenPredictions, predict, predicted, references
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,33 @@ class Judge:
         name, options = self.metrics[0], {"regression": self.regression}
         quality = compute_metrics(predictions, self._references, names=[name], **options)[name]
         return Judgement(quality, standard_error(predictions, self._references, name=name, **options), share)
+
+    def kept(self, predictions: Predictions) -> tuple[float, float]:
+        """Return the share of predictions that equal the dense model's, and the lower end of its 95 % interval."""
+        same, samples = self.agreement(predictions), None
+        if isinstance(self.dense, TokenPredictions) and not self.dense.answers:
+            samples = self.dense.sample
+        return same.double().mean().item(), lower_share(same, samples)
+
+    def lost(self, predictions: Predictions, *, resamples: int = 1000, seed: int = 0) -> tuple[float, float]:
+        """Return how much worse the first metric is than the dense model's, and the upper end of its 95 % interval.
+
+        The interval is the percentile bootstrap's, over samples that are drawn for both models alike.
+        """
+        name, regression = self.metrics[0], self.regression
+
+        def inputs(of: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+            return _metric_inputs(of, self._references, names=[name], regression=regression)
+
+        (dense, wanted, options), (slim, _, _) = inputs(self.dense), inputs(predictions)
+        generator = np.random.default_rng(seed)
+
+        def loss(rows: Any) -> float:
+            values = [METRICS[name].compute(given[rows], wanted[rows], **options) for given in (dense, slim)]
+            return quality_loss(name, *(0.0 if math.isnan(value) else value for value in values))
+
+        losses = [loss(generator.integers(len(wanted), size=len(wanted))) for _ in range(resamples)]
+        return loss(slice(None)), float(np.quantile(losses, (1 + CONFIDENCE) / 2))
 
     @property
     def _labelled(self) -> bool:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..calibrate.collect import DEFAULT_NEEDS
 from ..data.targets import batches_fingerprint, samples_of, size_of
+from ..errors import PlanError
 from ..evaluate.judge import Judge
+from ..evaluate.metrics import quality_loss
 from ..model.copies import share_weights
 from ..progress import Progress
 from ..prunable.find import find_modules
-from ..report.details import BudgetOutcome, MaxDropOutcome, Tried
+from ..report.details import BudgetOutcome, KeepOutcome, MaxDropOutcome, Tried
 from ..score.criteria import AUTO, COMPENSATED
 from ..select.iterative import filled_in
 from ..slim.cut import prune_units
@@ -23,11 +27,12 @@ from ..slim.refit import Compensation
 from ..units import Selection
 from ..values import Provenance, PruningPlan, Scores, Statistics, dump_json, library_versions
 from .candidates import Candidates, criterion_of
-from .options import PruneOptions
+from .options import DropBudget, KeepBudget, PruneOptions
 from .prepare import Prepared
 from .quality import Refit
 from .refitting import Refitting
-from .search import HeldOut, choose_alpha, choose_by_agreement, choose_by_max_drop
+from .search import Candidate, HeldOut, Verdict, choose_alpha, choose_by_agreement, choose_largest
+from .serving import predictor
 from .targets import Round, Targets
 
 # Below this share of the dense cost, `criterion: auto` trusts removal in steps most. Above, a step costs quality.
@@ -48,16 +53,20 @@ class Choice:
     refit: Refit | None = None  # from moments that were collected in choosing; None if there are none
 
 
-def choose(prepared: Prepared, options: PruneOptions, *, progress: Progress) -> Choice:
-    """Calibrate, score and select.
+def choose(
+    prepared: Prepared, options: PruneOptions, *, dtype: torch.dtype | None = None, progress: Progress
+) -> Choice:
+    """Calibrate, score and select, for a slim model that is saved in a dtype.
 
     With `alpha: auto` or `criterion: auto`, what is chosen is judged on the held-out rows. With `steps`, the budget is
     spent in that many rounds. Each round scores the model that the previous rounds left, cut and, with compensation,
     refitted. The statistics of a unit are those of the last round it was part of.
     """
-    chooser = _Chooser(prepared, options, progress)
+    chooser = _Chooser(prepared, options, progress, dtype)
     if options.budget.max_drop is not None:
-        return chooser.by_max_drop()
+        return chooser.by_max_drop(options.budget.max_drop)
+    if options.budget.keep is not None:
+        return chooser.by_keep(options.budget.keep)
     if options.criterion == AUTO:
         return chooser.automatically()
     return chooser.as_told()
@@ -76,12 +85,13 @@ class _Picked:
 class _Chooser:
     """Choice of the units to keep in a dense model."""
 
-    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress):
+    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress, dtype: torch.dtype | None):
         self._prepared, self._options, self._progress = prepared, options, progress
-        self._refitting = Refitting(prepared, options, progress)
+        self._refitting = Refitting(prepared, options, progress, dtype)
         # Before scoring, so that a budget that cannot be met fails early.
         self._targets = Targets(prepared, options, progress)
         self._judge: Judge | None = None
+        self._by = predictor(prepared, options)
 
     def as_told(self) -> Choice:
         """Choose by the criterion that is asked for, in as many rounds."""
@@ -218,33 +228,110 @@ class _Chooser:
         if self._judge is None or self._judge.metrics != metrics:
             judged = replace(prepared.judged, metrics=metrics)
             self._judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(judged))
-        return HeldOut(self._judge, prepared.model, prepared.modules, self._refitting.by(token_weights))
+        return HeldOut(self._judge, prepared.model, prepared.modules, self._refitting.by(token_weights), self._by)
 
-    def by_max_drop(self) -> Choice:
+    def by_max_drop(self, asked: DropBudget) -> Choice:
         """Choose the scores, and remove as much as the held-out metric allows."""
-        prepared, max_drop = self._prepared, self._options.budget.max_drop
-        assert max_drop is not None
-        statistics, scored = self._of_dense.statistics, self._of_dense.by(self._options.criterion)
-        self._progress.stage("choose the sparsity on held-out rows")
-        sizes = self._targets.of_max_drop()
-        held_out = self._held_out((max_drop.metric,))
+        held_out = self._held_out((asked.metric,))
+        dense = held_out.dense()
+
+        def judge(selection: Selection) -> Verdict:
+            value = held_out.value(selection)
+            return Verdict(quality_loss(asked.metric, dense, value) <= asked.by, {asked.metric: value})
+
+        def problem(judged: Sequence[Mapping[str, Any]]) -> str:
+            least = min((quality_loss(asked.metric, dense, row[asked.metric]) for row in judged), default=0.0)
+            return (
+                f"max_drop allows {asked.metric} to get worse by {asked.by:g}, but on the held-out rows even the "
+                f"smallest cut makes it worse by {least:.4g} (dense {dense:.4g}); allow more, or use compensation with "
+                "a budget of heads"
+            )
+
+        found = self._largest({1.0: judge}, problem)
+        value = found.verdict.numbers[asked.metric]
+        outcome = MaxDropOutcome(
+            kind="max_drop",
+            metric=asked.metric,
+            by=asked.by,
+            dense=dense,
+            refitted=value if held_out.refit else None,
+            masked=None if held_out.refit else value,
+            samples=samples_of(self._prepared.rows.held_out),
+            judged=found.judged,
+        )
+        return self._choice(found.picked, outcome=outcome)
+
+    def by_keep(self, asked: KeepBudget) -> Choice:
+        """Choose the scores and the weights of tokens, and remove as much as the promise allows."""
+        metrics = self._prepared.judged.metrics if asked.metric is None else (asked.metric,)
+        held_out = {weights: self._held_out(metrics, weights) for weights in self._refitting.tried}
+        samples = samples_of(self._prepared.rows.held_out)
+        blank = KeepOutcome(
+            kind="keep", predictions=asked.predictions, metric=asked.metric, by=asked.by, samples=samples, judged=()
+        )
+
+        names = ("kept", "at_least") if asked.metric is None else ("lost", "at_most")
+
+        def judge_of(rows: HeldOut) -> Callable[[Selection], Verdict]:
+            def judge(selection: Selection) -> Verdict:
+                found, end = rows.kept(selection) if asked.metric is None else rows.lost(selection)
+                holds = replace(blank, slim=found, slim_end=end).met
+                return Verdict(holds, dict(zip(names, (found, end), strict=True)))
+
+            return judge
+
+        def problem(judged: Sequence[Mapping[str, Any]]) -> str:
+            found, end = (judged[-1][name] for name in names)
+            least = replace(blank, slim=found, slim_end=end).found
+            return (
+                f"keep asks for {blank.asked} on {samples:,} held-out rows, and the mildest cut has {least}; ask for "
+                "less, compensate, or give more held-out rows, which narrow the interval"
+            )
+
+        found = self._largest({weights: judge_of(rows) for weights, rows in held_out.items()}, problem)
+        timed = self._targets.timed_outcome(found.picked.selection)
+        outcome = replace(blank, judged=found.judged, **timed)
+        return self._choice(found.picked, token_weights=found.token_weights, outcome=outcome)
+
+    def _largest(
+        self,
+        judges: Mapping[float, Callable[[Selection], Verdict]],
+        problem: Callable[[Sequence[Mapping[str, Any]]], str],
+    ) -> _Largest:
+        """Find the largest cut that the held-out rows allow, over all scores and then over the weights of tokens.
+
+        `judges` are by weights of tokens. Raises PlanError with the `problem` of what was judged if none is allowed.
+        """
+        scored = self._of_dense.by(self._options.criterion)
+        self._progress.stage("choose how much goes on held-out rows")
+        sizes = self._targets.sizes()
 
         def select(scores: Scores, size: int) -> Selection:
             return self._targets.select(scores, sizes[size - 1])
 
-        tracked = self._progress.track(scored, "choose sparsity")
-        chosen = choose_by_max_drop(tracked, select, held_out, sizes=len(sizes), by=max_drop.by)
-        outcome = MaxDropOutcome(
-            kind="max_drop",
-            metric=max_drop.metric,
-            by=max_drop.by,
-            dense=held_out.dense(),
-            refitted=chosen.value if held_out.refit else None,
-            masked=None if held_out.refit else chosen.value,
-            samples=samples_of(prepared.rows.held_out),
-            judged=chosen.judged,
-        )
-        return self._choice(_Picked(statistics, chosen.scores, chosen.selection), outcome=outcome)
+        weights, *others = judges
+        tracked = self._progress.track(scored, "choose how much goes")
+        found = choose_largest((Candidate(scores, judges[weights]) for scores in tracked), select, sizes=len(sizes))
+        if found.candidate is None:
+            raise PlanError(problem(found.judged))
+        scores, judged = scored[found.candidate], found.judged
+        candidates = [Candidate(scores, judges[other]) for other in others]
+        more = choose_largest(candidates, select, sizes=len(sizes), at_least=found.size)
+        if more.candidate is not None:
+            found, weights = more, others[more.candidate]
+        assert found.verdict is not None
+        picked = _Picked(self._of_dense.statistics, scores, select(scores, found.size))
+        return _Largest(picked, weights, found.verdict, (*judged, *more.judged))
+
+
+@dataclass(frozen=True)
+class _Largest:
+    """The largest cut that held-out rows allow: its units, weights of tokens and verdict, and all that was judged."""
+
+    picked: _Picked
+    token_weights: float
+    verdict: Verdict
+    judged: tuple[Mapping[str, Any], ...]
 
 
 def _after(earlier: _Picked, later: _Picked) -> _Picked:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,21 @@ from ..checkpoint.save import save_slim
 from ..checkpoint.stored import weight_files
 from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Judge
-from ..evaluate.metrics import quality_loss
 from ..evaluate.predict import predict
 from ..model.copies import round_each
 from ..model.internals import dtypes_in
 from ..progress import Progress
-from ..report.details import BudgetOutcome, MaxDropOutcome
+from ..report.details import BudgetOutcome, KeepOutcome, MaxDropOutcome
 from ..slim.check import compare_cut
 from ..slim.cut import prune_units
 from ..slim.refit import LayerFit, compensate
-from ..units import PrunableModule
 from ..values import PruningPlan
 from .choose import Choice
 from .load import Source
 from .options import RefitOptions
 from .prepare import Prepared
-from .refitting import shared
+from .quality import Predictor
+from .refitting import changed_by, shared
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ def cut(
     if refit is None and compensation is None:
         # Of a plan that was made for a compensated model, only the cut was done.
         return Slim(slim, replace(plan, compensation={}), None, fits, cut_max_abs)
-    names = _changed(slim, modules, fits) if refit is None else refit.tensors
+    names = changed_by(slim, modules, fits) if refit is None else refit.tensors
     refitted = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
     method = plan.compensation["method"] if compensation is None else compensation.method
     plan = replace(plan, compensation={"method": method, "refit": digest_tensors(refitted)})
@@ -95,17 +93,6 @@ def _refit(
         how, plan = given.compensation or how, given.plan
     extra: dict[str, Any] = {"limit_bytes": asked.limit_bytes, "progress": progress}
     return shared(slim, modules, lambda: compensate(prepared.model, slim, plan, modules, rows, how, **extra))
-
-
-def _changed(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
-    """Return the names of the parameters that refits changed."""
-    consumers = {module.name: module.consumer for module in modules}
-    names = []
-    for fit in fits:
-        found = [name for name, _ in slim.get_submodule(consumers[fit.name]).named_parameters(recurse=False)]
-        changed = {"none": (), "bias": ("bias",)}.get(fit.method, ("weight", "bias"))
-        names += [f"{consumers[fit.name]}.{name}" for name in found if name in changed]
-    return names
 
 
 def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -128,24 +115,32 @@ def _as_stored(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
     return parameter.detach().to(device="cpu", dtype=dtype or parameter.dtype).contiguous()
 
 
-def confirm_max_drop(prepared: Prepared, slim: Slim, budget: BudgetOutcome, *, progress: Progress) -> BudgetOutcome:
-    """Evaluate a slim model on the held-out rows that its number of units was chosen on."""
-    if not isinstance(budget, MaxDropOutcome):
+def confirm(
+    prepared: Prepared, slim: Slim, budget: BudgetOutcome, by: Predictor = predict, *, progress: Progress
+) -> BudgetOutcome:
+    """Evaluate a slim model on the held-out rows that its number of units was chosen on; `by` predicts."""
+    if not isinstance(budget, MaxDropOutcome | KeepOutcome):
         return budget
     progress.stage("evaluate the slim model on the held-out rows")
-    rows = prepared.rows.held_out
-    judge = Judge.on(prepared.model, rows, metrics=(budget.metric,), regression=prepared.judged.regression)
-    value = judge.of(predict(slim.model, rows)).metrics[budget.metric]
-    lost = quality_loss(budget.metric, budget.dense, value)
-    if lost > budget.by:
+    rows, judged = prepared.rows.held_out, prepared.judged
+    if budget.metric is not None:
+        judged = replace(judged, metrics=(budget.metric,))
+    judge = Judge.on(prepared.model, rows, **asdict(judged))
+    predictions = by(slim.model, rows)
+    if isinstance(budget, MaxDropOutcome):
+        confirmed: MaxDropOutcome | KeepOutcome = replace(budget, slim=judge.of(predictions).metrics[budget.metric])
+    else:
+        found, end = judge.kept(predictions) if budget.metric is None else judge.lost(predictions)
+        confirmed = replace(budget, slim=found, slim_end=end)
+    if not confirmed.met:
         what, remedy = "compensated", "compensate on more samples, or not at all"
         if slim.refitted is None:
             what, remedy = "rounded", "set save_dtype: float32"
         raise DropError(
-            f"{budget.metric} on the held-out rows may get worse by {budget.by:g}, and the model that was judged kept "
-            f"to it, but the {what} one lost {lost:.4g}; {remedy}"
+            f"{budget.kind} asks for {budget.asked} on the held-out rows. The model that was judged kept to it, but "
+            f"the {what} one has {confirmed.found}; {remedy}"
         )
-    return replace(budget, slim=value)
+    return confirmed
 
 
 def warn_if_larger(saved: Saved, source: Source) -> None:

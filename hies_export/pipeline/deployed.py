@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import torch
 from transformers import PreTrainedModel
 
-from ..data.batches import Batch
 from ..evaluate.judge import Judge
-from ..evaluate.predict import Predictions, predict_by
 from ..gguf.export import GgufExport
 from ..measure.compare import Served, Step, compare_forms
 from ..measure.exports import Exported
@@ -22,24 +19,14 @@ from ..report.details import Form, FormTime
 from ..report.report import ExportedFile, Metric
 from ..runtimes.base import RUNTIMES
 from ..runtimes.ort import OnnxRuntime
-from ..runtimes.registry import load_runtime
 from .measure import MeasureOptions
 from .prepare import Prepared
+from .serving import predict_served
 from .sources import Sources
 
 # What the forms of a quantised model are compared with, and what runs them.
 _FULL = ("onnxruntime-cpu", "float32")
 _QUANTIZED = {"int8": "onnxruntime-cpu-int8", "int4": "onnxruntime-cpu"}
-
-
-def predict_served(served: Served, batches: Sequence[Batch]) -> Predictions:
-    """Predict batches on a runtime, in this process alone."""
-    runtime = load_runtime(served.runtime, served.source, dtype=served.dtype)
-
-    def forward(batch: Batch) -> torch.Tensor:
-        return torch.from_numpy(runtime.fetch(runtime.run(runtime.prepare(batch)))["logits"])
-
-    return predict_by(forward, batches)
 
 
 def judge_forms(
@@ -50,8 +37,7 @@ def judge_forms(
     All are timed in one interleaved run. Returns no forms where neither is asked for, and of models in several graphs.
     """
     quantize = sources.exporter.options.quantize
-    # llama.cpp gives no logits here.
-    ways = [(name, dtype) for name, dtype in options.ways if dtype is not None and RUNTIMES[name].format == "onnx"]
+    ways = [(name, dtype) for name, dtype in options.ways if dtype is not None]
     if quantize is not None:
         fewer = [way for way in ways if way[1] != "float32"]
         ways = [_FULL, (_QUANTIZED[quantize], quantize), *fewer]
@@ -124,8 +110,10 @@ def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequen
 
 
 def _runtime_of(exported: Exported) -> str | None:
-    """Return the runtime that an export was compared with torch on; None for GGUF, and for several graphs."""
-    if isinstance(exported, GgufExport) or len(exported.files) > 1:
+    """Return the runtime that an export was compared with torch on; None if it was not, and for several graphs."""
+    if isinstance(exported, GgufExport):
+        return None if exported.parity is None else "llamacpp"
+    if len(exported.files) > 1:
         return None
     known = {name: runtime.requested for name, runtime in RUNTIMES.items() if issubclass(runtime, OnnxRuntime)}
     return next((name for name, provider in known.items() if provider == exported.checked_on), None)

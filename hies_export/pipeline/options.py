@@ -12,24 +12,43 @@ from ..select.constraints import Constraints
 from ..slim.refit import Compensation
 
 
-@dataclass(frozen=True)
-class LatencyBudget:
-    """At most `ratio` of the dense model's time, on a runtime, for a batch of so many rows of so many tokens.
+@dataclass(frozen=True, kw_only=True)
+class TimedBudget:
+    """What a budget times: a runtime, a batch of so many rows of so many tokens, and the dtype, as in recipes."""
 
-    `dtype` and `of` are as in a recipe's `LatencyBudget`.
-    """
-
-    ratio: float
     runtime: str
     batch: int
     sequence: int | None
     dtype: str | None = None
-    of: Literal["same", "float32"] = "same"
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(batch, sequence), or (batch,)."""
         return (self.batch,) if self.sequence is None else (self.batch, self.sequence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyBudget(TimedBudget):
+    """At most `ratio` of the dense model's time; `of` is as in a recipe's `LatencyBudget`."""
+
+    ratio: float
+    of: Literal["same", "float32"] = "same"
+
+
+@dataclass(frozen=True)
+class KeepBudget:
+    """As much as can go while the held-out rows keep what is promised, by the end of a 95 % interval.
+
+    Promised is a share of the predictions, or that a metric gets worse by at most `by`. `served` says what predicts,
+    torch without it, and `timed` whose time counts; without it FLOPs do.
+    """
+
+    predictions: float | None = None
+    metric: str | None = None
+    by: float | None = None
+    served: TimedBudget | None = None
+    timed: TimedBudget | None = None
+    samples: int = 1024  # held-out rows that a recipe draws
 
 
 @dataclass(frozen=True)
@@ -49,6 +68,7 @@ class Budget:
     parameters: float | None = None
     latency: LatencyBudget | None = None
     max_drop: DropBudget | None = None
+    keep: KeepBudget | None = None
 
     @property
     def kind(self) -> str:
@@ -57,8 +77,19 @@ class Budget:
 
     @property
     def ratio(self) -> float | None:
-        """Largest share of the dense model's cost that may be left; None for `heads` and `max_drop`."""
+        """Largest share of the dense model's cost that may be left; None for `heads`, `max_drop` and `keep`."""
         return self.latency.ratio if self.latency is not None else self.flops or self.parameters
+
+    @property
+    def timed(self) -> TimedBudget | None:
+        """What the budget times; None for one that times nothing."""
+        return self.latency if self.keep is None else self.keep.timed
+
+    @property
+    def metric(self) -> str | None:
+        """Name of the metric that the budget is about; None where it is about none."""
+        asked = self.max_drop or self.keep
+        return None if asked is None else asked.metric
 
 
 @dataclass(frozen=True)
@@ -101,8 +132,8 @@ class PruneOptions:
     @property
     def judged_on_held_out(self) -> str | None:
         """What is chosen on held-out rows, for messages; None where nothing is."""
-        if self.budget.max_drop is not None:
-            return "max_drop"
+        if self.budget.max_drop is not None or self.budget.keep is not None:
+            return self.budget.kind
         if self.criterion == AUTO:
             return "criterion: auto"
         return "alpha: auto" if self.alpha is None and uses_alpha(self.criterion) else None

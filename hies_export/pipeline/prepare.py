@@ -11,7 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
+from ..data.targets import samples_of
 from ..errors import RecipeError, RequestError
+from ..evaluate.interval import rows_needed
 from ..measure.shapes import check_runs, check_shapes, model_shapes
 from ..model.tokens import first_samples, synthetic_batch
 from ..prunable.attention import tower_of
@@ -20,7 +22,7 @@ from ..score.criteria import AUTO, COMPENSATED, COMPENSATED_NAMES, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..tasks import Task
 from ..units import PrunableModule
-from .options import LatencyBudget, PruneOptions
+from .options import PruneOptions, TimedBudget
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ def prepare(
 
 
 def shapes_to_measure(
-    model: PreTrainedModel, shapes: Sequence[tuple[int, ...]], task: Task, timed: LatencyBudget | None
+    model: PreTrainedModel, shapes: Sequence[tuple[int, ...]], task: Task, timed: TimedBudget | None
 ) -> list[tuple[int, ...]]:
     """Return the shapes that a request needs batches of: those given, or the usual ones, and that of its budget."""
     if task.in_parts:
@@ -120,10 +122,22 @@ def check_options(prepared: Prepared, options: PruneOptions, *, criteria: Sequen
     """Refuse, before anything is computed, options that do not suit the model, or criteria instead of the options'."""
     _warn_without_compensation(options)
     _check_criteria(options, prepared.scored, (options.criterion,) if criteria is None else criteria)
+    _check_enough_rows(prepared, options)
     if options.budget.heads is None:
         check_constraints(prepared.scored, options.constraints)
     else:
         check_budget(prepared.scored, heads=options.budget.heads, constraints=options.constraints)
+
+
+def _check_enough_rows(prepared: Prepared, options: PruneOptions) -> None:
+    """Refuse a promise that so few held-out rows could not confirm even if all predictions stayed."""
+    keep, count = options.budget.keep, samples_of(prepared.rows.held_out)
+    if keep is None or keep.predictions is None or count >= (needed := rows_needed(keep.predictions)):
+        return
+    raise RequestError(
+        f"keep: {keep.predictions:g} can be told with 95 % confidence from {needed:,} held-out rows or more, and there "
+        f"are {count:,}; raise keep.samples, give more rows, or ask for less"
+    )
 
 
 def _warn_without_compensation(options: PruneOptions) -> None:

@@ -37,12 +37,13 @@ from ..slim.refit import LayerFit
 from ..tasks import Task
 from ..values import PruningPlan, Scores
 from .choose import Choice, choose
-from .cut import Slim, confirm_max_drop, cut, save
+from .cut import Slim, confirm, cut, save
 from .memory import batches_of, first_rows, split_held_out, task_of, unlabelled
 from .options import PruneOptions, RefitOptions
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .quality import Evaluation, evaluate
 from .resolve import prune_options, refit_options
+from .serving import predictor
 
 # Width of the table of a result, in characters.
 WIDTH = 100
@@ -253,7 +254,7 @@ def prune(
     read: dict[str, Any] = {"task": task, "processor": processor, "columns": columns}
     rows = _rows(model, asked, batches, held_out, compensation_batches, read)
     judged = _judged(model, task, asked)
-    timed = None if isinstance(asked, _OfPlan) else asked.budget.latency
+    timed = None if isinstance(asked, _OfPlan) else asked.budget.timed
     if timed is not None:
         check_runtime(timed.runtime, task=task.name)
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
@@ -302,10 +303,15 @@ def _asked(options: Mapping[str, Any], plan: PruningPlan | None, seed: int) -> P
         raise RequestError(f"with plan=, of the options only compensation applies, got {', '.join(more)}; leave it out")
     try:
         if plan is None:
-            return prune_options(PruneSection(**options), seed=seed)
+            section = PruneSection(**options)
+            if section.budget.keep is not None and "samples" in section.budget.keep.model_fields_set:
+                raise RequestError(
+                    "keep.samples says how many rows a recipe draws; pass that many as held_out= instead"
+                )
+            return prune_options(section, seed=seed)
         given = options.get("compensation")
-        section = None if given is None else CompensationSection.model_validate(given)
-        return _OfPlan(plan, refit_options(section))
+        refits = None if given is None else CompensationSection.model_validate(given)
+        return _OfPlan(plan, refit_options(refits))
     except ValidationError as error:
         raise RecipeError(list(sentences(error, PruneSection if plan is None else CompensationSection))) from None
 
@@ -340,8 +346,8 @@ def _judged(model: PreTrainedModel, task: Task, asked: PruneOptions | _OfPlan) -
     """Return how predictions are compared: by the usual metrics of the task."""
     regression = task.may_regress and is_regression(model.config)
     metrics = default_metrics(regression=regression, task=task.name)
-    drop = asked.budget.max_drop if isinstance(asked, PruneOptions) else None
-    check_metrics((*metrics, *([] if drop is None else [drop.metric])), regression=regression, task=task.name)
+    extra = asked.budget.metric if isinstance(asked, PruneOptions) else None
+    check_metrics((*metrics, *([] if extra is None else [extra])), regression=regression, task=task.name)
     return Judged(metrics, regression)
 
 
@@ -376,12 +382,14 @@ def prune_prepared(
     choice = None
     if isinstance(asked, PruneOptions):
         with clock("score"):
-            choice = choose(prepared, asked, progress=progress)
+            choice = choose(prepared, asked, dtype=dtype, progress=progress)
     with clock("cut"):
         given = choice or asked
         assert not isinstance(given, PruneOptions)
         slim = cut(prepared, given, compensation=compensation, refit=refit, dtype=dtype, progress=progress)
-        budget = None if choice is None else confirm_max_drop(prepared, slim, choice.budget, progress=progress)
+        budget = None
+        if choice is not None and isinstance(asked, PruneOptions):
+            budget = confirm(prepared, slim, choice.budget, predictor(prepared, asked), progress=progress)
     if choice is not None:
         choice = replace(choice, plan=slim.plan, refit=None)  # its moments may be gigabytes
     shape, batch = next(iter(prepared.measured.items()))

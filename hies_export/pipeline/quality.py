@@ -20,6 +20,8 @@ from ..units import PrunableModule, Selection
 
 # Refits a model that was cut by a selection, in place.
 Refit = Callable[[PreTrainedModel, Selection], list[LayerFit]]
+# Predicts batches with a model.
+Predictor = Callable[[PreTrainedModel, Sequence[Batch]], Predictions]
 # Runs benchmarks on a model, and returns their values by name.
 Benchmark = Callable[[PreTrainedModel], Mapping[str, float]]
 
@@ -31,18 +33,20 @@ def predict_pruned(
     batches: Sequence[Batch],
     *,
     refit: Refit | None = None,
+    by: Predictor = predict,
 ) -> Predictions:
     """Return the model's predictions without the units that a selection removes.
 
-    Without a refit, units are masked instead of cut, which gives the same predictions at less cost.
+    Without a refit, units are masked instead of cut, which in torch gives the same predictions at less cost.
     """
-    if refit is None:
+    if refit is None and by is predict:
         with masked_units(model, selection, modules):
             return predict(model, batches)
     # Only the cut weights are copies; the others are shared with the dense model.
     slim = prune_units(share_weights(model), selection, modules, inplace=True)
-    refit(slim, selection)
-    return predict(slim, batches)
+    if refit is not None:
+        refit(slim, selection)
+    return by(slim, batches)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 
+import torch
 from transformers import PreTrainedModel
 
 from .. import processes
@@ -23,10 +24,14 @@ TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
 
 
 class Refitting:
-    """Refits of models cut from one dense model, with one of the weights of tokens in `tried`."""
+    """Refits of models cut from one dense model, with one of the weights of tokens in `tried`.
 
-    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress):
+    What they change is rounded to `dtype`, so that the model that is judged is the one that will be saved.
+    """
+
+    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress, dtype: torch.dtype | None = None):
         self._prepared, self._how, self._progress = prepared, options.compensation, progress
+        self._dtype = dtype
         self.tried = self._token_weights(options)
         self._moments: MomentStream | None = None
 
@@ -69,9 +74,25 @@ class Refitting:
 
         def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
             with threads_for(self._prepared.model, self._prepared.rows.compensation):
-                return shared(slim, modules, lambda: refit(slim, selection, modules, moments, how))
+                fits = shared(slim, modules, lambda: refit(slim, selection, modules, moments, how))
+            if self._dtype is not None:
+                for name in changed_by(slim, modules, fits):
+                    parameter = slim.get_parameter(name)
+                    parameter.data = parameter.data.to(self._dtype).to(parameter.dtype)
+            return fits
 
         return refitted
+
+
+def changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
+    """Return the names of the parameters that refits changed."""
+    consumers = {module.name: module.consumer for module in modules}
+    names = []
+    for fit in fits:
+        found = [name for name, _ in slim.get_submodule(consumers[fit.name]).named_parameters(recurse=False)]
+        changed = {"none": (), "bias": ("bias",)}.get(fit.method, ("weight", "bias"))
+        names += [f"{consumers[fit.name]}.{name}" for name in found if name in changed]
+    return names
 
 
 def shared(

@@ -33,7 +33,7 @@ from ..select.constraints import Constraints
 from ..tasks import TASKS
 from .load import Source, check_device_map, load_dense, source_of, task_class
 from .measure import MeasureOptions
-from .options import Budget, DropBudget, LatencyBudget, PruneOptions, RefitOptions
+from .options import Budget, DropBudget, KeepBudget, LatencyBudget, PruneOptions, RefitOptions, TimedBudget
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class Draws:
         """Return the draws of a run that scores units on so many samples."""
         by_choice = {
             "max_drop": MAX_DROP_SAMPLES,
+            "keep": 0 if options.budget.keep is None else options.budget.keep.samples,
             "criterion: auto": AUTO_SAMPLES,
             "alpha: auto": HELD_OUT_SAMPLES,
             None: 0,
@@ -133,7 +134,7 @@ def resolve(
         model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
     else:
         model = loaded.prepared.model
-    shapes = shapes_to_measure(model, recipe.measure.shapes, task, options.budget.latency)
+    shapes = shapes_to_measure(model, recipe.measure.shapes, task, options.budget.timed)
     # A tokenizer without a padding token changes the configuration, which must be the model's own.
     reader = replace(reader, config=model.config)
     size, judging = recipe.calibration.batch_size, reader
@@ -190,14 +191,26 @@ def prune_options(
 
 
 def _budget(section: BudgetSection) -> Budget:
-    timed, drop = section.latency, section.max_drop
+    timed, drop, keep = section.latency, section.max_drop, section.keep
     return Budget(
         heads=section.heads,
         flops=section.flops,
         parameters=section.parameters,
         latency=None if timed is None else LatencyBudget(**timed.model_dump()),
         max_drop=None if drop is None else DropBudget(drop.metric, drop.by),
+        keep=None if keep is None else _keep(keep, _timed(section)),
     )
+
+
+def _keep(section: Any, timed: TimedBudget | None) -> KeepBudget:
+    return KeepBudget(section.predictions, section.metric, section.by, timed, timed, section.samples)
+
+
+def _timed(section: BudgetSection) -> TimedBudget | None:
+    asked = section.timed
+    if asked is None or asked.runtime is None:
+        return None
+    return TimedBudget(runtime=asked.runtime, batch=asked.batch, sequence=asked.sequence, dtype=asked.dtype)
 
 
 def refit_options(section: CompensationSection | None) -> RefitOptions | None:
@@ -232,16 +245,16 @@ def _timing(recipe: PruningRecipe) -> Timing:
 
 def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
     """Return the names of the metrics, the report's first, after checking that metrics and benchmarks fit the task."""
-    drop = recipe.prune.budget.max_drop
-    named = (*recipe.evaluation.metrics, *(() if drop is None else (drop.metric,)))
+    asked = recipe.prune.budget.max_drop or recipe.prune.budget.keep
+    extra = () if asked is None or asked.metric is None else (asked.metric,)
+    named = (*recipe.evaluation.metrics, *extra)
     # Of choices, metrics of tokens judge the right ones alone.
     of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
     choices = TASKS[recipe.task].generative and recipe.data.label is not None and not of_tokens
     metrics = recipe.evaluation.metrics or default_metrics(
         regression=regression, task=recipe.task, answers=recipe.data.answer is not None, choices=choices
     )
-    judged = metrics if drop is None else tuple(dict.fromkeys((*metrics, drop.metric)))
-    check_metrics(judged, regression=regression, task=recipe.task, choices=choices)
+    check_metrics(tuple(dict.fromkeys((*metrics, *extra))), regression=regression, task=recipe.task, choices=choices)
     if recipe.evaluation.lm_eval:
         check_benchmarks(recipe.evaluation.lm_eval)
     return tuple(metrics)
@@ -249,7 +262,7 @@ def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
 
 def runtimes_of(recipe: PruningRecipe, wanted: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """Return the names of the runtimes to measure on, and that of a budget of time."""
-    names, timed = recipe.measure.runtimes if wanted is None else wanted, recipe.prune.budget.latency
+    names, timed = recipe.measure.runtimes if wanted is None else wanted, recipe.prune.budget.timed
     return names if timed is None else tuple(dict.fromkeys((*names, timed.runtime)))
 
 
@@ -258,7 +271,7 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
 
     ONNX runtimes are left out for a vision-language model, which is exported as several graphs.
     """
-    task, timed = TASKS[recipe.task], recipe.prune.budget.latency
+    task, timed = TASKS[recipe.task], recipe.prune.budget.timed
     for name in names:
         check_runtime(name, task=task.name)
     check_dtypes(recipe.measure.dtypes, names)
@@ -281,7 +294,7 @@ def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str |
         for name in names
         if dtype is None or dtype in RUNTIMES[name].dtypes
     ]
-    timed = recipe.prune.budget.latency
+    timed = recipe.prune.budget.timed
     return tuple(dict.fromkeys([*ways, *([] if timed is None else [(timed.runtime, timed.dtype)])]))
 
 
@@ -311,7 +324,9 @@ def _draw(
     drawn = load(split, samples=most, shuffle_seed=draws.seed)
     if draws.held_out and len(drawn) <= draws.scoring:
         what = options.judged_on_held_out or "alpha: auto"
-        remedy = {"max_drop": "choose another budget", "criterion: auto": "choose a criterion"}.get(what, "set alpha")
+        remedy = {"criterion: auto": "choose a criterion", "alpha: auto": "set alpha"}.get(
+            what, "choose another budget"
+        )
         raise RequestError(
             f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {len(drawn)}; "
             f"lower calibration.samples, name other rows as held_out, or {remedy}"

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import PlanError
 from ..evaluate.judge import Judge, Judgement, clearly_better
-from ..evaluate.metrics import higher_is_better, quality_loss
+from ..evaluate.metrics import higher_is_better
+from ..evaluate.predict import predict
 from ..progress import SILENT, Progress
 from ..report.details import Tried
 from ..units import PrunableModule, Selection
 from ..values import Scores
-from .quality import Refit, predict_pruned
+from .quality import Predictor, Refit, predict_pruned
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +34,20 @@ def _key(selection: Selection) -> _Key:
 class HeldOut:
     """Judge of selections on held-out rows, on which units were not scored; equal selections are evaluated once.
 
-    `refit` compensates the model that a selection cuts; without it, the model is masked instead.
+    `refit` compensates the model that a selection cuts; without it, the model is masked instead. `by` predicts.
     """
 
     def __init__(
-        self, judge: Judge, model: PreTrainedModel, modules: Sequence[PrunableModule], refit: Refit | None = None
+        self,
+        judge: Judge,
+        model: PreTrainedModel,
+        modules: Sequence[PrunableModule],
+        refit: Refit | None = None,
+        by: Predictor = predict,
     ):
-        self._judge, self._model, self._modules, self.refit = judge, model, modules, refit
+        self._judge, self._model, self._modules, self.refit, self._by = judge, model, modules, refit, by
         self._judgements: dict[_Key, Judgement] = {}
         self._agreements: dict[_Key, Tensor] = {}
-        self._metrics: dict[_Key, float] = {}
 
     @property
     def metric(self) -> str:
@@ -70,13 +74,18 @@ class HeldOut:
 
     def value(self, selection: Selection) -> float:
         """Return a selection's metric."""
-        key = _key(selection)
-        if key not in self._metrics:
-            self._metrics[key] = self._judge.of(self._predict(selection)).metrics[self.metric]
-        return self._metrics[key]
+        return self._judge.of(self._predict(selection)).metrics[self.metric]
+
+    def kept(self, selection: Selection) -> tuple[float, float]:
+        """Return the share of predictions that stay, and the lower end of its interval."""
+        return self._judge.kept(self._predict(selection))
+
+    def lost(self, selection: Selection) -> tuple[float, float]:
+        """Return how much worse the metric gets, and the upper end of its interval."""
+        return self._judge.lost(self._predict(selection))
 
     def _predict(self, selection: Selection) -> Any:
-        return predict_pruned(self._model, selection, self._modules, self._judge.batches, refit=self.refit)
+        return predict_pruned(self._model, selection, self._modules, self._judge.batches, refit=self.refit, by=self._by)
 
 
 @dataclass(frozen=True)
@@ -161,59 +170,64 @@ def choose_by_agreement(
 
 
 @dataclass(frozen=True)
-class MaxDropChoice:
-    """The selection that removes most units while the metric holds, and its metric, `value`, on the held-out rows.
+class Verdict:
+    """Whether a cut keeps what a budget asks of the held-out rows, and the numbers that say so, by name."""
 
-    `judged` has a mapping for each selection tried, in order: alpha, number of units removed, and the metric.
-    """
+    holds: bool
+    numbers: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Scores to select by, and what judges their selections."""
 
     scores: Scores
-    selection: Selection
-    value: float
+    judge: Callable[[Selection], Verdict]
+
+
+@dataclass(frozen=True)
+class LargestCut:
+    """The largest cut that holds, by the candidate of that number; `candidate` and `verdict` are None where none does.
+
+    `judged` has a mapping for each selection tried, in order: criterion, alpha, number of units removed, and the
+    verdict's numbers.
+    """
+
+    size: int
+    candidate: int | None
+    verdict: Verdict | None
     judged: tuple[Mapping[str, Any], ...]
 
 
-def choose_by_max_drop(
-    candidates: Iterable[Scores],
-    select: Callable[[Scores, int], Selection],
-    held_out: HeldOut,
-    *,
-    sizes: int,
-    by: float,
-) -> MaxDropChoice:
-    """Find the largest cut for which the metric holds, and the scores that allow it, by bisection over evaluations.
+def choose_largest(
+    candidates: Iterable[Candidate], select: Callable[[Scores, int], Selection], *, sizes: int, at_least: int = 0
+) -> LargestCut:
+    """Find the largest cut that holds, and the candidate that allows it, by bisection over evaluations.
 
     A later candidate replaces the best so far only if it allows a larger cut. For most candidates one evaluation rules
-    that out. A larger size, in 1..sizes, removes at least as much.
+    that out. A larger size, in 1..sizes, removes at least as much. Only cuts larger than `at_least` are looked for.
     """
-    metric, dense = held_out.metric, held_out.dense()
-    judged: dict[_Key, Mapping[str, Any]] = {}
+    judged: list[Mapping[str, Any]] = []
+    known: dict[tuple[Any, _Key], Verdict] = {}
+    best: int | None = None
+    passed, verdict = at_least, None
+    for number, candidate in enumerate(candidates):
 
-    def loss(scores: Scores, size: int) -> float:
-        selection = select(scores, size)
-        value = held_out.value(selection)
-        removed = sum(len(kept.removed) for kept in selection.values())
-        judged.setdefault(_key(selection), {"alpha": scores.parameters.get("alpha"), "removed": removed, metric: value})
-        return quality_loss(metric, dense, value)
-
-    best: Scores | None = None
-    passed = 0
-    for scores in candidates:
-
-        def holds(size: int, scores: Scores = scores) -> bool:
-            return loss(scores, size) <= by
+        def holds(size: int, candidate: Candidate = candidate) -> bool:
+            selection = select(candidate.scores, size)
+            key = candidate.judge, _key(selection)
+            if key not in known:
+                known[key] = candidate.judge(selection)
+                removed = sum(len(kept.removed) for kept in selection.values())
+                alpha, criterion = candidate.scores.parameters.get("alpha"), candidate.scores.criterion
+                judged.append({"criterion": criterion, "alpha": alpha, "removed": removed, **known[key].numbers})
+            return known[key].holds
 
         found = most_within(holds, sizes, at_least=passed)
         if found > passed:
-            passed, best = found, scores
-    if best is None:
-        least = min((quality_loss(metric, dense, row[metric]) for row in judged.values()), default=0.0)
-        raise PlanError(
-            f"max_drop allows {metric} to get worse by {by:g}, but on the held-out rows even the smallest cut makes it "
-            f"worse by {least:.4g} (dense {dense:.4g}); allow more, or use compensation with a budget of heads"
-        )
-    selection = select(best, passed)
-    return MaxDropChoice(best, selection, held_out.value(selection), tuple(judged.values()))
+            passed, best = found, number
+            verdict = known[candidate.judge, _key(select(candidate.scores, found))]
+    return LargestCut(passed, best, verdict, tuple(judged))
 
 
 def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0) -> int:

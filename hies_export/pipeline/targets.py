@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .. import processes
 from ..cost.flops import flops_table
@@ -22,11 +23,11 @@ from ..select.constraints import check_budget
 from ..select.select import select_units
 from ..units import Selection
 from ..values import Scores
-from .options import LatencyBudget, PruneOptions
+from .options import PruneOptions, TimedBudget
 from .prepare import Prepared
 
-# Under a budget of max_drop over several kinds, FLOPs are removed in so many parts of what can be removed.
-DROP_STEPS = 100
+# Where the held-out rows say how much goes, cost is removed in so many parts of what can be removed.
+SIZES = 100
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,22 @@ class Targets:
         already = 1 - self._table.ratio(lost)
         return Round(current, ratio=goal + already, table=self._table.after(lost), before=before)
 
-    def of_max_drop(self) -> list[Round]:
-        """Return rounds that remove more and more of the dense model, for a budget of max_drop to choose from.
+    def sizes(self) -> list[Round]:
+        """Return rounds that remove more and more of the dense model, for budgets that held-out rows decide.
 
-        Of heads alone, each removes one more; of several kinds of units, a hundredth of the FLOPs that can be removed.
+        Each removes a hundredth more of the time, or of the FLOPs, that can be removed; of heads alone without a time,
+        one head more.
         """
         prepared, scored = self._prepared, self._prepared.scored
         found: list[Round] = []
-        if any(module.kind == MLP for module in scored):
+        table = self._table
+        if table is None and any(module.kind == MLP for module in scored):
             table = self._flops_table()
+        if table is not None:
             least = lowest_ratio(scored, table, self._constraints)
             if least < 1:
                 # In floats, 1 - (1 - least) may be slightly less than least, which no selection reaches.
-                ratios = [max(least, 1 - (1 - least) * step / DROP_STEPS) for step in range(1, DROP_STEPS + 1)]
+                ratios = [max(least, 1 - (1 - least) * step / SIZES) for step in range(1, SIZES + 1)]
                 found = [Round(prepared, ratio=ratio, table=table) for ratio in ratios]
         else:
             for share in shares_to_try(scored, self._constraints):
@@ -102,7 +106,9 @@ class Targets:
                     check_budget(scored, heads=share, constraints=self._constraints)
                     found.append(Round(prepared, heads=share))
         if not found:
-            raise PlanError("max_drop needs units that may go, but the constraints leave none; loosen them")
+            raise PlanError(
+                f"{self._options.budget.kind} needs units that may go, but the constraints leave none; loosen them"
+            )
         return found
 
     def select(self, scores: Scores, part: Round) -> Selection:
@@ -120,7 +126,7 @@ class Targets:
     def _cost_table(self) -> CostTable | None:
         """Return the cost table for a budget of FLOPs, parameters or time; None for other budgets."""
         prepared, budget, unit = self._prepared, self._options.budget, self._constraints.unit
-        if budget.latency is not None:
+        if budget.timed is not None:
             self._progress.stage("time cuts of several sizes, to predict the time of a plan")
             where = timed_on(self._prepared, self._options)
             # Times differ between processes, and what they choose must not.
@@ -133,8 +139,8 @@ class Targets:
             table = parameters_table(prepared.model, prepared.scored, unit=unit)
         else:
             return None
-        assert self.ratio is not None
-        check_reachable(prepared.scored, table, ratio=self.ratio, constraints=self._constraints)
+        if self.ratio is not None:
+            check_reachable(prepared.scored, table, ratio=self.ratio, constraints=self._constraints)
         return table
 
     def _time_in_full(self) -> float:
@@ -165,6 +171,16 @@ class Targets:
         """Return how many bundles each module loses that loses any."""
         return bundles_lost(selection, self._prepared.scored, unit=self._constraints.unit)
 
+    def timed_outcome(self, selection: Selection) -> dict[str, Any]:
+        """Return where a budget without a ratio is timed, and the share of the time that is predicted, by field."""
+        timed = self._options.budget.timed
+        if timed is None or self._table is None:
+            return {}
+        batch, sequence = _budget_shape(self._prepared, timed)
+        predicted = self._table.ratio(self._lost(selection))
+        where = {"runtime": timed.runtime, "batch": batch, "sequence": sequence, "dtype": timed.dtype}
+        return {"predicted": predicted, **where}
+
     def outcome(self, selection: Selection) -> BudgetOutcome:
         """Return the budget with what the cost table predicts; `run` adds what is measured."""
         budget, table = self._options.budget, self._table
@@ -188,7 +204,7 @@ class Targets:
 
 def timed_on(prepared: Prepared, options: PruneOptions) -> TimedOn:
     """Return where a budget of time is measured."""
-    timed = options.budget.latency
+    timed = options.budget.timed
     assert timed is not None
     return TimedOn(
         runtime=timed.runtime,
@@ -199,7 +215,7 @@ def timed_on(prepared: Prepared, options: PruneOptions) -> TimedOn:
     )
 
 
-def _budget_shape(prepared: Prepared, timed: LatencyBudget) -> tuple[int, int]:
+def _budget_shape(prepared: Prepared, timed: TimedBudget) -> tuple[int, int]:
     """Return the measured (batch, sequence) of a budget of time.
 
     For images and prompts only the batch is compared, because every batch has the same sequence.

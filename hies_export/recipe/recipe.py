@@ -84,9 +84,9 @@ class PruningRecipe(Section):
 
     @model_validator(mode="after")
     def _a_latency_budget_has_one_dtype(self) -> PruningRecipe:
-        if self.prune.budget.latency is not None and self.measure.dtypes:
+        if self.prune.budget.timed is not None and self.measure.dtypes:
             raise ValueError(
-                "a latency budget is met in the dtype of the model or of the export, so measure.dtypes must not be "
+                "a budget of time is met in the dtype of the model or of the export, so measure.dtypes must not be "
                 f"given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench"
             )
         return self

@@ -131,14 +131,15 @@ class CalibrationSection(Section):
 
 
 class HeldOutSection(Section):
-    """Which rows `alpha: auto`, `criterion: auto` and `max_drop` are judged on.
+    """Which rows `alpha: auto`, `criterion: auto`, `max_drop` and `keep` are judged on.
 
     Without this section, these are further rows of the calibration split. Where the model was trained on that split, it
     does better there than on new rows, and choices are made for rows that it knows.
 
     Attributes:
         split: Split of the data set, or a slice of one such as "validation[:50%]"; not the one that is evaluated on.
-        samples: How many rows to draw; by default 256 for alpha, 512 for a criterion and 1,024 for `max_drop`.
+        samples: How many rows to draw; by default 256 for alpha, 512 for a criterion, and 1,024 for
+            `max_drop` and `keep`.
     """
 
     split: str
@@ -170,26 +171,70 @@ class EvaluationSection(Section):
     lm_eval: tuple[PathOrName, ...] = ()
 
 
-class LatencyBudget(Section):
-    """At most a share of the dense model's time, on a runtime and at a shape.
+class TimedSection(Section):
+    """What a budget times.
 
     Attributes:
-        ratio: Time of the slim model divided by that of the dense one, in (0, 1).
         runtime: Name of the runtime.
         batch: Rows in a batch.
         sequence: Tokens in a row. Leave it out for an image model, where it follows from the image size, and for a
             vision-language model, where it follows from the prompts.
         dtype: What the runtime computes in, such as "bfloat16" on openvino; by default in what the model is exported.
+    """
+
+    runtime: Runtime = "onnxruntime-cpu"
+    batch: int = Field(8, ge=1)
+    sequence: int | None = Field(None, ge=1)
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+
+
+class LatencyBudget(TimedSection):
+    """At most a share of the dense model's time, on a runtime and at a shape.
+
+    Attributes:
+        ratio: Time of the slim model divided by that of the dense one, in (0, 1).
         of: What the ratio is to: "same" is the dense model in the same bits, "float32" that model in float32, on the
             same runtime (for onnxruntime-cpu-int8, on onnxruntime-cpu).
     """
 
     ratio: ShareOfDense
-    runtime: Runtime = "onnxruntime-cpu"
-    batch: int = Field(8, ge=1)
-    sequence: int | None = Field(None, ge=1)
-    dtype: Literal["float32", "float16", "bfloat16"] | None = None
     of: Literal["same", "float32"] = "same"
+
+
+class KeepBudget(TimedSection):
+    """Remove as much as can go while held-out rows keep what is promised, by the end of a 95 % interval.
+
+    Attributes:
+        predictions: Share of the predictions that must stay the dense model's, in (0, 1). The lower end of the interval
+            must reach it, so all predictions of 368 rows must stay for 0.99, or all but 4 of 1,024.
+        metric: In place of a share of predictions, the name of a metric.
+        by: How much worse it may get at most, in its own unit.
+        runtime: Remove what saves most time on this runtime, in place of FLOPs, and judge the files that it runs; with
+            `batch`, `sequence` and `dtype` as for `latency`.
+        samples: How many held-out rows to draw.
+    """
+
+    predictions: float | None = Field(None, gt=0, lt=1)
+    metric: Annotated[str, AfterValidator(_known_metric)] | None = None
+    by: float | None = Field(None, ge=0)
+    runtime: Runtime | None = None  # type: ignore[assignment]
+    samples: int = Field(1024, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_number(cls, value: Any) -> Any:
+        return {"predictions": value} if isinstance(value, (int, float)) else value
+
+    @model_validator(mode="after")
+    def _is_one_promise(self) -> KeepBudget:
+        of_metric = (self.metric is not None, self.by is not None)
+        if of_metric not in ((True, True), (False, False)) or (self.predictions is None) != all(of_metric):
+            given = [name for name in ("predictions", "metric", "by") if getattr(self, name) is not None]
+            raise ValueError(f"keep needs predictions, or metric and by, got {' and '.join(given) or 'none'}")
+        timed = [name for name in ("batch", "sequence", "dtype") if name in self.model_fields_set]
+        if self.runtime is None and timed:
+            raise ValueError(f"keep.{timed[0]} says what is timed, and no runtime is named; name one, or leave it out")
+        return self
 
 
 class DropBudget(Section):
@@ -220,6 +265,7 @@ class BudgetSection(Section):
         parameters: Largest share of the dense model's parameters that may be left.
         latency: Largest share of the dense model's time that may be left.
         max_drop: Largest loss of a metric.
+        keep: See `KeepBudget`. A number is short for its `predictions`.
     """
 
     heads: float | None = None
@@ -227,6 +273,12 @@ class BudgetSection(Section):
     parameters: ShareOfDense | None = None
     latency: LatencyBudget | None = None
     max_drop: DropBudget | None = None
+    keep: KeepBudget | None = None
+
+    @property
+    def timed(self) -> TimedSection | None:
+        """What the budget times; None for one that times nothing."""
+        return self.keep if self.keep is not None and self.keep.runtime is not None else self.latency
 
     @field_validator("heads")
     @classmethod
@@ -373,7 +425,7 @@ class PruneSection(Section):
         if self.budget.heads is not None and self.modules != (ATTENTION,):
             raise ValueError(
                 f"budget.heads is for modules: [attention], got modules: [{', '.join(self.modules)}]; "
-                "set budget.flops, parameters, latency or max_drop, which cover neurons too"
+                "set budget.flops, parameters, latency, max_drop or keep, which cover neurons too"
             )
         return self
 
@@ -381,6 +433,7 @@ class PruneSection(Section):
     def _can_take_steps(self) -> PruneSection:
         given = {
             "a budget of max_drop": self.budget.max_drop is not None,
+            "a budget of keep": self.budget.keep is not None,
             f"multiple_of {self.multiple_of.heads}": self.budget.heads is not None and self.multiple_of.heads > 1,
             # With one query head left in each group, the next step would remove whole groups.
             "unit query": self.unit == "query",
@@ -400,20 +453,20 @@ class ExportSection(Section):
     Attributes:
         format: "onnx" writes an ONNX folder, "gguf" a GGUF file for llama.cpp, of decoders like LLaMA's.
         provider: Execution provider that an ONNX graph is fused for.
-        dtype: What the weights are stored in: float32 or float16; of a GGUF file also bfloat16 or q8_0.
+        dtype: What the weights are stored in: float32 or float16; of a GGUF file also bfloat16, q8_0 or q4_0.
         quantize: "int8" also writes the ONNX graph with its linear layers in 8 bits, to `onnx-int8/`; of decoders
             "int4" writes 4 bits, to `onnx-int4/`. Both models are then judged and timed in float32 and in these bits.
     """
 
     format: Literal["onnx", "gguf"] = "onnx"
     provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
-    dtype: Literal["float32", "float16", "bfloat16", "q8_0"] = "float32"
+    dtype: Literal["float32", "float16", "bfloat16", "q8_0", "q4_0"] = "float32"
     quantize: Literal["int8", "int4"] | None = None
 
     @model_validator(mode="after")
     def _fits_the_format(self) -> ExportSection:
         if self.quantize and self.format == "gguf":
-            raise ValueError(f"quantize is of format: onnx, got {self.quantize} for format: gguf; set dtype: q8_0")
+            raise ValueError(f"quantize is of format: onnx, got {self.quantize} for gguf; set dtype: q8_0 or q4_0")
         if self.quantize and (self.provider, self.dtype) != ("cpu", "float32"):
             raise ValueError(
                 f"quantize: {self.quantize} needs provider: cpu and dtype: float32, got {self.provider} and "
@@ -440,7 +493,7 @@ class MeasureSection(Section):
     """
 
     runtimes: tuple[Runtime, ...] = ("torch", "onnxruntime-cpu")
-    dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...] = ()
+    dtypes: tuple[Literal["float32", "float16", "bfloat16", "q8_0", "q4_0"], ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     repeats: int = Field(30, ge=2)
     min_seconds: float = Field(0.0, ge=0)

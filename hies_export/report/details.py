@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, model_validator
 
 from ..evaluate.judge import Quality
+from ..evaluate.metrics import quality_loss
 from ..measure.contention import OtherWork
 from ..measure.counts import Both, Count, FlopCount, LayerFlops, Shape, Size
 from ..measure.rows import LatencyRow
@@ -100,6 +101,76 @@ class MaxDropOutcome(BudgetOutcome):
     samples: int
     judged: tuple[Mapping[str, Any], ...]
     slim: float | None = None
+
+    @property
+    def met(self) -> bool:
+        """Whether the slim model keeps to it."""
+        assert self.slim is not None
+        return quality_loss(self.metric, self.dense, self.slim) <= self.by
+
+    @property
+    def asked(self) -> str:
+        """What is asked for, in words."""
+        return f"a loss of at most {self.by:g} of {self.metric}"
+
+    @property
+    def found(self) -> str:
+        """What the slim model has, in words."""
+        assert self.slim is not None
+        return f"one of {quality_loss(self.metric, self.dense, self.slim):.4g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepOutcome(BudgetOutcome):
+    """The largest cut that keeps a promise on `samples` held-out rows, by the end of a 95 % interval.
+
+    Promised is a share of `predictions` that stay, or that a `metric` gets worse by at most `by`. `slim` is that share,
+    or that loss, of the slim model, and `slim_end` the end of its interval; both are None until it is evaluated.
+    `judged` are the selections that were tried, see `LargestCut`. Where time counts, and not FLOPs, `predicted` is the
+    share of it that is left, on `runtime`.
+    """
+
+    kind: Literal["keep"]
+    predictions: float | None = None
+    metric: str | None = None
+    by: float | None = None
+    samples: int
+    judged: tuple[Mapping[str, Any], ...]
+    slim: float | None = None
+    slim_end: float | None = None
+    predicted: float | None = None
+    runtime: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    dtype: str | None = None
+
+    @property
+    def met(self) -> bool:
+        """Whether the slim model keeps the promise."""
+        assert self.slim_end is not None
+        if self.predictions is not None:
+            return self.slim_end >= self.predictions
+        assert self.by is not None
+        return self.slim_end <= self.by
+
+    @property
+    def asked(self) -> str:
+        """What is promised, in words."""
+        if self.predictions is not None:
+            return f"{100 * self.predictions:g} % of the predictions"
+        return f"at most {self.by:g} of {self.metric}"
+
+    @property
+    def found(self) -> str:
+        """What the slim model has, in words."""
+        if self.predictions is None:
+            return f"a loss of {self.slim:.4g} (at most {self.slim_end:.4g} with 95 % confidence)"
+        assert self.slim is not None
+        assert self.slim_end is not None
+        return f"{100 * self.slim:.2f} % (at least {100 * self.slim_end:.2f} % with 95 % confidence)"
+
+
+Outcome = HeadsOutcome | CostOutcome | MaxDropOutcome | KeepOutcome
 
 
 @dataclass(frozen=True)
@@ -233,7 +304,7 @@ class Details(BaseModel):
     head_map: dict[str, Marks] = Field(default_factory=dict)
     heads: dict[str, Numbers] = Field(default_factory=dict)
     neurons: dict[str, NeuronCount] = Field(default_factory=dict)
-    budget: Annotated[HeadsOutcome | CostOutcome | MaxDropOutcome, Field(discriminator="kind")] | None = None
+    budget: Annotated[Outcome, Field(discriminator="kind")] | None = None
     metrics: dict[str, Both[float]] = Field(default_factory=dict)
     benchmarks: dict[str, Both[float]] = Field(default_factory=dict)
     uncompensated: Quality | None = None
@@ -261,6 +332,6 @@ class Details(BaseModel):
     def _measured(self) -> Details:
         if isinstance(self.budget, CostOutcome) and self.budget.measured is None:
             raise ValueError("budget.measured is missing")
-        if isinstance(self.budget, MaxDropOutcome) and self.budget.slim is None:
+        if isinstance(self.budget, MaxDropOutcome | KeepOutcome) and self.budget.slim is None:
             raise ValueError("budget.slim is missing")
         return self

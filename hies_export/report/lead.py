@@ -6,7 +6,7 @@ import statistics
 
 from ..evaluate.metrics import quality_loss
 from ..measure.rows import LatencyRow
-from .details import CostOutcome, HeadsOutcome, MaxDropOutcome
+from .details import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
 from .report import Report
 from .text import runtime_name
 
@@ -86,6 +86,13 @@ def _number(value: float) -> str:
 def _budget(report: Report) -> str:
     """Return whether the budget was kept; empty where the report does not know it."""
     budget, heads = report.details.budget, report.heads
+    if isinstance(budget, KeepOutcome):
+        if not budget.met:
+            return f"{budget.asked} promised, and held-out rows have {budget.found}"
+        kept = "promise kept on held-out rows"
+        if budget.predictions is None:
+            return kept
+        return kept if report.stability >= budget.predictions else f"{kept}, missed on these"
     if isinstance(budget, MaxDropOutcome):
         assert budget.slim is not None
         lost = quality_loss(budget.metric, budget.dense, budget.slim)

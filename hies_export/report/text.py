@@ -10,7 +10,7 @@ from typing import Any
 from ..evaluate.metrics import higher_is_better
 from ..measure.rows import LatencyRow
 from ..slim.siblings import family_note
-from .details import CostOutcome, DataFacts, MaxDropOutcome
+from .details import CostOutcome, DataFacts, KeepOutcome, MaxDropOutcome
 from .report import Report, UnitCounts
 
 # A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.
@@ -82,6 +82,8 @@ def budget_text(report: Report) -> str:
             f"Budget: {budget.metric} may get worse by {budget.by:g} on {rows}. Dense {budget.dense:.4f}, "
             f"{judged} {value:.4f}, slim {budget.slim:.4f}; {len(budget.judged)} plans were tried."
         )
+    if isinstance(budget, KeepOutcome):
+        return _keep_text(report, budget)
     if not isinstance(budget, CostOutcome):
         return ""
     assert budget.measured is not None
@@ -96,6 +98,22 @@ def budget_text(report: Report) -> str:
     return (
         f"Budget: at most {budget.target:g} of {of} of the {dense}{where}. "
         f"Predicted {budget.predicted:.3f}, {measured}{apart}."
+    )
+
+
+def _keep_text(report: Report, budget: KeepOutcome) -> str:
+    """Return what was promised, what the held-out rows say, and how the evaluated rows differ."""
+    rows = held_out_rows(report, otherwise=f"{budget.samples:,} held-out rows")
+    text = f"Budget: {budget.asked}, promised on {rows}: {budget.found}; {len(budget.judged)} cuts were tried."
+    if budget.predicted is not None:
+        text += f" {budget.predicted:.3f} of the time on {runtime_name(str(budget.runtime))} was predicted."
+    if budget.predictions is None:
+        return text
+    apart = report.stability - budget.predictions
+    side = "above" if apart >= 0 else "below"
+    return (
+        f"{text} Of the evaluated rows, {100 * report.stability:.2f} % stay, {100 * abs(apart):.2f} points {side} the "
+        "promise."
     )
 
 

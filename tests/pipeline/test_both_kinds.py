@@ -343,7 +343,7 @@ def test_neurons_alone(folder: Path) -> None:
 
 
 def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "DROP_STEPS", 12)
+    monkeypatch.setattr(targets, "SIZES", 12)
     recipe = recipe_of(folder, prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}})
     prepared, choice = chosen_by(recipe)
     table = flops_of(prepared)
@@ -365,7 +365,8 @@ def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: 
     outcome = choice.budget.details()
     assert outcome["masked"] == pytest.approx(quality(selections[size]), abs=CLOSE)
     removed = choice.plan.removed + choice.plan.removed_neurons
-    assert {"alpha": None, "removed": removed, "pearson": outcome["masked"]} in [dict(row) for row in outcome["judged"]]
+    found = {"criterion": "fisher", "alpha": None, "removed": removed, "pearson": outcome["masked"]}
+    assert found in [dict(row) for row in outcome["judged"]]
     totals = [sum(len(kept.removed) for kept in one.values()) for one in selections]
     assert totals == sorted(totals)
 
@@ -484,7 +485,7 @@ def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation:
             prune__multiple_of={"neurons": neurons},
         )
         found = targets.Targets(prepared, options_of(recipe), Silent())
-        selection = found.select(scores, found.of_max_drop()[-1])
+        selection = found.select(scores, found.sizes()[-1])
         if allocation == "global":
             assert [len(kept.units) for kept in selection.values()] == [min_heads] * 3 + [neurons] * 3
 

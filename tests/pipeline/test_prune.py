@@ -129,6 +129,7 @@ PRUNE: list[dict[str, Any]] = [
     {"budget": {"parameters": 0.8}, "modules": ["mlp"], "criterion": "activation", "multiple_of": {"neurons": 8}},
     {"budget": {"max_drop": {"metric": "accuracy", "by": 0.2}}, "modules": BOTH, "criterion": "his"},
     {"budget": {"flops": 0.6}, "modules": BOTH, "criterion": "auto", "compensation": {"samples": 40}},
+    {"budget": {"keep": 0.5}, "modules": BOTH, "criterion": "auto", "compensation": {"samples": 40}},
 ]
 
 

@@ -51,7 +51,10 @@ def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type
 def meaning(model: type[BaseModel], name: str) -> str:
     """Return what a field means: its description or its line under `Attributes:`, and of a section what it is for."""
     field = model.model_fields[name]
-    described = field.description or _attributes(inspect.getdoc(model) or "").get(name, "")
+    known = [
+        _attributes(inspect.getdoc(kind) or "") for kind in model.__mro__ if name in getattr(kind, "model_fields", ())
+    ]
+    described = field.description or next((one[name] for one in known if name in one), "")
     inner = [kind for kind in _alternatives(field.annotation) if _is_section(kind)]
     purpose = (inspect.getdoc(inner[0]) or "").partition("\n")[0] if inner else ""
     if reference := re.match(r"See `\w+`[.;] ?", described):

@@ -1,0 +1,50 @@
+"""Bound, from a sample of rows, the share of predictions that stay the dense model's, and the loss of a metric."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from scipy import stats
+
+# Of all intervals here; two-sided, so that a value lies below its lower end with a probability of 2.5 %.
+CONFIDENCE = 0.95
+
+
+def lower_share(same: torch.Tensor, samples: torch.Tensor | None = None) -> float:
+    """Return the lower end of the Clopper-Pearson interval of a share.
+
+    Tokens of one text are not independent. For several predictions of a sample the interval is that of as many
+    independent ones as would vary like them.
+
+    Args:
+        same: (predictions,) bool.
+        samples: (predictions,) int64, the sample that each prediction belongs to; None where each has its own.
+
+    Source: Clopper and Pearson, Biometrika 26 (1934); Korn and Graubard, Survey Methodology 24 (1998), for clusters.
+    """
+    share = same.double().mean().item()
+    count = float(len(same)) if samples is None else _effective_size(same.double(), samples, share)
+    right = share * count
+    if right <= 0:
+        return 0.0
+    return float(stats.beta.ppf((1 - CONFIDENCE) / 2, right, count - right + 1))
+
+
+def _effective_size(same: torch.Tensor, samples: torch.Tensor, share: float) -> float:
+    """Return how many independent predictions would give a share with the variance that these have."""
+    _, place, sizes = samples.unique(return_inverse=True, return_counts=True)
+    groups = len(sizes)
+    apart = torch.zeros(groups, dtype=torch.float64).index_add(0, place, same - share)
+    variance = apart.square().sum().item() * groups / max(1, groups - 1) / len(same) ** 2
+    if variance == 0:
+        # All predictions agree: nothing says that those of a sample are independent.
+        return float(groups)
+    size = min(share * (1 - share) / variance, float(len(same)))
+    tail = (1 + CONFIDENCE) / 2
+    return float(size * (stats.t.ppf(tail, len(same) - 1) / stats.t.ppf(tail, max(1, groups - 1))) ** 2)
+
+
+def rows_needed(share: float) -> int:
+    """Return on how many rows all predictions must stay for the lower end to reach a share in (0, 1)."""
+    return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(share))

@@ -1,0 +1,40 @@
+"""Predict batches with a model as a runtime serves it: exported, in the runtime's own kernels and bits."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from .. import processes
+from ..data.batches import Batch
+from ..evaluate.predict import Predictions, predict, predict_by
+from ..measure.compare import Served
+from ..measure.exports import Exporter
+from ..runtimes.registry import load_runtime
+from .options import PruneOptions
+from .prepare import Prepared
+from .quality import Predictor
+
+
+def predict_served(served: Served, batches: Sequence[Batch]) -> Predictions:
+    """Predict batches on a runtime, in this process alone."""
+    return predict_by(load_runtime(served.runtime, served.source, dtype=served.dtype).logits, batches)
+
+
+def predictor(prepared: Prepared, options: PruneOptions) -> Predictor:
+    """Return what predicts as the budget's runtime will: it exports each model for that; without one, torch does."""
+    keep = options.budget.keep
+    if keep is None or keep.served is None:
+        return predict
+    asked = keep.served
+    exporter = Exporter(options.export, prepared.sample, prepared.processor)
+
+    def served(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
+        with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:
+            source = exporter.source(asked.runtime, model, Path(folder) / "model", asked.dtype)
+            return predict_served(Served(asked.runtime, source, asked.dtype), batches)
+
+    return lambda model, batches: processes.on_main(lambda: served(model, batches))

@@ -1,0 +1,48 @@
+"""Intervals of shares agree with scipy's, and hold as often as they say where predictions come in clusters."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest
+
+from hies_export.evaluate.interval import lower_share, rows_needed
+
+
+def exact(right: int, count: int) -> float:
+    return float(binomtest(right, count).proportion_ci(0.95, method="exact").low)
+
+
+def flags(right: int, count: int) -> torch.Tensor:
+    return torch.arange(count) < right
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 7), (499, 512), (512, 512), (1020, 1024), (1, 1)])
+def test_the_lower_end_is_the_exact_one(right: int, count: int) -> None:
+    assert lower_share(flags(right, count)) == pytest.approx(exact(right, count))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.97, 0.99, 0.999])
+def test_so_many_rows_are_needed_and_no_fewer(share: float) -> None:
+    count = rows_needed(share)
+    assert exact(count, count) >= share > exact(count - 1, count - 1)
+
+
+def test_tokens_that_agree_within_a_text_count_as_one() -> None:
+    once = flags(180, 200)
+    samples = torch.arange(200).repeat_interleave(16)
+    assert lower_share(once.repeat_interleave(16), samples) == pytest.approx(exact(180, 200), abs=0.003)
+    assert lower_share(torch.ones(3200, dtype=torch.bool), samples) == pytest.approx(exact(200, 200))
+    # Independent tokens count one by one.
+    mixed = once.repeat(16)[torch.randperm(3200, generator=torch.Generator().manual_seed(0))]
+    assert lower_share(mixed, samples) == pytest.approx(exact(2880, 3200), abs=0.004)
+
+
+def test_the_interval_of_clusters_holds_as_often_as_it_says() -> None:
+    generator, true, held = np.random.default_rng(0), 0.9, 0
+    for _ in range(400):
+        own = generator.beta(9, 1, size=60)
+        sizes = generator.integers(5, 40, size=60)
+        same = torch.from_numpy(np.concatenate([generator.random(n) < p for n, p in zip(sizes, own, strict=True)]))
+        samples = torch.from_numpy(np.repeat(np.arange(60), sizes))
+        held += lower_share(same, samples) <= true
+    assert 0.955 <= held / 400 <= 0.995

@@ -1,0 +1,193 @@
+"""A budget of `keep`: the largest cut that keeps its promise, again by hand, and what a run says of it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from scipy.stats import binomtest, pearsonr
+from support.models import save_project, save_text_model, write_rows
+from support.runs import hies, without_tracing
+from transformers import AutoModelForSequenceClassification
+
+from hies_export import RecipeError, RequestError, prune
+from hies_export.calibrate.moments import MomentStream
+from hies_export.cost.flops import flops_table
+from hies_export.errors import DropError
+from hies_export.evaluate.predict import predict
+from hies_export.pipeline import targets
+from hies_export.pipeline.choose import choose
+from hies_export.pipeline.cut import confirm, cut
+from hies_export.pipeline.resolve import options_of, resolve
+from hies_export.progress import Silent
+from hies_export.recipe import PruningRecipe
+from hies_export.report.details import KeepOutcome
+from hies_export.score.criteria import score_units
+from hies_export.select.select import select_units
+from hies_export.slim.cut import prune_units
+from hies_export.slim.refit import refit
+from hies_export.units import Selection
+
+BOTH = ["attention", "mlp"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A regressor, whose predictions all differ, its data, and a recipe of both kinds."""
+    torch.manual_seed(0)
+    folder = save_project(
+        tmp_path_factory.mktemp("keep"),
+        train=150,
+        validation=40,
+        calibration={"samples": 20, "batch_size": 10},
+        evaluation={"stability_tolerance": 0.02},
+        prune={"modules": BOTH, "criterion": "fisher", "budget": {"keep": 0.8}},
+        measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
+    )
+    save_text_model(folder / "model", num_labels=1)
+    for name, count in (("train", 150), ("validation", 40)):
+        write_rows(folder / f"{name}.jsonl", count, lambda i: (i * 37 % 23) / 23)
+    return folder
+
+
+def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
+    return PruningRecipe.from_yaml(folder / "recipe.yaml", {k.replace("__", "."): v for k, v in fields.items()})
+
+
+@pytest.mark.parametrize("asked", [{"predictions": 0.8}, {"metric": "pearson", "by": 0.1}], ids=list)
+def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "SIZES", 12)
+    recipe = recipe_of(folder, prune__budget={"keep": asked}, prune__compensation={"samples": 60})
+    prepared, options = resolve(recipe).prepared, options_of(recipe)
+    choice = choose(prepared, options, progress=Silent())
+    (batch,), rows = prepared.measured.values(), prepared.rows.held_out
+    table = flops_table(prepared.model, prepared.scored, batch=batch, unit="group")
+    scores = score_units(choice.statistics, prepared.modules, criterion="fisher")
+    least = 1 - sum(row[-1] for row in table.saved.values())
+    moments = MomentStream(prepared.model, prepared.modules, prepared.rows.compensation)
+    dense: Any = predict(prepared.model, rows)
+
+    def keeps(size: int) -> bool:
+        selection = selected(size)
+        slim = prune_units(prepared.model, selection, prepared.modules)
+        refit(slim, selection, prepared.modules, moments)
+        found: Any = predict(slim, rows)
+        if "metric" in asked:
+            wanted = torch.cat([batch["labels"] for batch in rows]).numpy()
+            draws = np.random.default_rng(0).integers(len(wanted), size=(1000, len(wanted)))
+            one, two = dense[:, 0].numpy(), found[:, 0].numpy()
+            lost = [pearsonr(one[d], wanted[d])[0] - pearsonr(two[d], wanted[d])[0] for d in draws]
+            return bool(np.quantile(lost, 0.975) <= asked["by"])
+        same = int(((dense - found).abs() <= recipe.evaluation.stability_tolerance).sum())
+        return bool(binomtest(same, len(dense)).proportion_ci(0.95, method="exact").low >= asked["predictions"])
+
+    def selected(size: int) -> Selection:
+        return select_units(scores, prepared.modules, table=table, ratio=1 - (1 - least) * size / 12 + 1e-9)
+
+    size = next(number for number in range(1, 13) if selected(number) == choice.plan.kept)
+    assert keeps(size)
+    assert size < 12
+    assert not keeps(size + 1)
+    assert isinstance(choice.budget, KeepOutcome)
+    assert 2 <= len(choice.budget.judged) <= 5
+    slim = cut(prepared, choice, compensation=options.compensation, progress=Silent())
+    confirmed = confirm(prepared, slim, choice.budget, progress=Silent())
+    assert isinstance(confirmed, KeepOutcome)
+    assert confirmed.met
+    with pytest.raises(DropError, match=r"keep asks for .* on the held-out rows. The model that was judged kept to it"):
+        confirm(prepared, slim, replace(choice.budget, predictions=1.0, metric=None), progress=Silent())
+
+
+def test_a_run_says_what_was_promised_and_what_came_of_it(folder: Path, tmp_path: Path) -> None:
+    with without_tracing():
+        recipe = recipe_of(folder, prune__compensation={"samples": 60}, output=str(tmp_path / "out"))
+        report = recipe.run()
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    budget = found["details"]["budget"]
+    assert (budget["kind"], budget["predictions"], budget["samples"]) == ("keep", 0.8, 130)
+    assert budget["slim"] >= budget["slim_end"] >= 0.8
+    assert budget["slim"] in [row["kept"] for row in budget["judged"]]
+    text = (tmp_path / "out" / "report.md").read_text()
+    apart = 100 * abs(report.stability - 0.8)
+    assert "80 % of the predictions, promised on 130 further rows of" in text
+    assert f"stay, {apart:.2f} points {'above' if report.stability >= 0.8 else 'below'} the promise" in text
+    lead = text.split("\n\n")[1]
+    assert lead.endswith("promise kept on held-out rows.") is (report.stability >= 0.8)
+
+
+def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if only neurons took time.
+    def table_of_time(model: Any, modules: Any, where: Any, **_: Any) -> Any:
+        assert (where.runtime, where.batch["input_ids"].shape) == ("torch", (3, 9))
+        flops = flops_table(model, modules, batch=where.batch, unit="group")
+        free = {m.name: (0.0,) * len(flops.saved[m.name]) for m in modules if m.kind == "attention"}
+        return replace(flops, saved={**flops.saved, **free})
+
+    monkeypatch.setattr(targets, "latency_table", table_of_time)
+    keep = {"predictions": 0.8, "runtime": "torch", "batch": 3, "sequence": 9}
+    recipe = recipe_of(folder, prune__budget={"keep": keep}, prune__compensation={"samples": 60})
+    prepared = resolve(recipe).prepared
+    choice = choose(prepared, options_of(recipe), progress=Silent())
+    assert choice.plan.removed_neurons
+    assert not choice.plan.removed
+    assert isinstance(choice.budget, KeepOutcome)
+    assert (choice.budget.runtime, choice.budget.batch, choice.budget.sequence) == ("torch", 3, 9)
+    assert choice.budget.predicted is not None
+    assert 0 < choice.budget.predicted < 1
+
+
+@pytest.mark.slow
+def test_a_promise_of_a_runtime_is_judged_on_its_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = {"predictions": 0.6, "runtime": "onnxruntime-cpu", "batch": 2, "sequence": 16}
+    how = {"prune__budget": {"keep": keep}, "prune__compensation": {"samples": 60}}
+    recipe = recipe_of(folder, **how, output=str(tmp_path / "out"))
+    monkeypatch.setattr(targets, "SIZES", 3)
+    monkeypatch.setattr(
+        targets, "latency_table", lambda m, sites, where, **_: flops_table(m, sites, batch=where.batch, unit="group")
+    )
+    recipe.run()
+    rows = resolve(recipe).prepared.rows.held_out
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "onnx" / "model.onnx")
+    dense = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    same = []
+    for batch in rows:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        feeds = {"token_type_ids": torch.zeros_like(batch["input_ids"]), **inputs}
+        (found,) = session.run(["logits"], {node.name: feeds[node.name].numpy() for node in session.get_inputs()})
+        with torch.no_grad():
+            same += ((dense(**inputs).logits - torch.from_numpy(found)).abs() <= 0.02).flatten().tolist()
+    budget = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["budget"]
+    assert budget["slim"] == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
+    assert budget["runtime"] == "onnxruntime-cpu"
+
+
+def test_promises_that_cannot_be_told_or_made_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(**keep: Any) -> str:
+        budget = json.dumps({"keep": keep})
+        assert hies("run", str(folder / "recipe.yaml"), "--set", f"prune.budget={budget}") == 2
+        return capsys.readouterr().err
+
+    needed = "keep: 0.99 can be told with 95 % confidence from 368 held-out rows or more, and there are 130; raise"
+    assert needed in said(predictions=0.99)
+    assert "keep: 0.8 can be told with 95 % confidence from 17 held-out rows or more, and there are 9" in said(
+        predictions=0.8, samples=9
+    )
+    assert "keep needs predictions, or metric and by, got metric" in said(metric="pearson")
+    assert "keep needs predictions, or metric and by, got predictions and by" in said(predictions=0.9, by=0.1)
+    assert "keep.batch says what is timed, and no runtime is named" in said(predictions=0.9, batch=4)
+    assert "metric must be one of" in said(metric="parson", by=0.1)
+    with pytest.raises(RequestError, match="keep.samples says how many rows a recipe draws"):
+        prune(*_model_and_rows(folder), budget={"keep": {"predictions": 0.5, "samples": 20}})
+    with pytest.raises(RecipeError, match=r"budget.keep.predictions must be less than 1, got 1"):
+        prune(*_model_and_rows(folder), budget={"keep": 1.0})
+
+
+def _model_and_rows(folder: Path) -> tuple[Any, Any]:
+    prepared = resolve(recipe_of(folder)).prepared
+    return prepared.model, prepared.rows.held_out
