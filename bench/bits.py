@@ -1,13 +1,14 @@
 """Prune models by their recipes, and print both models in float32 and in fewer bits side by side, and what others make.
 
-python bench/bits.py OUT stsb:0.7 stsb:0.6 [--seeds 3] [--other SPLIT=FILE]
+python bench/bits.py OUT stsb:0.7 stsb:0.6 [--seeds 3] [--other SPLIT=FILE] [--shapes bert-base llama]
 
 Each run is `hies-export run recipes/minilm-NAME.yaml` with a budget of FLOPs and `export.quantize: int8`; one that OUT
 has is not repeated. Every form runs all evaluation rows: in float32 and in 8 bits in ONNX Runtime, in bfloat16 in
 OpenVINO where that is installed, and of other tools by their defaults ONNX Runtime's optimiser and quantiser and, where
 it is installed, NNCF. Agreement is with the dense float32 model. Times are ratios to the dense float32 graph in ONNX
 Runtime, all from one interleaved run of the first seed's models, with a control. `--other` also predicts the rows of
-another source, of which neither calibration nor refit saw any, and says how many predictions stay.
+another source, of which neither calibration nor refit saw any, and says how many predictions stay. `--shapes` also
+times models with random weights, cut like the first seed's model.
 """
 
 from __future__ import annotations
@@ -21,21 +22,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from models import LLAMA_SMALL, WIDTHS, Shape, cut_like, llama
 
+from hies_export import PruningPlan
 from hies_export.evaluate.judge import Judge
-from hies_export.measure.compare import Served, compare_forms
+from hies_export.measure.compare import Served, Step, compare_forms
+from hies_export.measure.counts import count_both_flops, count_parameters
+from hies_export.measure.latency import LatencyComparison
 from hies_export.measure.machine import machine_facts
 from hies_export.measure.timing import Timing
 from hies_export.onnx.export import export_onnx
-from hies_export.pipeline.deployed import predict_served
+from hies_export.onnx.quantize import quantize_onnx
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
+from hies_export.pipeline.serving import predict_served
 from hies_export.recipe import PruningRecipe
 from hies_export.runtimes.base import register_runtime
 from hies_export.runtimes.openvino import OpenVinoRuntime
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHAPES = ((1, 128), (8, 128))
+SHAPED = {"bert-base": WIDTHS["bert-base"], "llama": llama("LLaMA", **LLAMA_SMALL)}
 CALIBRATION = 300  # rows, NNCF's default
 
 
@@ -73,6 +80,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--set", dest="fields", action="append", default=[], help="as of hies-export run")
     parser.add_argument("--other", metavar="SPLIT=FILE", help="rows of another source, with the recipe's columns")
+    parser.add_argument("--shapes", nargs="*", choices=SHAPED, default=[], help="random weights to time as well")
     options = parser.parse_args()
     for budget in options.budgets:
         name, _, flops = budget.partition(":")
@@ -82,6 +90,8 @@ def main() -> None:
                 print(recipe.output, flush=True)
                 run(recipe, progress=Spoken())
         print_forms(recipes, options.other, title=f"{name}, {flops} of the FLOPs, {len(recipes)} seeds")
+        for shape in options.shapes:
+            print_shape(SHAPED[shape], recipes[0].output / "plan.json")
     facts = machine_facts()
     print(", ".join(f"{key} {facts[key]}" for key in ("cpu", "threads", "torch", "onnxruntime") if facts.get(key)))
 
@@ -117,7 +127,9 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
         judges["other rows"] = judge_of_other(recipes[0], other)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        dense = export_onnx(prepared.model, folder / "dense", batch=prepared.sample).folder
+        exported = export_onnx(prepared.model, folder / "dense", batch=prepared.sample)
+        quantize_onnx(exported, folder / "dense-int8", batch=prepared.sample)
+        dense = exported.folder
         # One form for each seed's model; of the dense model one.
         served: dict[str, list[Served]] = {}
         for what, sources in (("dense", [dense]), ("slim", [recipe.output / "onnx" for recipe in recipes])):
@@ -132,6 +144,7 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
             except Exception as error:  # another tool's, of any class
                 print(f"{make.__name__}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
         timed = compare_forms([forms[0] for forms in served.values()], prepared.measured, timing=Timing(repeats=30))
+        times = time_cells(timed, len(served))
         metric = prepared.judged.metrics[0]
         print(f"\n## {title}\n")
         print(
@@ -145,21 +158,62 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
             }
             cells = [name, size_of(forms[0]), *(spread([one.stability for one in of]) for of in found.values())]
             cells.append(f"{np.mean([one.metrics[metric] for one in found['evaluation rows']]):.4f}")
-            for comparisons in timed.values():
-                one = comparisons[max(0, number - 1)]
-                ratio = one.ratio if number else one.control
-                cells.append(f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]{'*' * one.noisy}")
-            print(f"| {' | '.join(cells)} |", flush=True)
-    for (_, _), comparisons in timed.items():
-        print(f"dense float32: {comparisons[0].dense.p50_ms:.2f} ms, {comparisons[0].threads} threads")
+            print(f"| {' | '.join([*cells, *times[number]])} |", flush=True)
+    print_base(timed)
+
+
+def print_shape(shape: Shape, plan: Path) -> None:
+    """Print times of a shape with random weights, dense and cut as a plan does, stretched over its layers."""
+    model = shape.build(device="cpu", dtype=torch.float32)
+    batches = {(batch, length): shape.batch(model, batch, length) for batch, length in SHAPES}
+    slim = cut_like(model, PruningPlan.from_file(plan), batches[SHAPES[0]])
+    flops = count_both_flops(model, slim, batches)[SHAPES[0]]
+    with tempfile.TemporaryDirectory() as temporary:
+        served: dict[str, Served] = {}
+        for what, source in (("dense", model), ("slim", slim)):
+            exported = export_onnx(source, Path(temporary) / what, batch=batches[SHAPES[1]])
+            served[f"{what} float32"] = Served("onnxruntime-cpu", exported.folder)
+            served[f"{what} int8"] = Served("onnxruntime-cpu-int8", exported.folder)
+            if model.can_generate():
+                place = Path(temporary) / f"{what}-int4"
+                fewer = quantize_onnx(exported, place, batch=batches[SHAPES[0]], quantize="int4")
+                served[f"{what} int4"] = Served("onnxruntime-cpu", fewer.folder)
+            if find_spec("openvino") is not None:
+                served[f"{what} bfloat16, OpenVINO"] = Served("openvino", exported.folder, "bfloat16")
+        timed = compare_forms([*served.values()], batches, timing=Timing(repeats=30))
+    count = count_parameters(model) / 1e6
+    print(f"\n## {shape.name}, {count:.1f} M parameters, random weights, {flops.ratio:.2f} of the FLOPs\n")
+    steps = [f"{phase} {b} x {s}" for (b, s), phase in timed]
+    print(f"| | {' | '.join(steps)} |\n| --- |" + " --- |" * len(steps))
+    for name, times in zip(served, time_cells(timed, len(served)), strict=True):
+        print(f"| {' | '.join([name, *times])} |")
+    print_base(timed)
+
+
+def time_cells(timed: dict[Step, list[LatencyComparison]], count: int) -> list[list[str]]:
+    """Return the times of every form by shape, as ratios to the first form; of that one the control's."""
+    rows: list[list[str]] = []
+    for number in range(count):
+        rows.append([])
+        for comparisons in timed.values():
+            one = comparisons[max(0, number - 1)]
+            ratio = one.ratio if number else one.control
+            rows[-1].append(f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]{'*' * one.noisy}")
+    return rows
+
+
+def print_base(timed: dict[Step, list[LatencyComparison]]) -> None:
+    """Print the time of the dense float32 form."""
+    for ((batch, sequence), phase), (first, *_) in timed.items():
+        print(f"dense float32, {phase} {batch} x {sequence}: {first.dense.p50_ms:.2f} ms, {first.threads} threads")
     print("The first row's times are those of a second copy, the control; * is a noisy one.")
 
 
 def size_of(form: Served) -> str:
-    """Return the size of the largest file that is loaded, in MB; in 8 bits that of the written form."""
+    """Return the size of the largest file that is loaded, in MB; in 8 bits that of the written form beside it."""
     folder = Path(str(form.source))
-    if form.runtime.endswith("int8") and (folder.parent / "onnx-int8").is_dir():
-        folder = folder.parent / "onnx-int8"
+    if form.runtime.endswith("int8"):
+        folder = folder.with_name(f"{folder.name}-int8")
     return f"{max(file.stat().st_size for file in folder.iterdir() if file.is_file()) / 1e6:.1f} MB"
 
 

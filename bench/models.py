@@ -38,6 +38,10 @@ LLAMA_1B = {
     **{"intermediate_size": 8192, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 4096},
     "tie_word_embeddings": True,
 }
+LLAMA_SMALL = {
+    **{"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4},
+    **{"intermediate_size": 1376, "vocab_size": 32000, "max_position_embeddings": 1024},
+}
 LLAMA_7B = {"vocab_size": 32064, "max_position_embeddings": 4096}  # the rest are the defaults of LlamaConfig
 CLIP_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 96}

@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--dtype",
         dest="dtypes",
         metavar="DTYPE",
-        help="what checkpoints run in: float32 (the default), float16, bfloat16, or q8_0 on llamacpp; repeatable",
+        help="what checkpoints run in: float32 (the default), float16, bfloat16; q8_0, q4_0 on llamacpp; repeatable",
         **repeated,
     )
     add("--repeats", metavar="N", type=a_number(int, 1), default=30, help="timed runs of each (default: 30)")

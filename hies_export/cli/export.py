@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
         "--format", choices=("onnx", "gguf"), default="onnx", help="onnx (the default), or gguf for llama.cpp: decoders"
     )
     add("--provider", help="what to fuse ONNX for: cpu (the default), cuda or tensorrt")
-    add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0")
+    add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0, q4_0")
     add("--quantize", choices=("int8", "int4"), help="write the ONNX model with its linear layers in 8 or 4 bits")
     add_json(parser)
 
@@ -45,7 +45,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     options.model = checkpoint_in(options.model, progress=progress)
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
     if options.quantize and options.format == "gguf":
-        raise RequestError(f"--quantize belongs to --format onnx, got {options.quantize} with gguf; give --dtype q8_0")
+        raise RequestError(f"--quantize is for --format onnx, got {options.quantize}; give gguf --dtype q8_0 or q4_0")
     config = load_config(options.model)
     if options.quantize and getattr(config, "quantization_config", None) is not None:
         raise RequestError(

@@ -21,7 +21,7 @@ from ..runtimes.llamacpp import GGUF_FILE, is_installed
 from .architecture import Layout, find_layout
 from .graph import check_same_function
 from .parity import Parity, check_parity
-from .tensors import BLOCK, FILE_TYPES, STORED_AS, named_tensors, stored_bytes, stored_type
+from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, stored_bytes, stored_type
 from .vocabulary import Vocabulary, find_vocabulary
 
 # Tokens of the text on which the model is compared with llama.cpp's computation before anything is written.
@@ -66,9 +66,9 @@ def export_gguf(
         model: A decoder of LLaMA's modules; layers may differ in heads and neurons. It is not changed.
         folder: Where to write; must not exist, unless `overwrite`.
         tokenizer: Of transformers, with a fast backend.
-        dtype: What matrices are stored in: `float32`, `float16`, `bfloat16`, or `q8_0`: blocks of 32 numbers of 8 bits
-            with a scale. Norms and biases stay in float32. A matrix whose rows are no multiple of 32 long is stored in
-            float16 in place of `q8_0`.
+        dtype: What matrices are stored in: `float32`, `float16`, `bfloat16`, or blocks of 32 numbers with a scale, of
+            8 bits (`q8_0`) or 4 (`q4_0`, with the embedding and the head in `q8_0`). Norms and biases stay in float32.
+            A matrix whose rows are no multiple of 32 long is stored in float16 in place of blocks.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -144,16 +144,17 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, tensor in named_tensors(model, layout):
-            writer.write_tensor_data(stored_bytes(tensor, stored_type(tensor, dtype), name))
+            writer.write_tensor_data(stored_bytes(tensor, stored_type(name, tensor, dtype), name))
     finally:
         writer.close()
-    if dtype == "q8_0" and types.get("F16"):
+    if dtype in IN_BLOCKS and types.get("F16"):
         logger.warning(
-            "%d of %d matrices have rows whose length is no multiple of %d, and are stored in float16 instead of q8_0; "
+            "%d of %d matrices have rows whose length is no multiple of %d, and are stored in float16 instead of %s; "
             "prune with multiple_of, of heads and neurons, so that all rows are",
             types["F16"],
-            types["F16"] + types.get("Q8_0", 0),
+            sum(types.get(STORED_AS[kind], 0) for kind in ("float16", *IN_BLOCKS)),
             BLOCK,
+            dtype,
         )
     return types
 
@@ -173,8 +174,8 @@ def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str
     import gguf
 
     config: Any = model.config.get_text_config()
-    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
-    if dtype == "q8_0":
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{STORED_AS[dtype]}"])
+    if dtype in IN_BLOCKS:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(_rows(model))
     writer.add_context_length(layout.positions)
@@ -220,7 +221,7 @@ def _announce(writer: Any, tensors: Iterable[tuple[str, Tensor]], dtype: str) ->
 
     types: Counter[str] = Counter()
     for name, tensor in tensors:
-        kind = stored_type(tensor, dtype)
+        kind = stored_type(name, tensor, dtype)
         number = gguf.GGMLQuantizationType[kind]
         block, size = gguf.GGML_QUANT_SIZES[number]
         stored = tensor.numel() // block * size

@@ -14,10 +14,12 @@ from ..errors import NonFiniteError
 from .architecture import LAYER_NAMES, Layout
 
 # Names of dtypes in recipes -> of tensors in the gguf package, and of files in llama.cpp.
-STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
-FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-# Q8_0 stores 32 numbers of a row with one scale.
+STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+# Those that store 32 numbers of a row with one scale.
+IN_BLOCKS = ("q8_0", "q4_0")
 BLOCK = 32
+# Embeddings and heads lose most in 4 bits, so a file of Q4_0 has them in 8, where llama.cpp's own has Q6_K.
+OUTER = ("token_embd.weight", "output.weight")
 
 
 def named_tensors(model: PreTrainedModel, layout: Layout) -> Iterator[tuple[str, Tensor]]:
@@ -54,20 +56,20 @@ def interleave_halves(rows: Tensor, heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
-def stored_type(tensor: Tensor, dtype: str) -> str:
+def stored_type(name: str, tensor: Tensor, dtype: str) -> str:
     """Return the type that a tensor is stored in: norms, biases and factors stay float32, as in llama.cpp's own files.
 
-    In a file of Q8_0, matrices whose rows are no multiple of 32 long are float16.
+    In a file of Q8_0 or Q4_0, matrices whose rows are no multiple of 32 long are float16.
     """
     if tensor.dim() < 2:
         return "F32"
-    if dtype == "q8_0" and tensor.shape[-1] % BLOCK:
+    if dtype in IN_BLOCKS and tensor.shape[-1] % BLOCK:
         return "F16"
-    return STORED_AS[dtype]
+    return STORED_AS["q8_0" if dtype == "q4_0" and name in OUTER else dtype]
 
 
 def stored_bytes(tensor: Tensor, kind: str, name: str) -> np.ndarray:
-    """Return a tensor as it is stored: an array of floats, or for BF16 and Q8_0 of bytes.
+    """Return a tensor as it is stored: an array of floats, or for BF16, Q8_0 and Q4_0 of bytes.
 
     Raises NonFiniteError if a weight is too large for float16.
     """

@@ -69,13 +69,23 @@ async function run({feed, probabilities}) {
     return {nanoseconds, probabilities: outputs.map((output) => encoded(output.at(-1).next.probabilities))};
 }
 
-// Return probabilities by token as base64 of 32-bit floats.
-function encoded(probabilities) {
+// Return the probabilities of the token after each one of a text, row after row.
+async function follow({text}) {
+    await reserve(1, text.length + 1);
+    await sequences[0].clearHistory();
+    const outputs = await sequences[0].controlledEvaluate(text.map((token) => [token, {generateNext: {probabilities: true}}]));
+    return encoded(...outputs.map((output) => output.next.probabilities));
+}
+
+// Return probabilities by token as base64 of 32-bit floats, row after row.
+function encoded(...rows) {
     // Not by spreading the keys: a function takes fewer arguments than large vocabularies have tokens.
     let size = 0;
-    for (const token of probabilities.keys()) size = Math.max(size, token + 1);
-    const values = new Float32Array(size);
-    for (const [token, value] of probabilities) values[token] = value;
+    for (const token of rows[0].keys()) size = Math.max(size, token + 1);
+    const values = new Float32Array(rows.length * size);
+    rows.forEach((row, number) => {
+        for (const [token, value] of row) values[number * size + token] = value;
+    });
     return Buffer.from(values.buffer).toString("base64");
 }
 
@@ -99,7 +109,7 @@ function tokenize({texts}) {
     return {tokens: texts.map((text) => [...model.tokenize(text, false)])};
 }
 
-const methods = {open, prepare, run, generate, tokenize};
+const methods = {open, prepare, run, follow, generate, tokenize};
 for await (const line of readline.createInterface({input: process.stdin})) {
     const {method, ...given} = JSON.parse(line);
     try {

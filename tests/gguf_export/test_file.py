@@ -106,7 +106,9 @@ def test_interleaving_is_what_the_independent_formula_undoes() -> None:
     np.testing.assert_array_equal(rows_of_torch(interleave_halves(rows, 3).numpy(), 3), rows.numpy())
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("float16", "F16"), ("bfloat16", "BF16"), ("q8_0", "Q8_0")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("float16", "F16"), ("bfloat16", "BF16"), ("q8_0", "Q8_0"), ("q4_0", "Q4_0")]
+)
 def test_matrices_are_stored_in_the_dtype_and_norms_in_float32(
     dtype: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,18 +119,21 @@ def test_matrices_are_stored_in_the_dtype_and_norms_in_float32(
     for tensor in reader.tensors:
         stored = gguf.GGMLQuantizationType(tensor.tensor_type).name
         divisible = tensor.shape[0] % 32 == 0
-        assert stored == ("F32" if len(tensor.shape) == 1 else kind if divisible or kind != "Q8_0" else "F16")
+        outer = kind == "Q4_0" and tensor.name in ("token_embd.weight", "output.weight")
+        wanted = "F32" if len(tensor.shape) == 1 else "Q8_0" if outer else kind
+        assert stored == (wanted if divisible or wanted[0] != "Q" else "F16")
         if tensor.name in down:
             back = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
             weight = down[tensor.name].detach()
             # A rounding of 11, 8 or 7 bits, of the number itself or of the largest of its block.
-            bits = {"F16": 11, "BF16": 8, "Q8_0": 7}[stored]
+            bits = {"F16": 11, "BF16": 8, "Q8_0": 7, "Q4_0": 3}[stored]
             assert float((back - weight).abs().max()) <= float(weight.abs().max()) * 2.0**-bits
-    assert field(reader, "general.file_type") == {"float16": 1, "bfloat16": 32, "q8_0": 7}[dtype]
-    if dtype == "q8_0":
+    assert field(reader, "general.file_type") == {"float16": 1, "bfloat16": 32, "q8_0": 7, "q4_0": 2}[dtype]
+    if kind[0] == "Q":
         count = exported.types["F16"]
         assert count
-        assert f"{count} of {count + exported.types['Q8_0']} matrices have rows whose length" in caplog.text
+        matrices = sum(exported.types.values()) - exported.types["F32"]
+        assert f"{count} of {matrices} matrices have rows whose length" in caplog.text
 
 
 def test_a_weight_beyond_float16_leaves_no_file(tmp_path: Path) -> None:

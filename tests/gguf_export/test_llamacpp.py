@@ -98,7 +98,7 @@ def quarter(model: PreTrainedModel, kept: tuple[tuple[int, int], ...]) -> PreTra
 
 @here
 @pytest.mark.parametrize(("how", "architecture"), [("dense", "llama"), ("uniform", "llama"), ("uneven", "deci")])
-@pytest.mark.parametrize("dtype", ["float32", "q8_0"])
+@pytest.mark.parametrize("dtype", ["float32", "q8_0", "q4_0"])
 def test_the_real_llama_writes_what_torch_writes(
     how: str, architecture: str, dtype: str, tmp_path: Path, table: list[tuple[str, ...]]
 ) -> None:
@@ -140,7 +140,25 @@ def test_every_architecture_computes_what_torch_does(case: str, tmp_path: Path, 
 
 
 @here
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_logits_of_every_token_are_torchs(side: str, tmp_path: Path) -> None:
+    model = cut(llama())
+    exported = export_gguf(model, tmp_path / "out", tokenizer=sentence_piece_tokenizer())
+    mask = torch.ones(3, 11, dtype=torch.int64)
+    for row, padding in enumerate((0, 4, 9)):
+        mask[row, slice(padding) if side == "left" else slice(11 - padding, 11)] = 0
+    batch = {"input_ids": torch.randint(3, 100, (3, 11)), "attention_mask": mask}
+    with LlamaCppRuntime(exported.file, threads=1, exact=True) as runtime:
+        found = runtime.logits(batch)
+    for row, ids in enumerate(batch["input_ids"]):
+        with torch.no_grad():
+            wanted = model(ids[mask[row].bool()][None]).logits[0].log_softmax(-1)
+        torch.testing.assert_close(found[row][mask[row].bool()], wanted, atol=1e-4, rtol=1e-4)
+    assert found[mask == 0].abs().sum() == 0
+
+
+@here
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0", "q4_0"])
 def test_other_dtypes_run(dtype: str, tmp_path: Path, table: list[tuple[str, ...]]) -> None:
     model = cut(qwen2())
     found = export_gguf(model, tmp_path / "out", tokenizer=byte_level_tokenizer(), dtype=dtype).parity

@@ -200,7 +200,7 @@ def test_the_command_refuses_in_a_line_with_exit_code_2(tmp_path: Path, capsys: 
     window = save(tmp_path / "window", mistral(sliding_window=64), sentence_piece_tokenizer())
     cases = {
         (window,): "sliding window of 64 tokens",
-        (good, "--dtype", "q4_0"): "the dtype of a GGUF file must be one of float32, float16, bfloat16, q8_0, got",
+        (good, "--dtype", "q4_k"): "the dtype of a GGUF file must be one of float32, float16, bfloat16, q8_0, q4_0",
         (good, "--provider", "cuda"): "--provider belongs to --format onnx, got cuda with gguf; leave it out",
     }
     for arguments, message in cases.items():

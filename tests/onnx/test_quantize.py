@@ -93,7 +93,7 @@ def test_the_command_and_the_result_of_prune_write_the_same_folder(
     assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
     arguments = ["export", str(checkpoint), "--quantize", "int8", "--format", "gguf", "-o", str(tmp_path / "three")]
     assert main(arguments) == 2
-    assert "--quantize belongs to --format onnx, got int8 with gguf; give --dtype q8_0" in capsys.readouterr().err
+    assert "--quantize is for --format onnx, got int8; give gguf --dtype q8_0 or q4_0" in capsys.readouterr().err
     config = json.loads((checkpoint / "config.json").read_text())
     quantised = shutil.copytree(checkpoint, tmp_path / "gptq")
     (quantised / "config.json").write_text(
