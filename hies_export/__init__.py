@@ -4,11 +4,12 @@
     result = prune(model, batches, modules=["attention", "mlp"], budget={"flops": 0.6})
     result.save_pretrained("slim")
 
-prunes a model in memory, and `PruningRecipe.from_yaml("bert.yaml").run()` does all that a recipe says. Or stage by
-stage: `find_modules`, `collect_statistics`, `score_units`, `select_units`, `prune_units`, `compensate`,
-`save_slim`, `export_onnx`, `quantize_onnx`; measured by `bench`, `compare_latency`, `count_flops` and
-`count_parameters`. `apply_plan` does the cut on the files of a checkpoint. A saved slim model comes back with `load`,
-and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes a run.
+prunes a model in memory, `PruningRecipe.from_yaml("bert.yaml").run()` does all that a recipe says, and `deploy` finds
+the fastest form that keeps the answers. Or stage by stage: `find_modules`, `collect_statistics`, `score_units`,
+`select_units`, `prune_units`, `compensate`, `save_slim`, `export_onnx`, `quantize_onnx`; measured by `bench`,
+`compare_latency`, `count_flops` and `count_parameters`. `apply_plan` does the cut on the files of a checkpoint. A saved
+slim model comes back with `load`, and an exported decoder generates with `OnnxGenerator`. `push_to_hub` publishes a
+run.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .onnx.generator import OnnxGenerator
     from .onnx.quantize import quantize_onnx
     from .pipeline.bench import bench
+    from .pipeline.deploy import deploy
     from .pipeline.prune import PruneResult, prune
     from .pipeline.run import run
     from .prunable.attention import find_attention
@@ -114,6 +116,7 @@ _HOMES = {
     "count_flops": "measure.counts",
     "count_parameters": "measure.counts",
     "criterion": "score.criteria",
+    "deploy": "pipeline.deploy",
     "export_gguf": "gguf.export",
     "export_onnx": "onnx.export",
     "find_attention": "prunable.attention",

@@ -65,6 +65,11 @@ def a_number(kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -
 def add_recipe(parser: ArgumentParser) -> None:
     """Add RECIPE and the options that change it."""
     parser.add_argument("recipe", metavar="RECIPE", type=a_path, help="a recipe, YAML")
+    add_changes(parser)
+
+
+def add_changes(parser: ArgumentParser) -> None:
+    """Add the options that change a recipe."""
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -108,8 +113,8 @@ def add_json(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, last on stdout")
 
 
-def read_recipe(options: Namespace) -> PruningRecipe:
-    """Return the recipe that `add_recipe`'s options name, with `--set` and `--output` applied."""
+def read_recipe(options: Namespace, *, proposed: PruningRecipe | None = None) -> PruningRecipe:
+    """Return the recipe that `add_recipe`'s options name, or a proposed one, with `--set` and `--output` applied."""
     from ..recipe import PruningRecipe
     from ..recipe.plain_yaml import parse_yaml
 
@@ -121,7 +126,9 @@ def read_recipe(options: Namespace) -> PruningRecipe:
         overrides[key] = parse_yaml(value, source=f"--set {key}")
     if options.output is not None:
         overrides["output"] = options.output
-    return PruningRecipe.from_yaml(options.recipe, overrides)
+    return (
+        PruningRecipe.from_yaml(options.recipe, overrides) if proposed is None else proposed.with_overrides(overrides)
+    )
 
 
 def refuse_output(options: Namespace, recipe: PruningRecipe, **inputs: Path) -> None:

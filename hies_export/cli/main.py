@@ -24,6 +24,7 @@ from . import (
     apply,
     architectures,
     bench,
+    deploy,
     export,
     generate,
     inspect,
@@ -42,7 +43,7 @@ from .terminal import TerminalProgress, in_flags, print_json, show_messages
 
 # In the order of --help.
 COMMANDS: tuple[ModuleType, ...] = (
-    *(run, quickstart, reproduce, score, prune, apply, export, bench, sweep, generate, push, upgrade, inspect),
+    *(run, deploy, quickstart, reproduce, score, prune, apply, export, bench, sweep, generate, push, upgrade, inspect),
     *(architectures, ui, report),
 )
 

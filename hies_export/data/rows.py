@@ -163,7 +163,8 @@ def own_columns(rows: datasets.Dataset) -> list[str]:
     return [column for column in rows.column_names if not column.startswith(_NUMBERS)]
 
 
-def _load_hub_split(name: str, split: str) -> datasets.Dataset:
+def hub_splits(name: str) -> Mapping[str, datasets.Dataset]:
+    """Load the splits of a Hub data set; `name` ends in the configuration, as in `load_rows`."""
     parts = name.split("/")
     if len(parts) > 3 or not all(parts) or Path(name).exists():
         raise DataError(
@@ -173,7 +174,7 @@ def _load_hub_split(name: str, split: str) -> datasets.Dataset:
     repository, configuration = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
     try:
         with hub_or_cache(repository, "data set", error=DataError):
-            splits = datasets.load_dataset(repository, configuration)
+            splits: Mapping[str, datasets.Dataset] = datasets.load_dataset(repository, configuration)
     except DataError:
         raise
     except Exception as error:  # the Hub, the network, the file formats: each raises its own kind
@@ -181,6 +182,11 @@ def _load_hub_split(name: str, split: str) -> datasets.Dataset:
             f"the dataset {name!r} could not be loaded from the Hub ({root_cause(error)}); "
             f"check its name and configuration and the network, or use data.files"
         ) from error
+    return splits
+
+
+def _load_hub_split(name: str, split: str) -> datasets.Dataset:
+    splits = hub_splits(name)
     _check_split(split, splits)
     return splits[split]
 

@@ -15,6 +15,7 @@ from ..data.targets import batches_fingerprint, samples_of, size_of
 from ..errors import PlanError
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import quality_loss
+from ..evaluate.predict import predict
 from ..model.copies import share_weights
 from ..progress import Progress
 from ..prunable.find import find_modules
@@ -29,7 +30,7 @@ from ..values import Provenance, PruningPlan, Scores, Statistics, dump_json, lib
 from .candidates import Candidates, criterion_of
 from .options import DropBudget, KeepBudget, PruneOptions
 from .prepare import Prepared
-from .quality import Refit
+from .quality import Predictor, Refit
 from .refitting import Refitting
 from .search import Candidate, HeldOut, Verdict, choose_alpha, choose_by_agreement, choose_largest
 from .serving import predictor
@@ -62,7 +63,7 @@ def choose(
     spent in that many rounds. Each round scores the model that the previous rounds left, cut and, with compensation,
     refitted. The statistics of a unit are those of the last round it was part of.
     """
-    chooser = _Chooser(prepared, options, progress, dtype)
+    chooser = Chooser(prepared, options, progress, dtype)
     if options.budget.max_drop is not None:
         return chooser.by_max_drop(options.budget.max_drop)
     if options.budget.keep is not None:
@@ -82,16 +83,15 @@ class _Picked:
     curve: tuple[Mapping[str, Any], ...] = ()
 
 
-class _Chooser:
-    """Choice of the units to keep in a dense model."""
+class Chooser:
+    """Choice of the units to keep in a dense model; statistics, moments and orders are computed once."""
 
-    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress, dtype: torch.dtype | None):
+    def __init__(self, prepared: Prepared, options: PruneOptions, progress: Progress, dtype: torch.dtype | None = None):
         self._prepared, self._options, self._progress = prepared, options, progress
         self._refitting = Refitting(prepared, options, progress, dtype)
         # Before scoring, so that a budget that cannot be met fails early.
         self._targets = Targets(prepared, options, progress)
         self._judge: Judge | None = None
-        self._by = predictor(prepared, options)
 
     def as_told(self) -> Choice:
         """Choose by the criterion that is asked for, in as many rounds."""
@@ -166,6 +166,10 @@ class _Chooser:
         """The candidates of the dense model, whose moments the refits need as well."""
         return Candidates(self._prepared, self._options, self._progress, self._refitting.moments)
 
+    def flops_left(self, selection: Selection) -> float:
+        """Return the share of the dense model's FLOPs that a selection leaves."""
+        return self._targets.flops_left(selection)
+
     def _left_by(self, selection: Selection) -> Prepared:
         """Return the prepared run with the dense model replaced by the one cut, and refitted, by a selection."""
         prepared = self._prepared
@@ -222,13 +226,15 @@ class _Chooser:
         )
         return PruningPlan.of(picked.selection, provenance)
 
-    def _held_out(self, metrics: tuple[str, ...], token_weights: float | None = None) -> HeldOut:
+    def _held_out(
+        self, metrics: tuple[str, ...], token_weights: float | None = None, by: Predictor = predict
+    ) -> HeldOut:
         """Return the judge of selections on the held-out rows; it refits them where models are compensated."""
         prepared = self._prepared
         if self._judge is None or self._judge.metrics != metrics:
             judged = replace(prepared.judged, metrics=metrics)
             self._judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(judged))
-        return HeldOut(self._judge, prepared.model, prepared.modules, self._refitting.by(token_weights), self._by)
+        return HeldOut(self._judge, prepared.model, prepared.modules, self._refitting.by(token_weights), by)
 
     def by_max_drop(self, asked: DropBudget) -> Choice:
         """Choose the scores, and remove as much as the held-out metric allows."""
@@ -261,10 +267,15 @@ class _Chooser:
         )
         return self._choice(found.picked, outcome=outcome)
 
-    def by_keep(self, asked: KeepBudget) -> Choice:
-        """Choose the scores and the weights of tokens, and remove as much as the promise allows."""
+    def by_keep(self, asked: KeepBudget, *, stop: Callable[[], bool] = lambda: False) -> Choice:
+        """Choose the scores and the weights of tokens, and remove as much as the promise allows.
+
+        Where `stop` says so, nothing more is judged, and the largest cut so far is taken. Raises PlanError if no cut
+        keeps the promise.
+        """
         metrics = self._prepared.judged.metrics if asked.metric is None else (asked.metric,)
-        held_out = {weights: self._held_out(metrics, weights) for weights in self._refitting.tried}
+        by = predictor(self._prepared, self._options, asked.served)
+        held_out = {weights: self._held_out(metrics, weights, by) for weights in self._refitting.tried}
         samples = samples_of(self._prepared.rows.held_out)
         blank = KeepOutcome(
             kind="keep", predictions=asked.predictions, metric=asked.metric, by=asked.by, samples=samples, judged=()
@@ -281,6 +292,8 @@ class _Chooser:
             return judge
 
         def problem(judged: Sequence[Mapping[str, Any]]) -> str:
+            if not judged:
+                return "keep needs time to judge a cut, and there was none; allow more"
             found, end = (judged[-1][name] for name in names)
             least = replace(blank, slim=found, slim_end=end).found
             return (
@@ -288,15 +301,17 @@ class _Chooser:
                 "less, compensate, or give more held-out rows, which narrow the interval"
             )
 
-        found = self._largest({weights: judge_of(rows) for weights, rows in held_out.items()}, problem)
-        timed = self._targets.timed_outcome(found.picked.selection)
-        outcome = replace(blank, judged=found.judged, **timed)
+        found = self._largest({weights: judge_of(rows) for weights, rows in held_out.items()}, problem, stop)
+        predicted = self._targets.predicted(found.picked.selection)
+        where = {} if asked.served is None else self._targets.where(asked.served)
+        outcome = replace(blank, judged=found.judged, predicted=predicted, **where)
         return self._choice(found.picked, token_weights=found.token_weights, outcome=outcome)
 
     def _largest(
         self,
         judges: Mapping[float, Callable[[Selection], Verdict]],
         problem: Callable[[Sequence[Mapping[str, Any]]], str],
+        stop: Callable[[], bool] = lambda: False,
     ) -> _Largest:
         """Find the largest cut that the held-out rows allow, over all scores and then over the weights of tokens.
 
@@ -311,12 +326,13 @@ class _Chooser:
 
         weights, *others = judges
         tracked = self._progress.track(scored, "choose how much goes")
-        found = choose_largest((Candidate(scores, judges[weights]) for scores in tracked), select, sizes=len(sizes))
+        first = (Candidate(scores, judges[weights]) for scores in tracked)
+        found = choose_largest(first, select, sizes=len(sizes), stop=stop)
         if found.candidate is None:
             raise PlanError(problem(found.judged))
         scores, judged = scored[found.candidate], found.judged
         candidates = [Candidate(scores, judges[other]) for other in others]
-        more = choose_largest(candidates, select, sizes=len(sizes), at_least=found.size)
+        more = choose_largest(candidates, select, sizes=len(sizes), at_least=found.size, stop=stop)
         if more.candidate is not None:
             found, weights = more, others[more.candidate]
         assert found.verdict is not None

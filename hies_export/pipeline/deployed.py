@@ -13,7 +13,9 @@ from ..gguf.export import GgufExport
 from ..measure.compare import Served, Step, compare_forms
 from ..measure.exports import Exported
 from ..measure.latency import LatencyComparison
+from ..measure.timing import Timing
 from ..onnx.export import OnnxExport
+from ..onnx.quantize import Quantize
 from ..progress import Progress
 from ..report.details import Form, FormTime
 from ..report.report import ExportedFile, Metric
@@ -29,32 +31,49 @@ _FULL = ("onnxruntime-cpu", "float32")
 _QUANTIZED = {"int8": "onnxruntime-cpu-int8", "int4": "onnxruntime-cpu"}
 
 
-def judge_forms(
-    prepared: Prepared, sources: Sources, judge: Judge, options: MeasureOptions, *, progress: Progress
-) -> list[Form]:
-    """Judge and time both models in the dtypes to be measured, and in float32 and in 8 bits where that is exported.
+def form_ways(options: MeasureOptions, quantize: Quantize | None) -> list[tuple[str, str]]:
+    """Return the runtimes and bits to judge both models in: those measured, float32 and what is exported.
 
-    All are timed in one interleaved run. Returns no forms where neither is asked for, and of models in several graphs.
+    Nothing where all are float32.
     """
-    quantize = sources.exporter.options.quantize
     ways = [(name, dtype) for name, dtype in options.ways if dtype is not None]
     if quantize is not None:
         fewer = [way for way in ways if way[1] != "float32"]
         ways = [_FULL, (_QUANTIZED[quantize], quantize), *fewer]
-    if prepared.task.in_parts or all(dtype == "float32" for _, dtype in ways):
+    return [] if all(dtype == "float32" for _, dtype in ways) else ways
+
+
+def judge_forms(
+    prepared: Prepared,
+    sources: Sources,
+    judge: Judge,
+    ways: Sequence[tuple[str, str]],
+    timing: Timing,
+    held_out: Judge | None = None,
+    *,
+    progress: Progress,
+) -> list[Form]:
+    """Judge and time both models in several ways, all in one interleaved run; `held_out` also judges what is promised.
+
+    Of models in several graphs no forms are returned.
+    """
+    if prepared.task.in_parts:
         return []
     found: list[tuple[Literal["dense", "slim"], Served, int | None]] = []
     for way in ways:
         (dense, size), (slim, slim_size) = _load(sources, way)
         found += [("dense", Served(way[0], dense, way[1]), size), ("slim", Served(way[0], slim, way[1]), slim_size)]
-    qualities = []
+    qualities, ends = [], []
     for model, served, _ in found:
         progress.stage(f"evaluate the {model} model on {served.runtime} in {served.dtype}")
-        qualities.append(judge.of(predict_served(served, judge.batches)))
+        predictions = predict_served(served, judge.batches)
+        qualities.append(judge.of(predictions))
+        kept = (None, None) if held_out is None else held_out.kept(predict_served(served, held_out.batches))
+        ends.append({"stability_low": judge.kept(predictions)[1], "kept": kept[0], "at_least": kept[1]})
+    if not found:
+        return []
     progress.stage("time all forms of both models")
-    compared = compare_forms(
-        [served for _, served, _ in found], prepared.measured, timing=options.timing, progress=progress
-    )
+    compared = compare_forms([served for _, served, _ in found], prepared.measured, timing=timing, progress=progress)
     return [
         Form(
             model=model,
@@ -64,6 +83,7 @@ def judge_forms(
             quality=quality.metrics[judge.metrics[0]],
             stability=quality.stability,
             times=[_time(step, comparisons, index) for step, comparisons in compared.items()],
+            **ends[index],
         )
         for index, ((model, served, size), quality) in enumerate(zip(found, qualities, strict=True))
     ]

@@ -110,7 +110,7 @@ def _of_rows(
         raise RequestError(
             f"{what} with the columns {listed(rows.column_names)} needs processor=, the model's tokenizer or processor"
         )
-    fields = dict(_usual_columns(rows, task) if columns is None else columns)
+    fields = dict(usual_columns(rows, task) if columns is None else columns)
     if isinstance(fields.get("text"), str):
         fields["text"] = (fields["text"],)
     try:
@@ -125,7 +125,7 @@ def _of_rows(
     return reader.batches(reader.draw(rows, in_order=True), batch_size=BATCH_SIZE)
 
 
-def _usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
+def usual_columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
     """Return the columns of a data set whose names and types leave no choice."""
     texts = [name for name, feature in rows.features.items() if getattr(feature, "dtype", None) in STRINGS]
     images = [name for name, feature in rows.features.items() if holds_images(feature)]

@@ -368,6 +368,7 @@ def prune_prepared(
     prepared: Prepared,
     asked: PruneOptions | PruningPlan,
     *,
+    choice: Choice | None = None,
     compensation: RefitOptions | None = None,
     refit: RefittedLayers | None = None,
     dtype: torch.dtype | None = None,
@@ -376,11 +377,11 @@ def prune_prepared(
 ) -> PruneResult:
     """Choose what a prepared model loses, unless a plan says so, and cut it; what `prune` and a run of a recipe share.
 
-    The slim model is rounded to `dtype`. The clock takes the seconds of "score" and "cut".
+    A `choice` that was made by the options already is not made again. The slim model is rounded to `dtype`. The clock
+    takes the seconds of "score" and "cut".
     """
     clock = clock or Clock()
-    choice = None
-    if isinstance(asked, PruneOptions):
+    if choice is None and isinstance(asked, PruneOptions):
         with clock("score"):
             choice = choose(prepared, asked, dtype=dtype, progress=progress)
     with clock("cut"):
@@ -389,7 +390,9 @@ def prune_prepared(
         slim = cut(prepared, given, compensation=compensation, refit=refit, dtype=dtype, progress=progress)
         budget = None
         if choice is not None and isinstance(asked, PruneOptions):
-            budget = confirm(prepared, slim, choice.budget, predictor(prepared, asked), progress=progress)
+            served = None if asked.budget.keep is None else asked.budget.keep.served
+            by = predictor(prepared, asked, served)
+            budget = confirm(prepared, slim, choice.budget, by, progress=progress)
     if choice is not None:
         choice = replace(choice, plan=slim.plan, refit=None)  # its moments may be gigabytes
     shape, batch = next(iter(prepared.measured.items()))

@@ -15,7 +15,7 @@ from ..measure.exports import Exported
 from ..measure.machine import machine_facts
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
-from ..report.details import DataFacts, Details, Family, Form
+from ..report.details import DataFacts, Deployment, Details, Family, Form
 from ..report.html import render_html
 from ..report.jinja import render_markdown
 from ..report.maps import head_map, neuron_counts
@@ -43,6 +43,7 @@ class Finished:
     exported: Exported
     deployed: ExportedFile
     forms: list[Form]
+    deployment: Deployment | None
     measured: Measurements
     processes: int
     other_work: OtherWork | None
@@ -106,6 +107,7 @@ def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Deta
         auto_class=TASKS[recipe.task].auto_class,
         **_export_details(done.exported),
         **({"forms": done.forms} if done.forms else {}),
+        **({"deployment": done.deployment} if done.deployment else {}),
         data=_data_facts(recipe, done),
         run=asdict(RunRecord.of(recipe, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))),
     )

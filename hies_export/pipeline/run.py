@@ -25,9 +25,10 @@ from ..recipe import PruningRecipe
 from ..report.details import CostOutcome
 from ..report.report import Report
 from ..units import Selection
+from .answer import Answer
 from .choose import write_choice
 from .cut import save, warn_if_larger
-from .deployed import judge_exported, judge_forms
+from .deployed import form_ways, judge_exported, judge_forms
 from .measure import measure_both
 from .prune import prune_prepared
 from .quality import Evaluation, evaluate
@@ -75,7 +76,7 @@ def run(
         uneven = options.constraints.allocation == "global" or bool(options.constraints.keep_layers)
         check_exports(formats, prepared.model, prepared.processor, uneven=uneven, quantize=options.export.quantize)
         with output_folder(recipe, overwrite=overwrite) as folder:
-            return _run(resolved, recipe, folder, command, progress)
+            return run_resolved(resolved, recipe, folder, command, progress)
 
 
 def output_folder(recipe: PruningRecipe, *, overwrite: bool) -> AbstractContextManager[Path]:
@@ -85,13 +86,22 @@ def output_folder(recipe: PruningRecipe, *, overwrite: bool) -> AbstractContextM
     return new_folder(recipe.output, overwrite=overwrite)
 
 
-def _run(resolved: Resolved, recipe: PruningRecipe, folder: Path, command: str | None, progress: Progress) -> Report:
-    """Run all stages, and write what they return into the folder."""
+def run_resolved(
+    resolved: Resolved,
+    recipe: PruningRecipe,
+    folder: Path,
+    command: str | None,
+    progress: Progress,
+    *,
+    answer: Answer | None = None,
+) -> Report:
+    """Run all stages, and write what they return into the folder; an `answer` has chosen already what goes."""
     clock, watch = Clock(), CpuWatch()
     prepared, options = resolved.prepared, resolved.options
     result = prune_prepared(
         prepared,
         options,
+        choice=None if answer is None else answer.choice,
         compensation=options.compensation,
         dtype=resolved.source.dtype,
         clock=clock,
@@ -142,8 +152,13 @@ def _run(resolved: Resolved, recipe: PruningRecipe, folder: Path, command: str |
                 stored=Both(resolved.source.bytes, saved.bytes),
                 progress=progress,
             )
-            forms = judge_forms(prepared, sources, judge, resolved.measure, progress=progress)
+            ways = form_ways(resolved.measure, options.export.quantize) if answer is None else answer.ways
+            held_out = (
+                None if answer is None else Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged))
+            )
+            forms = judge_forms(prepared, sources, judge, ways, resolved.measure.timing, held_out, progress=progress)
             deployed = judge_exported(exports[options.export], folder, judge, forms)
+            deployment = None if answer is None else answer.outcome(forms)
         if isinstance(budget, CostOutcome):
             budget = budget.with_measured(
                 flops=measured.flops, parameters=measured.parameters, latency=measured.latency
@@ -160,6 +175,7 @@ def _run(resolved: Resolved, recipe: PruningRecipe, folder: Path, command: str |
             exported=exports[plain],
             deployed=deployed,
             forms=forms,
+            deployment=deployment,
             measured=measured,
             processes=count,
             other_work=others,

@@ -200,12 +200,18 @@ class LargestCut:
 
 
 def choose_largest(
-    candidates: Iterable[Candidate], select: Callable[[Scores, int], Selection], *, sizes: int, at_least: int = 0
+    candidates: Iterable[Candidate],
+    select: Callable[[Scores, int], Selection],
+    *,
+    sizes: int,
+    at_least: int = 0,
+    stop: Callable[[], bool] = lambda: False,
 ) -> LargestCut:
     """Find the largest cut that holds, and the candidate that allows it, by bisection over evaluations.
 
     A later candidate replaces the best so far only if it allows a larger cut. For most candidates one evaluation rules
     that out. A larger size, in 1..sizes, removes at least as much. Only cuts larger than `at_least` are looked for.
+    Once `stop` says so, nothing more is judged.
     """
     judged: list[Mapping[str, Any]] = []
     known: dict[tuple[Any, _Key], Verdict] = {}
@@ -216,6 +222,8 @@ def choose_largest(
         def holds(size: int, candidate: Candidate = candidate) -> bool:
             selection = select(candidate.scores, size)
             key = candidate.judge, _key(selection)
+            if key not in known and stop():
+                return False
             if key not in known:
                 known[key] = candidate.judge(selection)
                 removed = sum(len(kept.removed) for kept in selection.values())

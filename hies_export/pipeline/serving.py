@@ -14,7 +14,7 @@ from ..evaluate.predict import Predictions, predict, predict_by
 from ..measure.compare import Served
 from ..measure.exports import Exporter
 from ..runtimes.registry import load_runtime
-from .options import PruneOptions
+from .options import PruneOptions, TimedBudget
 from .prepare import Prepared
 from .quality import Predictor
 
@@ -24,12 +24,10 @@ def predict_served(served: Served, batches: Sequence[Batch]) -> Predictions:
     return predict_by(load_runtime(served.runtime, served.source, dtype=served.dtype).logits, batches)
 
 
-def predictor(prepared: Prepared, options: PruneOptions) -> Predictor:
-    """Return what predicts as the budget's runtime will: it exports each model for that; without one, torch does."""
-    keep = options.budget.keep
-    if keep is None or keep.served is None:
+def predictor(prepared: Prepared, options: PruneOptions, asked: TimedBudget | None) -> Predictor:
+    """Return what predicts as a runtime will: it exports each model for that; without a runtime, torch does."""
+    if asked is None:
         return predict
-    asked = keep.served
     exporter = Exporter(options.export, prepared.sample, prepared.processor)
 
     def served(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:

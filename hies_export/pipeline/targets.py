@@ -171,15 +171,18 @@ class Targets:
         """Return how many bundles each module loses that loses any."""
         return bundles_lost(selection, self._prepared.scored, unit=self._constraints.unit)
 
-    def timed_outcome(self, selection: Selection) -> dict[str, Any]:
-        """Return where a budget without a ratio is timed, and the share of the time that is predicted, by field."""
-        timed = self._options.budget.timed
-        if timed is None or self._table is None:
-            return {}
+    def predicted(self, selection: Selection) -> float | None:
+        """Return the share of the cost that a selection leaves; None for a budget without a table of cost."""
+        return None if self._table is None else self._table.ratio(self._lost(selection))
+
+    def flops_left(self, selection: Selection) -> float:
+        """Return the share of the dense model's FLOPs that a selection leaves."""
+        return self._flops_table().ratio(self._lost(selection))
+
+    def where(self, timed: TimedBudget) -> dict[str, Any]:
+        """Return where a model is served, by the fields of a budget's outcome."""
         batch, sequence = _budget_shape(self._prepared, timed)
-        predicted = self._table.ratio(self._lost(selection))
-        where = {"runtime": timed.runtime, "batch": batch, "sequence": sequence, "dtype": timed.dtype}
-        return {"predicted": predicted, **where}
+        return {"runtime": timed.runtime, "batch": batch, "sequence": sequence, "dtype": timed.dtype}
 
     def outcome(self, selection: Selection) -> BudgetOutcome:
         """Return the budget with what the cost table predicts; `run` adds what is measured."""

@@ -25,6 +25,11 @@ def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any
     if not isinstance(fields, dict):
         raise RecipeError([f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}"])
     _resolve_paths(fields, path.parent)
+    return overridden(fields, overrides)
+
+
+def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Set dotted fields, in place, and return all."""
     for key, value in overrides.items():
         _override(fields, key, value)
     return fields

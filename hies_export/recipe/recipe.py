@@ -10,7 +10,7 @@ from pydantic import ValidationError, model_validator
 from ..errors import RecipeError, quoted
 from ..progress import SILENT, Progress
 from ..tasks import TASKS, TaskName
-from .reading import read_fields, sentences
+from .reading import overridden, read_fields, sentences
 from .sections import (
     CalibrationSection,
     DataSection,
@@ -129,6 +129,10 @@ class PruningRecipe(Section):
             RecipeError: No such file, no valid YAML, or fields that are unknown, missing or impossible.
         """
         return cls(**read_fields(path, overrides or {}))
+
+    def with_overrides(self, overrides: dict[str, Any]) -> PruningRecipe:
+        """Return the recipe with other values of some fields: dotted field -> value, as for `from_yaml`."""
+        return type(self)(**overridden(self.model_dump(exclude_unset=True), overrides))
 
     @property
     def inputs(self) -> dict[str, str | Path]:

@@ -271,8 +271,11 @@ class Form:
         bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8".
         bytes: Size of the exported file; None where the runtime reads no export.
         quality: The first metric.
-        stability: Share of predictions that equal the dense model's.
+        stability, stability_low: Share of predictions that equal the dense model's, and the lower end of its 95 %
+            interval.
         times: A row for each shape and phase. Of the first form they are those of its control.
+        kept, at_least: Where something is promised, the share of predictions of the held-out rows that stay, and the
+            lower end of its 95 % interval.
     """
 
     model: Literal["dense", "slim"]
@@ -282,6 +285,49 @@ class Form:
     quality: float
     stability: FiniteFloat
     times: list[FormTime]
+    stability_low: float | None = None
+    kept: float | None = None
+    at_least: float | None = None
+
+
+@dataclass(frozen=True)
+class DeployWay:
+    """A runtime and bits that were tried, and what came of it.
+
+    Attributes:
+        kept, at_least: Share of the dense model's predictions of the held-out rows that stay in these bits, and the
+            lower end of its 95 % interval.
+        dense_ratio: Time of the dense model, relative to the first way's.
+        flops: Share of the FLOPs that the largest cut leaves which keeps the promise; None where none was searched for.
+        judged: The cuts that were tried, see `LargestCut`.
+        problem: Why the runtime does not serve the model.
+        search: Why no cut was found.
+    """
+
+    runtime: str
+    bits: str
+    kept: float | None = None
+    at_least: float | None = None
+    dense_ratio: float | None = None
+    flops: float | None = None
+    judged: tuple[Mapping[str, Any], ...] = ()
+    problem: str | None = None
+    search: str | None = None
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Which form to deploy: the fastest that keeps a share of `promise` on held-out rows, by its lower end.
+
+    `form` is its index among the forms, None where none keeps it; `step` is that of the times that were compared, the
+    first that are not noisy; `seconds` is what finding it took.
+    """
+
+    promise: float
+    form: int | None
+    step: int
+    ways: list[DeployWay]
+    seconds: float
 
 
 class Details(BaseModel):
@@ -296,6 +342,7 @@ class Details(BaseModel):
         stability_of: Word for one prediction: "choice", "answer", "next token" or "prediction".
         stability_tolerance: Largest difference of equal predictions of a regression.
         custom_code: Whether transformers needs `modeling_hies.py` to load the slim model, as its `auto_class`.
+        deployment: Which form to deploy; None where that was not asked.
         forms: Both models in float32 and in fewer bits; the dense one in float32 comes first.
         run: How to repeat the run, a `RunRecord`.
     """
@@ -321,6 +368,7 @@ class Details(BaseModel):
     onnx: dict[str, Any] | None = None
     gguf: dict[str, Any] | None = None
     forms: list[Form] = Field(default_factory=list)
+    deployment: Deployment | None = None
     data: DataFacts
     run: dict[str, Any] | None = None
 

@@ -21,8 +21,22 @@ def lead_text(report: Report) -> str:
     An example is "0.82 of the time on ONNX Runtime at 8 x 128; 97 % of the predictions stay; Pearson 0.903 → 0.901;
     budget kept." A value that was not measured is left out.
     """
-    parts = [_time(report), _agreement(report), _quality(report), _budget(report)]
+    parts = [_deployed(report) or _time(report), _agreement(report), _quality(report), _budget(report)]
     return "; ".join(filter(None, parts)) + "."
+
+
+def _deployed(report: Report) -> str:
+    """Return which form to deploy, and its time; empty where that was not asked, or none keeps the promise."""
+    found = report.details.deployment
+    if found is None or found.form is None:
+        return ""
+    form = report.details.forms[found.form]
+    at = form.times[found.step]
+    ratio = 1.0 if found.form == 0 else at.ratio
+    return (
+        f"Deploy the {form.model} model in {form.bits} on {runtime_name(form.runtime.removesuffix('-int8'))}: "
+        f"{ratio:.2f} of the time of dense float32 at {at.batch} x {at.sequence}"
+    )
 
 
 def asked_row(report: Report) -> LatencyRow | None:
@@ -92,7 +106,7 @@ def _budget(report: Report) -> str:
         kept = "promise kept on held-out rows"
         if budget.predictions is None:
             return kept
-        return kept if report.stability >= budget.predictions else f"{kept}, missed on these"
+        return kept if report.stability >= budget.predictions else f"{kept}, missed on those evaluated"
     if isinstance(budget, MaxDropOutcome):
         assert budget.slim is not None
         lost = quality_loss(budget.metric, budget.dense, budget.slim)

@@ -96,20 +96,23 @@ def forms_table(report: Report) -> Table | None:
     forms = report.details.forms
     if not forms:
         return None
-    runtimes = {form.runtime.removesuffix("-int8") for form in forms}
-
-    def name(form: Form) -> str:
-        on = f", {runtime_name(form.runtime.removesuffix('-int8'))}" if len(runtimes) > 1 else ""
-        return f"{form.model} {form.bits}{on}"
-
     columns: dict[str, Callable[[Form], str]] = {
-        "": name,
+        "": partial(form_name, forms=forms),
         "file": lambda form: "" if form.bytes is None else f"{si(form.bytes)}B",
         agreement(report): lambda form: f"{form.stability:.1%}",
         report.quality.metric: lambda form: f"{form.quality:.4f}",
     }
+    if any(form.at_least is not None for form in forms):
+        columns["held out, at least"] = lambda form: f"{form.at_least:.2%}"
     columns |= {f"time {form_step(at)}": partial(_form_ratio, index=i) for i, at in enumerate(forms[0].times)}
     return filled(columns, forms)
+
+
+def form_name(form: Form, forms: Sequence[Form]) -> str:
+    """Return model and bits of a form, and its runtime where the forms are of several."""
+    runtimes = {one.runtime.removesuffix("-int8") for one in forms}
+    on = f", {runtime_name(form.runtime.removesuffix('-int8'))}" if len(runtimes) > 1 else ""
+    return f"{form.model} {form.bits}{on}"
 
 
 def form_step(time: FormTime) -> str:

@@ -1,0 +1,106 @@
+"""Find the fastest form of a model, in all bits and on all runtimes here, that keeps a share of its answers."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from ..errors import RequestError
+from ..progress import Progress
+from .arguments import a_number, a_path_or_id, a_text, add_changes, add_json, read_recipe, refuse_output
+
+if TYPE_CHECKING:
+    from ..recipe import PruningRecipe
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the recipe, or the model and its data, the promise, and what may be tried for how long."""
+    parser.add_argument(
+        "recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help="a recipe, YAML; or a checkpoint folder or Hub id"
+    )
+    parser.add_argument(
+        "--data",
+        metavar="[SPLIT=]DATA",
+        action="append",
+        default=[],
+        type=a_text,
+        help="rows for a model: SPLIT=FILE for every split, or the name of a Hub data set",
+    )
+    parser.add_argument(
+        "--text", metavar="COLUMN", action="append", default=[], help="text column, where it is not plain which"
+    )
+    parser.add_argument("--image", metavar="COLUMN", help="image column, likewise")
+    parser.add_argument("--label", metavar="COLUMN", help="label column, likewise; rows without labels will do")
+    add_changes(parser)
+    parser.add_argument(
+        "--keep",
+        metavar="SHARE",
+        type=a_number(float, 0, 1),
+        default=0.99,
+        help="share of the dense model's predictions on held-out rows that must stay (default: 0.99)",
+    )
+    parser.add_argument(
+        "--runtime",
+        metavar="RUNTIME",
+        dest="runtimes",
+        action="append",
+        default=[],
+        help="what may be deployed on (default: all that is installed here); repeatable",
+    )
+    parser.add_argument(
+        "--within",
+        metavar="MINUTES",
+        type=a_number(float, 0),
+        help="judge no further cut after so many minutes; timing and writing the result come on top",
+    )
+    add_json(parser)
+
+
+def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
+    """Search, print the report, say which file to deploy, and return the report's summary."""
+    from ..pipeline.deploy import deploy
+    from ..report.terminal import print_report
+
+    recipe = read_recipe(options, proposed=None if options.recipe.endswith((".yaml", ".yml")) else propose(options))
+    refuse_output(options, recipe)
+    report = deploy(
+        recipe,
+        keep=options.keep,
+        runtimes=options.runtimes,
+        minutes=options.within,
+        overwrite=options.overwrite,
+        command=options.command_line,
+        progress=progress,
+    )
+    print_report(report, console)
+    console.print(f"\nwritten to {recipe.output}: slim/ (checkpoint), its exports, report.html, report.md, report.json")
+    return report.summary()
+
+
+def propose(options: Namespace) -> PruningRecipe:
+    """Return a recipe for a model and the data that the options name."""
+    from ..pipeline.propose import propose_recipe
+
+    if not options.data:
+        raise RequestError(
+            f"deploy needs a recipe, or a model and --data; got {options.recipe} alone, which is no file in YAML; give "
+            "--data train=FILE --data validation=FILE, or --data with the name of a Hub data set"
+        )
+    named = [text for text in options.data if "=" not in text]
+    if named and len(options.data) > 1:
+        raise RequestError(
+            f"--data takes one Hub data set, or SPLIT=FILE once or more, got {', '.join(options.data)}; name the splits"
+        )
+    files = {split: Path(file) for split, _, file in (text.partition("=") for text in options.data)}
+    return propose_recipe(
+        options.recipe,
+        name=named[0] if named else None,
+        files=None if named else files,
+        text=options.text,
+        image=options.image,
+        label=options.label,
+        output=options.output or Path("runs/deploy"),
+    )

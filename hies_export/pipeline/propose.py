@@ -1,0 +1,113 @@
+"""Propose a recipe for a model and a data set, of which nothing else is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from ..checkpoint.classes import load_config
+from ..data.rows import hub_splits, load_rows
+from ..errors import DataError, RequestError, listed
+from ..model.auto import auto_classes
+from ..recipe import PruningRecipe
+from ..tasks import TASKS, Task
+from .memory import LABELS, usual_columns
+
+# Splits to evaluate on, the best first; all others than the first one of a data set that has no "train".
+_EVALUATED = ("validation", "validation_matched", "dev", "test")
+# Where a data set has no such split, its last fifth is evaluated.
+_FIRST, _LAST = "[:80%]", "[80%:]"
+# Text columns of data sets that have others too.
+_PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("text",),
+    ("sentence",),
+)
+
+
+def propose_recipe(
+    model: str,
+    *,
+    name: str | None = None,
+    files: Mapping[str, Path] | None = None,
+    text: Sequence[str] = (),
+    image: str | None = None,
+    label: str | None = None,
+    output: Path,
+) -> PruningRecipe:
+    """Return a recipe that scores and refits by `criterion: auto`, on heads and neurons; its budget is to be replaced.
+
+    Args:
+        model: Checkpoint folder or Hub id; the class in its config says the task.
+        name: Hub data set, its configuration last; or
+        files: Split -> file.
+        text: Text columns; by default those that leave no choice.
+        image: Image column; likewise.
+        label: Label column; likewise, and none where there is none.
+        output: Folder of the result.
+
+    Raises:
+        RequestError: The model's class is of no task here.
+        DataError: The splits or the columns leave a choice; the message names them.
+    """
+    task = _task_of(model)
+    splits = [*(hub_splits(str(name)) if files is None else files)]
+    first = "train" if "train" in splits else splits[0]
+    evaluated = next((split for split in _EVALUATED if split in splits and split != first), None)
+    calibration, evaluation = (f"{first}{_FIRST}", f"{first}{_LAST}") if evaluated is None else (first, evaluated)
+    source: dict[str, Any] = {"name": name} if files is None else {"files": dict(files)}
+    given = {"text": tuple(text), "image": image, "label": label}
+    columns: dict[str, Any] = {key: value for key, value in given.items() if value}
+    if not text and image is None:
+        rows = load_rows(name=name, files=files, split=first, samples=1)
+        columns = {key: value for key, value in _columns(rows, task).items() if value} | columns
+    return PruningRecipe(
+        model=model,
+        task=task.name,
+        data={**source, **columns},
+        calibration={"split": calibration, "samples": 256},
+        evaluation={"split": evaluation, "samples": 2000},
+        prune={
+            "modules": ["attention", "mlp"],
+            "criterion": "auto",
+            "budget": {"keep": 0.99},
+            "compensation": {"method": "least_squares", "samples": 1024},
+        },
+        output=output,
+    )
+
+
+def _task_of(model: str) -> Task:
+    """Return the task of a checkpoint by the class that its config names."""
+    config = load_config(model)
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    classes = auto_classes(name, config.model_type)
+    for task in TASKS.values():
+        if task.auto_class in classes:
+            return task
+    raise RequestError(
+        f"the model must be of a class that {', '.join(task.auto_class for task in TASKS.values())} loads, but the "
+        f"config of {model} names {name or 'none'}; give a checkpoint with the head that it was fine-tuned with"
+    )
+
+
+def _columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:
+    """Return the columns to read: a usual pair of texts, or those that leave no choice."""
+    label = next((name for name in LABELS if name in rows.column_names), None)
+    if task.text and not task.images:
+        for pair in _PAIRS:
+            if len(pair) <= task.text_columns and set(pair) <= set(rows.column_names):
+                return {"text": pair, "label": None if task.generative else label}
+    try:
+        return usual_columns(rows, task)
+    except DataError:
+        raise DataError(
+            f"{task.name} needs to know which columns to read ({task.needs}), and the data set has "
+            f"{listed(rows.column_names)}; name them with --text, --image and --label"
+        ) from None
