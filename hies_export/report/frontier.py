@@ -12,7 +12,7 @@ from .report import Report
 from .rows import form_name, form_step
 
 WIDTH, HEIGHT = 600, 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 585, 16, 296
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 585, 16, 296
 # Where the number of a point may stand beside it, the best first, in units of the SVG.
 _BESIDE = [
     (0, -16),
@@ -111,8 +111,8 @@ def deciding_step(forms: Sequence[Form]) -> int | None:
 
 
 def _round_up(share: float) -> float:
-    """Return a round share that is at least as large: 0.5, 1, 2, 5, 10, 20, 50 or 100 %."""
-    return next((step for step in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if step >= share), 1.0)
+    """Return a round share that is at least as large."""
+    return next((step for step in (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5) if step >= share), 1.0)
 
 
 def _beside(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

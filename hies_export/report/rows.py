@@ -91,7 +91,7 @@ def quality_table(report: Report) -> Table:
 def forms_table(report: Report) -> Table | None:
     """Return both models in float32 and in fewer bits, with size, agreement and times; None where nothing was.
 
-    Times are ratios to the first form; of that itself, the control's.
+    Times are ratios to the first form, whose own is in the header; its row has the control's.
     """
     forms = report.details.forms
     if not forms:
@@ -103,8 +103,10 @@ def forms_table(report: Report) -> Table | None:
         report.quality.metric: lambda form: f"{form.quality:.4f}",
     }
     if any(form.at_least is not None for form in forms):
-        columns["held out, at least"] = lambda form: f"{form.at_least:.2%}"
-    columns |= {f"time {form_step(at)}": partial(_form_ratio, index=i) for i, at in enumerate(forms[0].times)}
+        columns["held out ≥"] = lambda form: f"{form.at_least:.2%}"
+    columns |= {
+        f"time {form_step(at)} ({at.ms:.3g} ms)": partial(_form_ratio, index=i) for i, at in enumerate(forms[0].times)
+    }
     return filled(columns, forms)
 
 
@@ -121,10 +123,9 @@ def form_step(time: FormTime) -> str:
 
 
 def _form_ratio(form: Form, index: int) -> str:
-    """Return the ratio of a form's time with its interval, or "noisy", and the milliseconds."""
+    """Return the ratio of a form's time with its interval, or "noisy"."""
     time = form.times[index]
-    ratio = "noisy" if time.noisy else f"{time.ratio:.3f} [{time.ratio_low:.3f}, {time.ratio_high:.3f}]"
-    return f"{ratio}, {time.ms:.2f} ms"
+    return "noisy" if time.noisy else f"{time.ratio:.3f} [{time.ratio_low:.3f}, {time.ratio_high:.3f}]"
 
 
 def tried_table(report: Report) -> Table | None:

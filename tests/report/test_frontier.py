@@ -81,7 +81,7 @@ def test_the_page_and_the_lead_say_what_to_deploy(capsys: pytest.CaptureFixture[
         assert text in page
     print_report(report, Console(width=200))
     out = capsys.readouterr().out
-    assert "held out, at least" in out
+    assert "held out ≥" in out
     assert "98.00%" in out
     none = report_of(deployed=None)
     assert lead_text(none).startswith("0.81 of the time on ONNX Runtime")
