@@ -17,7 +17,7 @@ PUBLIC = {name: getattr(hies_export, name) for name in hies_export.__all__}
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(value)}
 # Those of whole folders, which examples/ run and of decoders.
-WITHOUT_EXAMPLE = {"bench", "export_gguf", "generate_text", "push_to_hub", "run"}
+WITHOUT_EXAMPLE = {"bench", "deploy", "export_gguf", "generate_text", "push_to_hub", "run"}
 
 
 @pytest.fixture(scope="module")

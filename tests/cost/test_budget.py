@@ -136,7 +136,7 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ({}, "exactly one of heads, flops, parameters, latency, max_drop must be given, got none"),
+        ({}, "exactly one of heads, flops, parameters, latency, max_drop, keep must be given, got none"),
         ({"heads": 0.3, "flops": 0.8}, "exactly one of .* got heads and flops"),
         ({"flops": 1.2}, r"flops must be in \(0, 1\), a share of the dense model's, got 1.2"),
         ({"latency": {"ratio": 1.1}}, r"ratio must be in \(0, 1\), a share of the dense model's, got 1.1"),
