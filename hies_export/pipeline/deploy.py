@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
+from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError, RequestError
 from ..evaluate.judge import Judge
 from ..measure.compare import Served, compare_forms
 from ..measure.exports import Exporter, ExportOptions
@@ -21,6 +21,7 @@ from ..report.details import DeployWay, KeepOutcome
 from ..report.report import Report
 from ..runtimes.base import RUNTIMES
 from ..runtimes.registry import check_runtime
+from ..tasks import TASKS
 from .answer import Answer
 from .choose import Choice, Chooser
 from .options import Budget, KeepBudget, TimedBudget
@@ -73,7 +74,7 @@ def deploy(
         progress: Shows stages and loops.
 
     Returns:
-        The report, whose `details.deploy` names the form to deploy.
+        The report, whose `details.deployment` names the form to deploy.
 
     Raises:
         RequestError: The recipe, the data or the model does not allow it; raised before anything is computed.
@@ -83,6 +84,13 @@ def deploy(
     began = time.monotonic()
     if not 0 < keep < 1:
         raise RecipeError([f"keep must be in (0, 1), a share of the predictions, got {keep:g}"])
+    if TASKS[recipe.task].in_parts:
+        raise RequestError(
+            f"deploy compares models that are one graph, got task: {recipe.task}, which is exported as several; prune "
+            "it with hies-export run, and a budget of keep"
+        )
+    # What the report records; the runtimes tried are in `details.deployment`.
+    recipe = recipe.with_overrides({"prune.budget": {"keep": keep}})
     promise = KeepBudget(predictions=keep)
     progress.stage("load the model and the data")
     options = replace(options_of(recipe), budget=Budget(keep=promise))
@@ -121,7 +129,8 @@ def try_dense(
         served.append(form)
         tried.append(DeployWay(runtime, bits, kept=kept, at_least=low))
     if not served:
-        raise PlanError(f"no runtime here serves the dense model: {tried[0].problem}")
+        reasons = "; ".join(str(way.problem) for way in tried)
+        raise PlanError(f"no runtime here serves the dense model: {reasons or 'none is installed, see the extra cpu'}")
     times = [1.0]
     if len(served) > 1:
         progress.stage("time the dense model in all ways")
@@ -183,7 +192,7 @@ def search(
         assert isinstance(choice.budget, KeepOutcome)
         left = chooser.flops_left(choice.plan.kept)
         tried[tried.index(way)] = replace(way, judged=choice.budget.judged, flops=left)
-        # Of ways whose files keep the promise, what is left of the dense model's time there tells the fastest.
+        # A guess of the slim model's time, by which its way is chosen; it is measured in all ways afterwards.
         found.append(((way.dense_ratio or 1.0) * left, way, asked, choice))
     if not found:
         raise PlanError(_no_cut(order, tried, share))

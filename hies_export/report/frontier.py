@@ -100,7 +100,7 @@ def frontier_figure(report: Report) -> FrontierFigure | None:
         x_ticks=[(across(number / 10), f"{number / 10:.1f}") for number in x_steps],
         y_ticks=[(up(share), f"{100 * share:.4g}%") for share in (y_from, (1 + y_from) / 2, 1.0)],
         promise=None if found is None else up(found.promise),
-        axis=f"share of dense float32's time at {form_step(forms[0].times[step])}".replace(" x ", " × "),
+        axis=f"share of dense {forms[0].bits}'s time at {form_step(forms[0].times[step])}".replace(" x ", " × "),
     )
 
 

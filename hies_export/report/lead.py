@@ -35,7 +35,7 @@ def _deployed(report: Report) -> str:
     ratio = 1.0 if found.form == 0 else at.ratio
     return (
         f"Deploy the {form.model} model in {form.bits} on {runtime_name(form.runtime.removesuffix('-int8'))}: "
-        f"{ratio:.2f} of the time of dense float32 at {at.batch} x {at.sequence}"
+        f"{ratio:.2f} of the time of dense {report.details.forms[0].bits} at {at.batch} x {at.sequence}"
     )
 
 

@@ -143,6 +143,18 @@ def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: p
     rows.write_text(json.dumps({"one": "a", "two": "b", "three": "c"}) + "\n")
     with pytest.raises(DataError, match=r"columns to read .* the data set has one, two, three; name them with"):
         propose_recipe(str(folder / "model"), files={"train": rows}, output=tmp_path)
+    images = PruningRecipe.from_yaml(folder / "recipe.yaml").with_overrides(
+        {
+            "task": "image-text-to-text",
+            "data.text": [],
+            "data.image": "image",
+            "data.prompt": "?",
+            "data.answer": "answer",
+        }
+        | {"data.label": None}
+    )
+    with pytest.raises(RequestError, match="deploy compares models that are one graph, got task: image-text-to-text"):
+        deploy(images)
     BertModel.from_pretrained(folder / "model").save_pretrained(tmp_path / "bare")
     with pytest.raises(RequestError, match=r"the model must be of a class that AutoModelFor.* names BertModel"):
         propose_recipe(str(tmp_path / "bare"), files={"train": rows}, output=tmp_path)
