@@ -421,7 +421,7 @@ def test_realised_share():
 
 def test_environment_tells_versions_and_nobodys_name():
     facts = machine_facts()
-    assert facts["torch"] == torch.__version__
+    assert torch.__version__.startswith(facts["torch"])
     assert facts["python"] == platform.python_version()
     assert facts["cores"] >= 1
     assert facts["threads"] == torch.get_num_threads()

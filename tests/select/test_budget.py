@@ -213,7 +213,7 @@ def test_a_plan_survives_json_byte_for_byte() -> None:
     again = PruningPlan.from_json(plan.to_json())
     assert again == plan
     assert again.to_json() == plan.to_json()
-    assert plan.versions["torch"] == torch.__version__
+    assert torch.__version__.startswith(plan.versions["torch"])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "kept": {"a": {}}}'])
