@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.models import llama, save_project, save_text_model, write_rows
+from support.models import llama, save_regressor, save_text_model
 from support.runs import without_tracing
 from support.tolerance import CLOSE, REFITTED, assert_near, assert_same_plan
 from transformers import AutoModelForSequenceClassification
@@ -57,20 +57,9 @@ BOTH = ["attention", "mlp"]
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A regressor, whose predictions all differ, its data, and a recipe of both kinds."""
-    torch.manual_seed(0)
-    folder = save_project(
-        tmp_path_factory.mktemp("both"),
-        train=150,
-        validation=40,
-        calibration={"samples": 20, "batch_size": 10},
-        evaluation={"stability_tolerance": TOLERANCE},
-        prune={"modules": BOTH, "criterion": "fisher", "budget": {"flops": BUDGET}},
-        measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
-    )
-    save_text_model(folder / "model", num_labels=1)
-    for name, count in (("train", 150), ("validation", 40)):
-        write_rows(folder / f"{name}.jsonl", count, lambda i: (i * 37 % 23) / 23)
-    return folder
+    prune = {"modules": BOTH, "criterion": "fisher", "budget": {"flops": BUDGET}}
+    same = {"stability_tolerance": TOLERANCE}
+    return save_regressor(tmp_path_factory.mktemp("both"), prune=prune, evaluation=same)
 
 
 def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:

@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import pytest
-import torch
 from scipy.stats import binomtest
-from support.models import save_project, save_text_model, write_rows
+from support.models import save_regressor
+from support.references import same_in_onnxruntime
 from support.runs import hies
-from transformers import AutoModelForSequenceClassification, BertModel
+from transformers import BertModel
 
 from hies_export import DataError, ExportError, PlanError, RecipeError, RequestError, deploy
 from hies_export.pipeline import deploy as deploy_module
@@ -23,43 +22,17 @@ from hies_export.recipe import PruningRecipe
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A regressor, whose predictions all differ, its data, and a recipe of both kinds."""
-    torch.manual_seed(0)
-    folder = save_project(
-        tmp_path_factory.mktemp("deploy"),
-        train=150,
-        validation=40,
-        calibration={"samples": 20, "batch_size": 10},
-        evaluation={"stability_tolerance": 0.02},
-        prune={
-            "modules": ["attention", "mlp"],
-            "criterion": "fisher",
-            "budget": {"keep": 0.5},
-            "compensation": {"samples": 60},
-        },
-        measure={"shapes": [[2, 16]], "repeats": 2},
-    )
-    save_text_model(folder / "model", num_labels=1)
-    for name, count in (("train", 150), ("validation", 40)):
-        write_rows(folder / f"{name}.jsonl", count, lambda i: (i * 37 % 23) / 23)
-    return folder
+    prune = {
+        "modules": ["attention", "mlp"],
+        "criterion": "fisher",
+        "budget": {"keep": 0.5},
+        "compensation": {"samples": 60},
+    }
+    return save_regressor(tmp_path_factory.mktemp("deploy"), prune=prune)
 
 
 def recipe_of(folder: Path, output: Path) -> PruningRecipe:
     return PruningRecipe.from_yaml(folder / "recipe.yaml", {"output": str(output)})
-
-
-def same_by_hand(folder: Path, file: Path, rows: list[dict[str, torch.Tensor]]) -> list[bool]:
-    """Return which predictions of a file in plain ONNX Runtime are the dense model's within 0.02."""
-    session = onnxruntime.InferenceSession(file)
-    dense = AutoModelForSequenceClassification.from_pretrained(folder / "model")
-    same = []
-    for batch in rows:
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        feeds = {"token_type_ids": torch.zeros_like(batch["input_ids"]), **inputs}
-        (found,) = session.run(["logits"], {node.name: feeds[node.name].numpy() for node in session.get_inputs()})
-        with torch.no_grad():
-            same += ((dense(**inputs).logits - torch.from_numpy(found)).abs() <= 0.02).flatten().tolist()
-    return same
 
 
 @pytest.mark.slow
@@ -82,7 +55,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     keeping = [number for number, form in enumerate((dense, slim)) if form.at_least >= 0.4]
     assert found.form == min(keeping, key=lambda number: times[number])
     rows = resolve(recipe_of(folder, tmp_path / "out")).prepared.rows.held_out
-    same = same_by_hand(folder, tmp_path / "out" / "onnx" / "model.onnx", rows)
+    same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
     low = binomtest(sum(same), len(same)).proportion_ci(0.95, method="exact").low
     assert slim.kept == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
     assert slim.at_least == pytest.approx(low, abs=0.02)
@@ -155,6 +128,9 @@ def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: p
     )
     with pytest.raises(RequestError, match="deploy compares models that are one graph, got task: image-text-to-text"):
         deploy(images)
+    half = PruningRecipe.from_yaml(folder / "recipe.yaml").with_overrides({"export.dtype": "float16"})
+    with pytest.raises(RequestError, match="deploy exports what each runtime reads, got export: onnx, cpu, float16"):
+        deploy(half)
     BertModel.from_pretrained(folder / "model").save_pretrained(tmp_path / "bare")
     with pytest.raises(RequestError, match=r"the model must be of a class that AutoModelFor.* names BertModel"):
         propose_recipe(str(tmp_path / "bare"), files={"train": rows}, output=tmp_path)

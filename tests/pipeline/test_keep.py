@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from scipy.stats import binomtest, pearsonr
-from support.models import save_project, save_text_model, write_rows
+from support.models import save_regressor
+from support.references import same_in_onnxruntime
 from support.runs import hies, without_tracing
-from transformers import AutoModelForSequenceClassification
 
 from hies_export import RecipeError, RequestError, prune
 from hies_export.calibrate.moments import MomentStream
@@ -38,20 +37,8 @@ BOTH = ["attention", "mlp"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A regressor, whose predictions all differ, its data, and a recipe of both kinds."""
-    torch.manual_seed(0)
-    folder = save_project(
-        tmp_path_factory.mktemp("keep"),
-        train=150,
-        validation=40,
-        calibration={"samples": 20, "batch_size": 10},
-        evaluation={"stability_tolerance": 0.02},
-        prune={"modules": BOTH, "criterion": "fisher", "budget": {"keep": 0.8}},
-        measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
-    )
-    save_text_model(folder / "model", num_labels=1)
-    for name, count in (("train", 150), ("validation", 40)):
-        write_rows(folder / f"{name}.jsonl", count, lambda i: (i * 37 % 23) / 23)
-    return folder
+    prune = {"modules": BOTH, "criterion": "fisher", "budget": {"keep": 0.8}}
+    return save_regressor(tmp_path_factory.mktemp("keep"), prune=prune)
 
 
 def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
@@ -154,15 +141,7 @@ def test_a_promise_of_a_runtime_is_judged_on_its_files(
     )
     recipe.run()
     rows = resolve(recipe).prepared.rows.held_out
-    session = onnxruntime.InferenceSession(tmp_path / "out" / "onnx" / "model.onnx")
-    dense = AutoModelForSequenceClassification.from_pretrained(folder / "model")
-    same = []
-    for batch in rows:
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        feeds = {"token_type_ids": torch.zeros_like(batch["input_ids"]), **inputs}
-        (found,) = session.run(["logits"], {node.name: feeds[node.name].numpy() for node in session.get_inputs()})
-        with torch.no_grad():
-            same += ((dense(**inputs).logits - torch.from_numpy(found)).abs() <= 0.02).flatten().tolist()
+    same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
     budget = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["budget"]
     assert budget["slim"] == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
     assert budget["runtime"] == "onnxruntime-cpu"

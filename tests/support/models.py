@@ -203,6 +203,24 @@ def save_project(folder: Path, *, train: int, validation: int, **sections: objec
     return folder
 
 
+def save_regressor(folder: Path, **sections: object) -> Path:
+    """Write a project with a tiny BERT of one label, whose predictions all differ, and 150 and 40 rows of numbers.
+
+    Predictions count as the same within 0.02; the recipe draws 20 rows to score on, and measures at (2, 16).
+    """
+    torch.manual_seed(0)
+    usual = {
+        "calibration": {"samples": 20, "batch_size": 10},
+        "evaluation": {"stability_tolerance": 0.02},
+        "measure": {"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
+    }
+    save_project(folder, train=150, validation=40, **(usual | sections))
+    save_text_model(folder / "model", num_labels=1)
+    for name, count in (("train", 150), ("validation", 40)):
+        write_rows(folder / f"{name}.jsonl", count, lambda i: (i * 37 % 23) / 23)
+    return folder
+
+
 def write_recipe(folder: Path, task: str, **sections: object) -> Path:
     """Write folder/recipe.yaml, for the model in folder/model."""
     recipe = {"model": "model", "task": task, "output": "out"}

@@ -1,12 +1,14 @@
 """Compute the formulas of the paper and of DESIGN the slow way; only the places of the heads come from the package."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hies_export.units import PrunableModule
 from hies_export.values import PruningPlan
@@ -118,6 +120,19 @@ def naive_effect(
         d = ((x[:, kept] @ new.T + shift - y) * g).sum(1)
         effect += float(d @ d) + (float(d.sum()) ** 2 if per_sample else 0.0)
     return effect / len(samples)
+
+
+def same_in_onnxruntime(dense: Path, file: Path, rows: Sequence[dict[str, Tensor]], *, tolerance: float) -> list[bool]:
+    """Return which numbers of a graph in plain ONNX Runtime are those of a dense regressor within a tolerance."""
+    session, same = onnxruntime.InferenceSession(file), []
+    model = AutoModelForSequenceClassification.from_pretrained(dense)
+    for batch in rows:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        feeds = {"token_type_ids": torch.zeros_like(batch["input_ids"]), **inputs}
+        (found,) = session.run(["logits"], {node.name: feeds[node.name].numpy() for node in session.get_inputs()})
+        with torch.no_grad():
+            same += ((model(**inputs).logits - torch.from_numpy(found)).abs() <= tolerance).flatten().tolist()
+    return same
 
 
 def choice_likelihoods(model: PreTrainedModel, prompt: str, choices: Sequence[str]) -> list[float]:
