@@ -6,35 +6,44 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..report.details import Deployment, DeployWay, Form
-from ..report.frontier import deciding_step
+from ..evaluate.judge import Judge
+from ..measure.exports import Exported, ExportOptions
+from ..report.details import Deployment, DeployWay, Form, deciding_step, relative_times
 from .choose import Choice
 from .options import PruneOptions
+
+
+@dataclass(frozen=True)
+class DenseForms:
+    """The dense model in all ways: what came of each, its judge on the held-out rows, and its exports."""
+
+    ways: list[DeployWay]
+    judge: Judge
+    exports: dict[ExportOptions, Exported]
 
 
 @dataclass(frozen=True)
 class Answer:
     """The largest cut that keeps the promise as one way serves it, and what was found of every way.
 
-    `options` are those that the cut was chosen by.
+    `options` are those that the cut was chosen by; `dense` knows of the cuts that were searched for, too.
     """
 
     options: PruneOptions
     choice: Choice
     promise: float
-    tried: list[DeployWay]
+    dense: DenseForms
     began: float  # by time.monotonic
 
     @property
     def ways(self) -> list[tuple[str, str]]:
         """The ways that work, the dense float32 graph first."""
-        return [(way.runtime, way.bits) for way in self.tried if way.problem is None]
+        return [(way.runtime, way.bits) for way in self.dense.ways if way.problem is None]
 
     def outcome(self, forms: Sequence[Form]) -> Deployment:
         """Return which of the forms to deploy: the fastest that keeps the promise."""
         step = deciding_step(forms) or 0
-        kept = [form for form in forms if form.at_least is not None and form.at_least >= self.promise]
-        # The first form's own ratio is that of its control.
-        best = min(kept, key=lambda form: 1.0 if form is forms[0] else form.times[step].ratio, default=None)
-        found = None if best is None else forms.index(best)
-        return Deployment(self.promise, found, step, self.tried, time.monotonic() - self.began)
+        ratios = relative_times(forms, step)
+        kept = [n for n, form in enumerate(forms) if form.at_least is not None and form.at_least >= self.promise]
+        best = min(kept, key=lambda number: ratios[number], default=None)
+        return Deployment(self.promise, best, step, self.dense.ways, time.monotonic() - self.began)

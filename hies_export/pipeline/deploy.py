@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from ..checkpoint.folders import refuse_existing
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError, RequestError
 from ..evaluate.judge import Judge
 from ..measure.compare import Served, compare_forms
-from ..measure.exports import Exporter, ExportOptions
+from ..measure.exports import Exported, Exporter, ExportOptions
 from ..measure.timing import Timing
 from ..onnx.quantize import Quantize, check_quantizable
 from ..progress import SILENT, Progress
@@ -22,11 +23,11 @@ from ..report.report import Report
 from ..runtimes.base import RUNTIMES
 from ..runtimes.registry import check_runtime
 from ..tasks import TASKS
-from .answer import Answer
+from .answer import Answer, DenseForms
 from .choose import Choice, Chooser
 from .options import Budget, KeepBudget, TimedBudget
 from .prepare import Prepared
-from .resolve import Resolved, options_of, resolve
+from .resolve import Resolved, export_options, options_of, resolve
 from .run import output_folder, run_resolved
 from .serving import predict_served
 
@@ -89,6 +90,12 @@ def deploy(
             f"deploy compares models that are one graph, got task: {recipe.task}, which is exported as several; prune "
             "it with hies-export run, and a budget of keep"
         )
+    refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
+    if export_options(recipe).unquantized != ExportOptions():
+        raise RequestError(
+            f"deploy exports what each runtime reads, got export: {recipe.export.format}, {recipe.export.provider}, "
+            f"{recipe.export.dtype}; leave it out"
+        )
     # What the report records; the runtimes tried are in `details.deployment`.
     recipe = recipe.with_overrides({"prune.budget": {"keep": keep}})
     promise = KeepBudget(predictions=keep)
@@ -96,31 +103,29 @@ def deploy(
     options = replace(options_of(recipe), budget=Budget(keep=promise))
     resolved = resolve(recipe, options=options, runtimes=())
     with output_folder(recipe, overwrite=overwrite) as folder, tempfile.TemporaryDirectory(dir=folder) as temporary:
-        tried = try_dense(resolved, promise, Path(temporary), runtimes, progress)
-        answer = search(resolved, promise, tried, began, minutes, progress)
+        dense = try_dense(resolved, Path(temporary), runtimes, progress)
+        answer = search(resolved, promise, dense, began, minutes, progress)
         resolved = replace(resolved, options=answer.options)
         return run_resolved(resolved, recipe, folder, command, progress, answer=answer)
 
 
-def try_dense(
-    resolved: Resolved, promise: KeepBudget, folder: Path, runtimes: Sequence[str], progress: Progress
-) -> list[DeployWay]:
+def try_dense(resolved: Resolved, folder: Path, runtimes: Sequence[str], progress: Progress) -> DenseForms:
     """Judge the dense model in every way on the held-out rows, and time it; a way that fails keeps its reason."""
-    prepared, exporter = resolved.prepared, _exporter(resolved)
+    prepared = resolved.prepared
+    exporter = Exporter(resolved.options.export, prepared.sample, prepared.processor)
     judge = Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged))
     tried: list[DeployWay] = []
     served: list[Served] = []
-    exported: dict[ExportOptions, Path] = {}
+    exports: dict[ExportOptions, Exported] = {}
     for runtime, bits in find_ways(prepared, runtimes):
         progress.stage(f"try the dense model on {runtime} in {bits}")
         try:
             if bits == "int8":
                 check_quantizable(prepared.model, "int8")
             wanted = exporter.options.read_by(runtime, None if bits == "int8" else bits)
-            if wanted not in exported:
-                place = folder / f"dense-{len(exported)}"
-                exported[wanted] = exporter.export(prepared.model, place, wanted).folder
-            form = Served(runtime, exported[wanted], bits)
+            if wanted not in exports:
+                exports[wanted] = exporter.export(prepared.model, folder / f"dense-{len(exports)}", wanted)
+            form = Served(runtime, exports[wanted].folder, bits)
             kept, low = judge.kept(predict_served(form, judge.batches))
         except HiesError as error:
             logger.warning("%s in %s is left out: %s", runtime, bits, error)
@@ -138,7 +143,8 @@ def try_dense(
         (found,) = compare_forms(served, {shape: batch}, timing=QUICK, decode=False, progress=progress).values()
         times += [one.ratio.median for one in found]
     ratios = iter(times)
-    return [way if way.problem else replace(way, dense_ratio=next(ratios)) for way in tried]
+    ways = [way if way.problem else replace(way, dense_ratio=next(ratios)) for way in tried]
+    return DenseForms(ways, judge, exports)
 
 
 def find_ways(prepared: Prepared, runtimes: Sequence[str]) -> list[tuple[str, str]]:
@@ -160,13 +166,13 @@ def find_ways(prepared: Prepared, runtimes: Sequence[str]) -> list[tuple[str, st
 def search(
     resolved: Resolved,
     promise: KeepBudget,
-    tried: list[DeployWay],
+    dense: DenseForms,
     began: float,
     minutes: float | None,
     progress: Progress,
 ) -> Answer:
     """Search for the largest cut in the fastest ways, and return the one whose model is fastest there."""
-    prepared, share = resolved.prepared, promise.predictions
+    prepared, share, tried = resolved.prepared, promise.predictions, list(dense.ways)
     assert share is not None
     chooser = Chooser(prepared, resolved.options, progress, resolved.source.dtype)
     order = sorted(
@@ -200,7 +206,7 @@ def search(
     quantize: Quantize | None = "int8" if any(way.bits == "int8" and not way.problem for way in tried) else None
     export = replace(resolved.options.export, quantize=quantize)
     options = replace(resolved.options, budget=Budget(keep=asked), export=export)
-    return Answer(options, choice, share, tried, began)
+    return Answer(options, choice, share, replace(dense, ways=tried), began)
 
 
 def _no_cut(order: Sequence[DeployWay], tried: Sequence[DeployWay], promise: float) -> str:
@@ -219,8 +225,3 @@ def _no_cut(order: Sequence[DeployWay], tried: Sequence[DeployWay], promise: flo
         f"deploy the dense model on {way.runtime} in {way.bits}, which takes {way.dense_ratio:.2f} of the time "
         f"(hies-export export MODEL{flags} -o DIR): {reasons}"
     )
-
-
-def _exporter(resolved: Resolved) -> Exporter:
-    prepared = resolved.prepared
-    return Exporter(resolved.options.export, prepared.sample, prepared.processor)

@@ -42,14 +42,19 @@ def task_of(model: Any) -> Task:
             f"the weights must be floating-point numbers to be cut, but this {type(model).__name__} is quantised; load "
             "it without quantization_config, prune it, and quantise what is left"
         )
-    classes = auto_classes(type(model).__name__, model.config.model_type)
-    for task in TASKS.values():
-        if task.auto_class in classes:
-            return task
-    raise RequestError(
-        f"the model must be one that {', '.join(task.auto_class for task in TASKS.values())} loads, got "
-        f"{type(model).__name__}; load it with the head that it was fine-tuned with"
-    )
+    task = task_by_class(type(model).__name__, model.config.model_type)
+    if task is None:
+        raise RequestError(
+            f"the model must be one that {', '.join(task.auto_class for task in TASKS.values())} loads, got "
+            f"{type(model).__name__}; load it with the head that it was fine-tuned with"
+        )
+    return task
+
+
+def task_by_class(name: str, model_type: str) -> Task | None:
+    """Return the task whose Auto class loads a model class, which is given by its name; None if there is none."""
+    classes = auto_classes(name, model_type)
+    return next((task for task in TASKS.values() if task.auto_class in classes), None)
 
 
 def batches_of(

@@ -11,10 +11,9 @@ import datasets
 from ..checkpoint.classes import load_config
 from ..data.rows import hub_splits, load_rows
 from ..errors import DataError, RequestError, listed
-from ..model.auto import auto_classes
 from ..recipe import PruningRecipe
 from ..tasks import TASKS, Task
-from .memory import LABELS, usual_columns
+from .memory import LABELS, task_by_class, usual_columns
 
 # Splits to evaluate on, the best first; all others than the first one of a data set that has no "train".
 _EVALUATED = ("validation", "validation_matched", "dev", "test")
@@ -87,14 +86,13 @@ def _task_of(model: str) -> Task:
     """Return the task of a checkpoint by the class that its config names."""
     config = load_config(model)
     name = next(iter(getattr(config, "architectures", None) or ()), "")
-    classes = auto_classes(name, config.model_type)
-    for task in TASKS.values():
-        if task.auto_class in classes:
-            return task
-    raise RequestError(
-        f"the model must be of a class that {', '.join(task.auto_class for task in TASKS.values())} loads, but the "
-        f"config of {model} names {name or 'none'}; give a checkpoint with the head that it was fine-tuned with"
-    )
+    task = task_by_class(name, config.model_type)
+    if task is None:
+        raise RequestError(
+            f"the model must be of a class that {', '.join(task.auto_class for task in TASKS.values())} loads, but the "
+            f"config of {model} names {name or 'none'}; give a checkpoint with the head that it was fine-tuned with"
+        )
+    return task
 
 
 def _columns(rows: datasets.Dataset, task: Task) -> dict[str, Any]:

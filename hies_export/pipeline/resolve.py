@@ -191,26 +191,26 @@ def prune_options(
 
 
 def _budget(section: BudgetSection) -> Budget:
-    timed, drop, keep = section.latency, section.max_drop, section.keep
+    timed, drop = section.latency, section.max_drop
     return Budget(
         heads=section.heads,
         flops=section.flops,
         parameters=section.parameters,
         latency=None if timed is None else LatencyBudget(**timed.model_dump()),
         max_drop=None if drop is None else DropBudget(drop.metric, drop.by),
-        keep=None if keep is None else _keep(keep, _timed(section)),
+        keep=_keep(section),
     )
 
 
-def _keep(section: Any, timed: TimedBudget | None) -> KeepBudget:
-    return KeepBudget(section.predictions, section.metric, section.by, timed, timed, section.samples)
-
-
-def _timed(section: BudgetSection) -> TimedBudget | None:
-    asked = section.timed
-    if asked is None or asked.runtime is None:
+def _keep(section: BudgetSection) -> KeepBudget | None:
+    """Return the promise; what a runtime is to serve is judged and timed there."""
+    asked = section.keep
+    if asked is None:
         return None
-    return TimedBudget(runtime=asked.runtime, batch=asked.batch, sequence=asked.sequence, dtype=asked.dtype)
+    served = None
+    if asked.runtime is not None:
+        served = TimedBudget(runtime=asked.runtime, batch=asked.batch, sequence=asked.sequence, dtype=asked.dtype)
+    return KeepBudget(asked.predictions, asked.metric, asked.by, served=served, timed=served, samples=asked.samples)
 
 
 def refit_options(section: CompensationSection | None) -> RefitOptions | None:

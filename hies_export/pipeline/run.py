@@ -19,7 +19,7 @@ from ..evaluate.judge import Judge
 from ..evaluate.lm_eval import run_benchmarks
 from ..measure.contention import CpuWatch, OtherWork
 from ..measure.counts import Both
-from ..measure.exports import Exporter, check_exports, export_formats, require_exporters
+from ..measure.exports import Exported, Exporter, ExportOptions, check_exports, export_formats, require_exporters
 from ..progress import SILENT, Clock, Progress
 from ..recipe import PruningRecipe
 from ..report.details import CostOutcome
@@ -29,8 +29,10 @@ from .answer import Answer
 from .choose import write_choice
 from .cut import save, warn_if_larger
 from .deployed import form_ways, judge_exported, judge_forms
-from .measure import measure_both
-from .prune import prune_prepared
+from .measure import Measurements, measure_both
+from .options import PruneOptions
+from .prepare import Prepared
+from .prune import PruneResult, prune_prepared
 from .quality import Evaluation, evaluate
 from .reporting import Finished, build_report, write_report
 from .resolve import Resolved, export_options, resolve, runtimes_of
@@ -125,22 +127,16 @@ def run_resolved(
     count, others = processes.world(), _other_work(watch)
 
     def finish() -> Report:
-        choice, budget = result.choice, result.budget
-        assert choice is not None
-        write_choice(folder, choice)
+        assert result.choice is not None
+        write_choice(folder, result.choice)
+        exporter = Exporter(options.export, prepared.sample, prepared.processor)
+        plain = options.export.unquantized
         with clock("export"):
-            kind = "ONNX" if options.export.format == "onnx" else "GGUF"
-            progress.stage(f"export to {kind}, and compare with torch")
-            exporter = Exporter(options.export, prepared.sample, prepared.processor)
-            plain = options.export.unquantized
-            exports = {plain: exporter.export(result.model, folder / options.export.format, plain)}
-            if options.export.quantize:
-                progress.stage(f"quantise to {options.export.quantize}, and compare with float32")
-                place = folder / f"onnx-{options.export.quantize}"
-                exports[options.export] = exporter.quantize(exports[plain], place)
+            exports = _export(exporter, result.model, folder, progress)
         # In the folder of the run, so that all exports are read from the same disk.
         with clock("measure"), tempfile.TemporaryDirectory(prefix=".dense-", dir=folder) as temporary:
-            sources = Sources(prepared.model, result.model, dict(exports), exporter, Path(temporary), progress)
+            known = {} if answer is None else answer.dense.exports
+            sources = Sources(prepared.model, result.model, dict(exports), exporter, Path(temporary), progress, known)
             measured = measure_both(
                 prepared.model,
                 result.model,
@@ -153,23 +149,13 @@ def run_resolved(
                 progress=progress,
             )
             ways = form_ways(resolved.measure, options.export.quantize) if answer is None else answer.ways
-            held_out = (
-                None if answer is None else Judge.on(prepared.model, prepared.rows.held_out, **asdict(prepared.judged))
-            )
+            held_out = None if answer is None else answer.dense.judge
             forms = judge_forms(prepared, sources, judge, ways, resolved.measure.timing, held_out, progress=progress)
             deployed = judge_exported(exports[options.export], folder, judge, forms)
             deployment = None if answer is None else answer.outcome(forms)
-        if isinstance(budget, CostOutcome):
-            budget = budget.with_measured(
-                flops=measured.flops, parameters=measured.parameters, latency=measured.latency
-            )
-            if budget.of == "float32":
-                where = timed_on(prepared, options)
-                timed = compare_with_full(result.model, prepared.model, where, progress=progress)
-                budget = replace(budget, measured=timed.ratio.median, noisy=timed.noisy)
         done = Finished(
             resolved=resolved,
-            result=replace(result, budget=budget),
+            result=_with_cost(result, prepared, options, measured, progress),
             saved=saved,
             evaluation=evaluation,
             exported=exports[plain],
@@ -185,6 +171,34 @@ def run_resolved(
         return report
 
     return processes.on_main(finish)
+
+
+def _export(
+    exporter: Exporter, model: PreTrainedModel, folder: Path, progress: Progress
+) -> dict[ExportOptions, Exported]:
+    """Export the slim model into the folder of a run, and quantise the export where that is asked."""
+    options = exporter.options
+    kind = "ONNX" if options.format == "onnx" else "GGUF"
+    progress.stage(f"export to {kind}, and compare with torch")
+    found = {options.unquantized: exporter.export(model, folder / options.format, options.unquantized)}
+    if options.quantize:
+        progress.stage(f"quantise to {options.quantize}, and compare with float32")
+        found[options] = exporter.quantize(found[options.unquantized], folder / f"onnx-{options.quantize}")
+    return found
+
+
+def _with_cost(
+    result: PruneResult, prepared: Prepared, options: PruneOptions, measured: Measurements, progress: Progress
+) -> PruneResult:
+    """Fill in what a budget of cost came to; a budget of other kinds is as it was."""
+    budget = result.budget
+    if not isinstance(budget, CostOutcome):
+        return result
+    budget = budget.with_measured(flops=measured.flops, parameters=measured.parameters, latency=measured.latency)
+    if budget.of == "float32":
+        timed = compare_with_full(result.model, prepared.model, timed_on(prepared, options), progress=progress)
+        budget = replace(budget, measured=timed.ratio.median, noisy=timed.noisy)
+    return replace(result, budget=budget)
 
 
 def _other_work(watch: CpuWatch) -> OtherWork | None:

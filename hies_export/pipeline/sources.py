@@ -22,7 +22,8 @@ class Sources:
     """What runtimes load of both models: the models, or their exports.
 
     Attributes:
-        exported: The slim model's own exports, by their options; they are not repeated.
+        exported, dense_exports: The exports of the slim and the dense model that there are, by their options; they are
+            not repeated.
         exporter: Makes the others.
         folder: Where the others are written; somebody else deletes it.
     """
@@ -33,7 +34,7 @@ class Sources:
     exporter: Exporter
     folder: Path
     progress: Progress
-    _dense: dict[ExportOptions, Exported] = field(default_factory=dict)
+    dense_exports: dict[ExportOptions, Exported] = field(default_factory=dict)
 
     def prepare(self, runtime: str, dtype: str | None = None) -> None:
         """Export what a runtime loads, where it loads exports."""
@@ -50,12 +51,12 @@ class Sources:
 
     def exports(self, options: ExportOptions) -> tuple[Exported, Exported]:
         """Return the exports of both models."""
-        if options not in self._dense:
+        if options not in self.dense_exports:
             self.progress.stage("export the dense model, to compare with")
-            self._dense[options] = self._export(self.dense, "dense", options, self._dense)
+            self.dense_exports[options] = self._export(self.dense, "dense", options, self.dense_exports)
         if options not in self.exported:
             self.exported[options] = self._export(self.slim, "slim", options, self.exported)
-        return self._dense[options], self.exported[options]
+        return self.dense_exports[options], self.exported[options]
 
     def _export(
         self, model: PreTrainedModel, name: str, options: ExportOptions, made: dict[ExportOptions, Exported]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -288,6 +288,17 @@ class Form:
     stability_low: float | None = None
     kept: float | None = None
     at_least: float | None = None
+
+
+def deciding_step(forms: Sequence[Form]) -> int | None:
+    """Return the first shape that was not too noisy to compare times at; None if all were, or there are no forms."""
+    steps = range(len(forms[0].times)) if forms else ()
+    return next((step for step in steps if not forms[0].times[step].noisy), None)
+
+
+def relative_times(forms: Sequence[Form], step: int) -> list[float]:
+    """Return the time of every form at a step as a share of the first one's, whose own row is its control's."""
+    return [1.0, *(form.times[step].ratio for form in forms[1:])]
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .details import Form
+from .details import deciding_step, relative_times
 from .report import Report
 from .rows import form_name, form_step
 
-WIDTH, HEIGHT = 600, 360
+WIDTH = 600
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 585, 16, 296
 # Where the number of a point may stand beside it, the best first, in units of the SVG.
 _BESIDE = [
@@ -61,7 +61,7 @@ def frontier_figure(report: Report) -> FrontierFigure | None:
     step = deciding_step(forms)
     if step is None:
         return None
-    times = [1.0 if number == 0 else form.times[step].ratio for number, form in enumerate(forms)]
+    times = relative_times(forms, step)
     lows = [form.stability if form.stability_low is None else form.stability_low for form in forms]
     least = min([*lows, *([] if found is None else [found.promise])])
     x_from, y_from = math.floor(10 * (min(0.9, *times) - 0.03)) / 10, 1 - _round_up((1 - least) * 1.02)
@@ -102,12 +102,6 @@ def frontier_figure(report: Report) -> FrontierFigure | None:
         promise=None if found is None else up(found.promise),
         axis=f"share of dense {forms[0].bits}'s time at {form_step(forms[0].times[step])}".replace(" x ", " × "),
     )
-
-
-def deciding_step(forms: Sequence[Form]) -> int | None:
-    """Return the first shape that was not too noisy to compare times at; None if all were, or there are no forms."""
-    steps = range(len(forms[0].times)) if forms else ()
-    return next((step for step in steps if not forms[0].times[step].noisy), None)
 
 
 def _round_up(share: float) -> float:

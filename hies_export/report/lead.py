@@ -6,7 +6,7 @@ import statistics
 
 from ..evaluate.metrics import quality_loss
 from ..measure.rows import LatencyRow
-from .details import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome
+from .details import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome, relative_times
 from .report import Report
 from .text import runtime_name
 
@@ -31,8 +31,7 @@ def _deployed(report: Report) -> str:
     if found is None or found.form is None:
         return ""
     form = report.details.forms[found.form]
-    at = form.times[found.step]
-    ratio = 1.0 if found.form == 0 else at.ratio
+    at, ratio = form.times[found.step], relative_times(report.details.forms, found.step)[found.form]
     return (
         f"Deploy the {form.model} model in {form.bits} on {runtime_name(form.runtime.removesuffix('-int8'))}: "
         f"{ratio:.2f} of the time of dense {report.details.forms[0].bits} at {at.batch} x {at.sequence}"

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from support.reports import make_report
 
-from hies_export.report.frontier import deciding_step, frontier_figure
+from hies_export.report.details import deciding_step
+from hies_export.report.frontier import frontier_figure
 from hies_export.report.html import render_html
 from hies_export.report.lead import lead_text
 from hies_export.report.report import Report
