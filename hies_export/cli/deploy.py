@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..errors import RequestError
+from ..errors import RequestError, quoted
 from ..progress import Progress
 from .arguments import a_number, a_path_or_id, a_text, add_changes, add_json, read_recipe, refuse_output
 
 if TYPE_CHECKING:
     from ..recipe import PruningRecipe
+    from ..report.report import Report
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -39,24 +40,32 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--keep",
         metavar="SHARE",
         type=a_number(float, 0, 1),
-        default=0.99,
-        help="share of the dense model's predictions on held-out rows that must stay (default: 0.99)",
+        help="share of the dense model's predictions on held-out rows that must stay (default: the recipe's, or 0.99)",
     )
     parser.add_argument(
         "--runtime",
         metavar="RUNTIME",
         dest="runtimes",
         action="append",
-        default=[],
-        help="what may be deployed on (default: all that is installed here); repeatable",
+        help="what may be deployed on (default: the recipe's, or all that is installed here); repeatable",
     )
     parser.add_argument(
         "--within",
-        metavar="MINUTES",
-        type=a_number(float, 0),
-        help="judge no further cut after so many minutes; timing and writing the result come on top",
+        metavar="TIME",
+        type=minutes,
+        help="judge no further cut after so long, such as 30m or 2h; timing and writing the result come on top",
     )
     add_json(parser)
+
+
+def minutes(text: str) -> float:
+    """Read a time such as 90s, 30m or 2h in minutes; a number alone is of minutes."""
+    per_unit = {"s": 1 / 60, "m": 1.0, "h": 60.0}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in per_unit else (text, "m")
+    try:
+        return a_number(float, 0)(number) * per_unit[unit]
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"must be a time such as 90s, 30m or 2h, got {quoted(text)}") from None
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
@@ -76,8 +85,16 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         progress=progress,
     )
     print_report(report, console)
-    console.print(f"\nwritten to {recipe.output}: slim/ (checkpoint), its exports, report.html, report.md, report.json")
+    print_answer(report, recipe, console)
     return report.summary()
+
+
+def print_answer(report: Report, recipe: PruningRecipe, console: Console) -> None:
+    """Print which file to deploy, and what else was written."""
+    found = report.details.deployment
+    if found is not None and found.file is not None:
+        console.print(f"\ndeploy {Path(recipe.output) / found.file}")
+    console.print(f"written to {recipe.output}: slim/ (checkpoint), its exports, report.html, report.md, report.json")
 
 
 def propose(options: Namespace) -> PruningRecipe:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ..progress import Progress
 from .arguments import add_json, add_recipe, read_recipe, refuse_output
+from .deploy import print_answer
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -26,6 +27,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     refuse_output(options, recipe)
     report = run_recipe(recipe, overwrite=options.overwrite, command=options.command_line, progress=progress)
     print_report(report, console)
+    if recipe.deploy is not None:
+        print_answer(report, recipe, console)
+        return report.summary()
     exports = f"{recipe.export.format}/" + (f", onnx-{recipe.export.quantize}/" if recipe.export.quantize else "")
     refit = "" if recipe.prune.compensation is None else ", refit.safetensors"
     console.print(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..evaluate.judge import Judge
@@ -26,7 +26,8 @@ class DenseForms:
 class Answer:
     """The largest cut that keeps the promise as one way serves it, and what was found of every way.
 
-    `options` are those that the cut was chosen by; `dense` knows of the cuts that were searched for, too.
+    Where no cut does, `choice` removes nothing. `options` are those that the cut was chosen by; `dense` knows of the
+    cuts that were searched for, too.
     """
 
     options: PruneOptions
@@ -40,10 +41,11 @@ class Answer:
         """The ways that work, the dense float32 graph first."""
         return [(way.runtime, way.bits) for way in self.dense.ways if way.problem is None]
 
-    def outcome(self, forms: Sequence[Form]) -> Deployment:
-        """Return which of the forms to deploy: the fastest that keeps the promise."""
+    def outcome(self, forms: Sequence[Form], file_of: Callable[[Form], str]) -> Deployment:
+        """Return which of the forms to deploy: the fastest that keeps the promise, with its file."""
         step = deciding_step(forms) or 0
         ratios = relative_times(forms, step)
         kept = [n for n, form in enumerate(forms) if form.at_least is not None and form.at_least >= self.promise]
         best = min(kept, key=lambda number: ratios[number], default=None)
-        return Deployment(self.promise, best, step, self.dense.ways, time.monotonic() - self.began)
+        file = None if best is None else file_of(forms[best])
+        return Deployment(self.promise, best, step, self.dense.ways, time.monotonic() - self.began, file)

@@ -16,13 +16,11 @@ from ..errors import PlanError
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import quality_loss
 from ..evaluate.predict import predict
-from ..model.copies import share_weights
 from ..progress import Progress
 from ..prunable.find import find_modules
 from ..report.details import BudgetOutcome, KeepOutcome, MaxDropOutcome, Tried
 from ..score.criteria import AUTO, COMPENSATED
 from ..select.iterative import filled_in
-from ..slim.cut import prune_units
 from ..slim.fingerprint import fingerprint
 from ..slim.refit import Compensation
 from ..units import Selection
@@ -30,11 +28,20 @@ from ..values import Provenance, PruningPlan, Scores, Statistics, dump_json, lib
 from .candidates import Candidates, criterion_of
 from .options import DropBudget, KeepBudget, PruneOptions
 from .prepare import Prepared
-from .quality import Predictor, Refit
+from .quality import Predictor, Refit, cut_beside
 from .refitting import Refitting
 from .search import Candidate, HeldOut, Verdict, choose_alpha, choose_by_agreement, choose_largest
 from .serving import predictor
 from .targets import Round, Targets
+
+# Returns the numbers of a cut, refitted with some weights of tokens; the last argument judges it.
+Recall = Callable[[Selection, float, Callable[[], tuple[float, float]]], tuple[float, float]]
+
+
+def judged_anew(selection: Selection, weights: float, judge: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    """Judge a cut of which nothing is known."""
+    return judge()
+
 
 # Below this share of the dense cost, `criterion: auto` trusts removal in steps most. Above, a step costs quality.
 STEPS_BELOW = 0.45
@@ -173,10 +180,7 @@ class Chooser:
     def _left_by(self, selection: Selection) -> Prepared:
         """Return the prepared run with the dense model replaced by the one cut, and refitted, by a selection."""
         prepared = self._prepared
-        slim = prune_units(share_weights(prepared.model), selection, prepared.modules, inplace=True)
-        refit = self._refitting.by()
-        if refit is not None:
-            refit(slim, selection)
+        slim = cut_beside(prepared.model, selection, prepared.modules, self._refitting.by())
         modules = find_modules(slim, prepared.sample, kinds=self._options.modules)
         names = {module.name for module in prepared.scored}
         return replace(prepared, model=slim, modules=modules, scored=tuple(m for m in modules if m.name in names))
@@ -267,11 +271,13 @@ class Chooser:
         )
         return self._choice(found.picked, outcome=outcome)
 
-    def by_keep(self, asked: KeepBudget, *, stop: Callable[[], bool] = lambda: False) -> Choice:
+    def by_keep(
+        self, asked: KeepBudget, *, stop: Callable[[], bool] = lambda: False, recall: Recall = judged_anew
+    ) -> Choice:
         """Choose the scores and the weights of tokens, and remove as much as the promise allows.
 
-        Where `stop` says so, nothing more is judged, and the largest cut so far is taken. Raises PlanError if no cut
-        keeps the promise.
+        Where `stop` says so, nothing more is judged, and the largest cut so far is taken. `recall` may know what a cut
+        came to. Raises PlanError if no cut keeps the promise.
         """
         metrics = self._prepared.judged.metrics if asked.metric is None else (asked.metric,)
         by = predictor(self._prepared, self._options, asked.served)
@@ -283,9 +289,10 @@ class Chooser:
 
         names = ("kept", "at_least") if asked.metric is None else ("lost", "at_most")
 
-        def judge_of(rows: HeldOut) -> Callable[[Selection], Verdict]:
+        def judge_of(weights: float, rows: HeldOut) -> Callable[[Selection], Verdict]:
             def judge(selection: Selection) -> Verdict:
-                found, end = rows.kept(selection) if asked.metric is None else rows.lost(selection)
+                numbers = rows.kept if asked.metric is None else rows.lost
+                found, end = recall(selection, weights, lambda: numbers(selection))
                 holds = replace(blank, slim=found, slim_end=end).met
                 return Verdict(holds, dict(zip(names, (found, end), strict=True)))
 
@@ -301,11 +308,21 @@ class Chooser:
                 "less, compensate, or give more held-out rows, which narrow the interval"
             )
 
-        found = self._largest({weights: judge_of(rows) for weights, rows in held_out.items()}, problem, stop)
+        found = self._largest({weights: judge_of(weights, rows) for weights, rows in held_out.items()}, problem, stop)
         predicted = self._targets.predicted(found.picked.selection)
         where = {} if asked.served is None else self._targets.where(asked.served)
         outcome = replace(blank, judged=found.judged, predicted=predicted, **where)
         return self._choice(found.picked, token_weights=found.token_weights, outcome=outcome)
+
+    def nothing(self, asked: KeepBudget) -> Choice:
+        """Choose to remove nothing, where no cut keeps a promise."""
+        samples = samples_of(self._prepared.rows.held_out)
+        outcome = KeepOutcome(
+            kind="keep", predictions=asked.predictions, metric=asked.metric, by=asked.by, samples=samples, judged=()
+        )
+        whole = {module.name: module.kept(range(module.units)) for module in self._prepared.modules}
+        scores = self._of_dense.by(self._options.criterion)[0]
+        return replace(self._choice(_Picked(self._of_dense.statistics, scores, whole), outcome=outcome), refit=None)
 
     def _largest(
         self,

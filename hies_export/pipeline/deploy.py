@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..checkpoint.folders import refuse_existing
@@ -23,13 +24,16 @@ from ..report.report import Report
 from ..runtimes.base import RUNTIMES
 from ..runtimes.registry import check_runtime
 from ..tasks import TASKS
+from ..units import Selection
 from .answer import Answer, DenseForms
 from .choose import Choice, Chooser
+from .journal import CutJournal
 from .options import Budget, KeepBudget, TimedBudget
 from .prepare import Prepared
+from .quality import cut_beside
 from .resolve import Resolved, export_options, options_of, resolve
-from .run import output_folder, run_resolved
 from .serving import predict_served
+from .stages import output_folder, run_stages
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +55,8 @@ QUICK = Timing(repeats=10)
 def deploy(
     recipe: PruningRecipe,
     *,
-    keep: float = 0.99,
-    runtimes: Sequence[str] = (),
+    keep: float | None = None,
+    runtimes: Sequence[str] | None = None,
     minutes: float | None = None,
     overwrite: bool = False,
     command: str | None = None,
@@ -63,28 +67,38 @@ def deploy(
     Every runtime of this machine is tried with the dense model, in the bits that it can compute in: judged on the
     held-out rows, and timed. In the fastest ones, the largest cut is searched for whose file keeps the promise there,
     by the lower end of a 95 % interval. The model of the fastest is then judged and timed in all ways beside the dense
-    one. Statistics, moments and orders are computed once.
+    one. Statistics, moments and orders are computed once. Where no cut keeps the promise, the fastest dense form that
+    does is the answer, and nothing is cut.
+
+    After an interruption, the same call judges no cut again: see `CutJournal`.
 
     Args:
         recipe: Model, data, and how units are scored and refitted; its budget is not used.
-        keep: Share of the dense model's predictions on held-out rows that must stay, in (0, 1).
-        runtimes: What may be deployed on; by default all that is installed.
-        minutes: After so many, no further cut is judged. Timing and writing the result come on top.
+        keep: Share of the dense model's predictions on held-out rows that must stay, in (0, 1); by default that of the
+            recipe's section `deploy`, or 0.99.
+        runtimes: What may be deployed on; by default the section's, or all that is installed.
+        minutes: After so many, no further cut is judged; by default the section's, or no limit. Timing and writing the
+            result come on top.
         overwrite: Replace an existing output folder.
         command: The command line, which the report records.
         progress: Shows stages and loops.
 
     Returns:
-        The report, whose `details.deployment` names the form to deploy.
+        The report, whose `details.deployment` names the form to deploy and its file.
 
     Raises:
         RequestError: The recipe, the data or the model does not allow it; raised before anything is computed.
-        PlanError: No cut keeps the promise; the message names the fastest dense form that does.
+        PlanError: Not even the dense model keeps the promise, in any form.
         StepError: A stage failed; no output folder is left behind.
     """
     began = time.monotonic()
-    if not 0 < keep < 1:
-        raise RecipeError([f"keep must be in (0, 1), a share of the predictions, got {keep:g}"])
+    given = {"keep": keep, "runtimes": runtimes, "minutes": minutes}
+    section = {} if recipe.deploy is None else recipe.deploy.model_dump(exclude_unset=True)
+    recipe = recipe.with_overrides(
+        {"prune.budget": None, "deploy": section | {name: value for name, value in given.items() if value is not None}}
+    )
+    asked = recipe.deploy
+    assert asked is not None
     if TASKS[recipe.task].in_parts:
         raise RequestError(
             f"deploy compares models that are one graph, got task: {recipe.task}, which is exported as several; prune "
@@ -96,17 +110,22 @@ def deploy(
             f"deploy exports what each runtime reads, got export: {recipe.export.format}, {recipe.export.provider}, "
             f"{recipe.export.dtype}; leave it out"
         )
-    # What the report records; the runtimes tried are in `details.deployment`.
-    recipe = recipe.with_overrides({"prune.budget": {"keep": keep}})
-    promise = KeepBudget(predictions=keep)
+    promise = KeepBudget(predictions=asked.keep)
     progress.stage("load the model and the data")
     options = replace(options_of(recipe), budget=Budget(keep=promise))
     resolved = resolve(recipe, options=options, runtimes=())
-    with output_folder(recipe, overwrite=overwrite) as folder, tempfile.TemporaryDirectory(dir=folder) as temporary:
-        dense = try_dense(resolved, Path(temporary), runtimes, progress)
-        answer = search(resolved, promise, dense, began, minutes, progress)
-        resolved = replace(resolved, options=answer.options)
-        return run_resolved(resolved, recipe, folder, command, progress, answer=answer)
+    commit = getattr(resolved.prepared.model.config, "_commit_hash", None)
+    with (
+        output_folder(recipe, overwrite=overwrite) as folder,
+        tempfile.TemporaryDirectory(dir=folder) as temporary,
+        CutJournal(recipe, commit) as journal,
+    ):
+        if journal.found:
+            progress.stage(f"go on: {journal.found} cuts were judged before, and {journal.path} has what they came to")
+        dense = try_dense(resolved, Path(temporary), asked.runtimes, progress)
+        limit = math.inf if asked.minutes is None else began + 60 * asked.minutes
+        found = Search(resolved, promise, dense, journal, limit, progress).answer(Path(temporary), began)
+        return run_stages(replace(resolved, options=found.options), recipe, folder, command, progress, answer=found)
 
 
 def try_dense(resolved: Resolved, folder: Path, runtimes: Sequence[str], progress: Progress) -> DenseForms:
@@ -122,7 +141,7 @@ def try_dense(resolved: Resolved, folder: Path, runtimes: Sequence[str], progres
         try:
             if bits == "int8":
                 check_quantizable(prepared.model, "int8")
-            wanted = exporter.options.read_by(runtime, None if bits == "int8" else bits)
+            wanted = exporter.options.read_by(runtime, bits)
             if wanted not in exports:
                 exports[wanted] = exporter.export(prepared.model, folder / f"dense-{len(exports)}", wanted)
             form = Served(runtime, exports[wanted].folder, bits)
@@ -163,65 +182,108 @@ def find_ways(prepared: Prepared, runtimes: Sequence[str]) -> list[tuple[str, st
     return found
 
 
-def search(
-    resolved: Resolved,
-    promise: KeepBudget,
-    dense: DenseForms,
-    began: float,
-    minutes: float | None,
-    progress: Progress,
-) -> Answer:
-    """Search for the largest cut in the fastest ways, and return the one whose model is fastest there."""
-    prepared, share, tried = resolved.prepared, promise.predictions, list(dense.ways)
-    assert share is not None
-    chooser = Chooser(prepared, resolved.options, progress, resolved.source.dtype)
-    order = sorted(
-        (way for way in tried if way.at_least is not None and way.at_least >= share),
-        key=lambda way: way.dense_ratio or 0.0,
-    )
-    found: list[tuple[float, DeployWay, KeepBudget, Choice]] = []
-    batch, sequence = next(iter(prepared.measured))
+@dataclass(frozen=True)
+class _Found:
+    """The largest cut that keeps the promise in one way, and the share of the dense model's FLOPs that it leaves."""
 
-    def stop() -> bool:
-        return minutes is not None and time.monotonic() - began > 60 * minutes
-
-    for way in order[:SEARCHED]:
-        progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
-        served = TimedBudget(runtime=way.runtime, batch=batch, sequence=sequence, dtype=way.bits)
-        asked = replace(promise, served=served)
-        try:
-            choice = chooser.by_keep(asked, stop=stop)
-        except HiesError as error:
-            logger.warning("no cut is deployed on %s in %s: %s", way.runtime, way.bits, error)
-            tried[tried.index(way)] = replace(way, search=str(error))
-            continue
-        assert isinstance(choice.budget, KeepOutcome)
-        left = chooser.flops_left(choice.plan.kept)
-        tried[tried.index(way)] = replace(way, judged=choice.budget.judged, flops=left)
-        # A guess of the slim model's time, by which its way is chosen; it is measured in all ways afterwards.
-        found.append(((way.dense_ratio or 1.0) * left, way, asked, choice))
-    if not found:
-        raise PlanError(_no_cut(order, tried, share))
-    _, _, asked, choice = min(found, key=lambda one: one[0])
-    quantize: Quantize | None = "int8" if any(way.bits == "int8" and not way.problem for way in tried) else None
-    export = replace(resolved.options.export, quantize=quantize)
-    options = replace(resolved.options, budget=Budget(keep=asked), export=export)
-    return Answer(options, choice, share, replace(dense, ways=tried), began)
+    way: DeployWay
+    asked: KeepBudget
+    choice: Choice
+    flops: float
 
 
-def _no_cut(order: Sequence[DeployWay], tried: Sequence[DeployWay], promise: float) -> str:
-    """Return that no cut keeps the promise, and which dense form does."""
-    if not order:
-        best = max((way for way in tried if way.at_least is not None), key=lambda way: way.at_least or 0.0)
-        return (
-            f"keep asks for {100 * promise:g} % of the predictions, and the dense model itself keeps at least "
-            f"{100 * (best.at_least or 0.0):.2f} % in its best form ({best.runtime}, {best.bits}); ask for less, or "
-            "give more held-out rows"
+class Search:
+    """The search for the largest cuts that keep a promise, in the ways in which the dense model is fastest."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        promise: KeepBudget,
+        dense: DenseForms,
+        journal: CutJournal,
+        limit: float,  # of time.monotonic, after which no cut is judged
+        progress: Progress,
+    ):
+        self._resolved, self._promise, self._dense = resolved, promise, dense
+        self._journal, self._limit, self._progress = journal, limit, progress
+        self._prepared, self._options = resolved.prepared, resolved.options
+        self._chooser = Chooser(self._prepared, self._options, progress, resolved.source.dtype)
+        self._best = math.inf
+
+    def answer(self, folder: Path, began: float) -> Answer:
+        """Return the cut whose model is fastest, or none where that is a dense form; exports go into the folder."""
+        tried, share = list(self._dense.ways), self._promise.predictions
+        assert share is not None
+        order = sorted(
+            (way for way in tried if way.at_least is not None and way.at_least >= share),
+            key=lambda way: way.dense_ratio or 0.0,
         )
-    way = order[0]
-    reasons = "; ".join(dict.fromkeys(one.search for one in tried if one.search))
-    flags = " --quantize int8" if way.bits == "int8" else ""
-    return (
-        f"deploy the dense model on {way.runtime} in {way.bits}, which takes {way.dense_ratio:.2f} of the time "
-        f"(hies-export export MODEL{flags} -o DIR): {reasons}"
-    )
+        if not order:
+            best = max((way for way in tried if way.at_least is not None), key=lambda way: way.at_least or 0.0)
+            raise PlanError(
+                f"keep asks for {100 * share:g} % of the predictions, and the dense model itself keeps at least "
+                f"{100 * (best.at_least or 0.0):.2f} % in its best form ({best.runtime}, {best.bits}); ask for less, "
+                "or give more held-out rows"
+            )
+        found: list[_Found] = []
+        for way in order[:SEARCHED]:
+            self._progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
+            try:
+                one = self._largest(way)
+            except HiesError as error:
+                logger.warning("no cut is deployed on %s in %s: %s", way.runtime, way.bits, error)
+                tried[tried.index(way)] = replace(way, search=str(error))
+                continue
+            assert isinstance(one.choice.budget, KeepOutcome)
+            tried[tried.index(way)] = replace(way, judged=one.choice.budget.judged, flops=one.flops)
+            found.append(one)
+        quantize: Quantize | None = "int8" if any(way.bits == "int8" and not way.problem for way in tried) else None
+        export = replace(self._options.export, quantize=quantize)
+        if found:
+            fastest = self._fastest(found, folder)
+            asked, choice, how = fastest.asked, fastest.choice, self._options.compensation
+        else:
+            self._progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
+            asked = replace(self._promise, served=self._served(order[0]))
+            choice, how = self._chooser.nothing(asked), None
+        options = replace(self._options, budget=Budget(keep=asked), export=export, compensation=how)
+        return Answer(options, choice, share, replace(self._dense, ways=tried), began)
+
+    def _served(self, way: DeployWay) -> TimedBudget:
+        batch, sequence = next(iter(self._prepared.measured))
+        return TimedBudget(runtime=way.runtime, batch=batch, sequence=sequence, dtype=way.bits)
+
+    def _largest(self, way: DeployWay) -> _Found:
+        """Find the largest cut that keeps the promise in one way."""
+        asked = replace(self._promise, served=self._served(way))
+        share = self._promise.predictions
+
+        def recall(
+            selection: Selection, weights: float, judge: Callable[[], tuple[float, float]]
+        ) -> tuple[float, float]:
+            found, low = self._journal.recall(selection, (way.runtime, way.bits, weights), judge)
+            left = self._chooser.flops_left(selection)
+            if share is not None and low >= share:
+                self._best = min(self._best, (way.dense_ratio or 1.0) * left)
+            best = "" if self._best == math.inf else f"; best so far about {self._best:.2f} of the time"
+            self._progress.stage(f"{left:.2f} of the FLOPs: {100 * found:.2f} % stay, at least {100 * low:.2f} %{best}")
+            return found, low
+
+        choice = self._chooser.by_keep(asked, stop=lambda: time.monotonic() > self._limit, recall=recall)
+        return _Found(way, asked, choice, self._chooser.flops_left(choice.plan.kept))
+
+    def _fastest(self, found: Sequence[_Found], folder: Path) -> _Found:
+        """Time the cuts, each in its own way, and return the fastest."""
+        if len(found) == 1:
+            return found[0]
+        self._progress.stage("time what was found")
+        exporter = Exporter(self._options.export, self._prepared.sample, self._prepared.processor)
+        served = []
+        for number, one in enumerate(found):
+            slim = cut_beside(self._prepared.model, one.choice.plan.kept, self._prepared.modules, one.choice.refit)
+            source = exporter.source(one.way.runtime, slim, folder / f"found-{number}", one.way.bits)
+            served.append(Served(one.way.runtime, source, one.way.bits))
+        shape, batch = next(iter(self._prepared.measured.items()))
+        (timed,) = compare_forms(served, {shape: batch}, timing=QUICK, decode=False, progress=self._progress).values()
+        times = [1.0, *(one.ratio.median for one in timed)]
+        return min(zip(times, found, strict=True), key=lambda pair: pair[0])[1]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..evaluate.judge import Judge
 from ..gguf.export import GgufExport
 from ..measure.compare import Served, Step, compare_forms
-from ..measure.exports import Exported
+from ..measure.exports import Exported, ExportOptions
 from ..measure.latency import LatencyComparison
 from ..measure.timing import Timing
 from ..onnx.export import OnnxExport
@@ -51,18 +51,22 @@ def judge_forms(
     timing: Timing,
     held_out: Judge | None = None,
     *,
+    same: bool = False,
     progress: Progress,
 ) -> list[Form]:
     """Judge and time both models in several ways, all in one interleaved run; `held_out` also judges what is promised.
 
-    Of models in several graphs no forms are returned.
+    If both are the `same`, because nothing was cut, the dense one is judged alone. Of models in several graphs no forms
+    are returned.
     """
     if prepared.task.in_parts:
         return []
     found: list[tuple[Literal["dense", "slim"], Served, int | None]] = []
     for way in ways:
         (dense, size), (slim, slim_size) = _load(sources, way)
-        found += [("dense", Served(way[0], dense, way[1]), size), ("slim", Served(way[0], slim, way[1]), slim_size)]
+        found.append(("dense", Served(way[0], dense, way[1]), size))
+        if not same:
+            found.append(("slim", Served(way[0], slim, way[1]), slim_size))
     qualities, ends = [], []
     for model, served, _ in found:
         progress.stage(f"evaluate the {model} model on {served.runtime} in {served.dtype}")
@@ -73,7 +77,10 @@ def judge_forms(
     if not found:
         return []
     progress.stage("time all forms of both models")
-    compared = compare_forms([served for _, served, _ in found], prepared.measured, timing=timing, progress=progress)
+    timed = [served for _, served, _ in found]
+    # A single form is timed beside itself.
+    timed = timed if len(timed) > 1 else timed * 2
+    compared = compare_forms(timed, prepared.measured, timing=timing, progress=progress)
     return [
         Form(
             model=model,
@@ -94,9 +101,27 @@ def _load(sources: Sources, way: tuple[str, str]) -> Sequence[tuple[PreTrainedMo
     runtime, bits = way
     if RUNTIMES[runtime].reads_models:
         return [(model, None) for model in sources.of(runtime, bits)]
+    return [(export.folder, export.bytes) for export in sources.exports(_options(sources, runtime, bits))]
+
+
+def _options(sources: Sources, runtime: str, bits: str) -> ExportOptions:
+    """Return the options of the export that serves a model in some bits."""
     options = sources.exporter.options
-    wanted = options if bits == options.quantize else options.unquantized.read_by(runtime, bits)
-    return [(export.folder, export.bytes) for export in sources.exports(wanted)]
+    return options if bits == options.quantize else options.unquantized.read_by(runtime, bits)
+
+
+def keep_file(sources: Sources, form: Form, folder: Path, *, same: bool = False) -> str:
+    """Return the file of a form in the folder of a run, after moving its export there if it lies elsewhere.
+
+    If both models are the `same`, the slim one's file is that of the dense one too.
+    """
+    dense, slim = sources.exports(_options(sources, form.runtime, form.bits))
+    export = slim if same or form.model == "slim" else dense
+    place = export.folder
+    if place.parent != folder:
+        kind = "gguf" if isinstance(export, GgufExport) else "onnx"
+        place = place.rename(folder / f"{form.model}-{kind}-{form.bits}")
+    return (place.relative_to(folder) / export.file.relative_to(export.folder)).as_posix()
 
 
 def _time(step: Step, found: Sequence[LatencyComparison], index: int) -> FormTime:
@@ -112,7 +137,8 @@ def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequen
     quantize = None if isinstance(exported, GgufExport) else exported.quantize
     metric, known = judge.metrics[0], []
     if quantize is not None:
-        known = [(form.quality, form.stability) for form in forms if (form.model, form.bits) == ("slim", quantize)]
+        # Where nothing was cut, the last form in these bits is the dense one's.
+        known = [(form.quality, form.stability) for form in forms if form.bits == quantize][-1:]
     elif (runtime := _runtime_of(exported)) is not None:
         found = judge.of(predict_served(Served(runtime, exported.folder), judge.batches))
         known = [(found.metrics[metric], found.stability)]

@@ -42,11 +42,17 @@ def predict_pruned(
     if refit is None and by is predict:
         with masked_units(model, selection, modules):
             return predict(model, batches)
-    # Only the cut weights are copies; the others are shared with the dense model.
+    return by(cut_beside(model, selection, modules, refit), batches)
+
+
+def cut_beside(
+    model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule], refit: Refit | None
+) -> PreTrainedModel:
+    """Return a model cut by a selection and refitted; only its cut weights are copies, the others are the model's."""
     slim = prune_units(share_weights(model), selection, modules, inplace=True)
     if refit is not None:
         refit(slim, selection)
-    return by(slim, batches)
+    return slim
 
 
 @dataclass(frozen=True)

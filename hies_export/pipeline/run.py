@@ -1,48 +1,16 @@
-"""Run a recipe: calibrate -> score -> select -> cut -> save -> export -> measure -> report."""
+"""Run a recipe: all stages with what it says, or the search for what to deploy that it asks for."""
 
 from __future__ import annotations
 
-import logging
-import tempfile
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedModel
-
 from .. import processes
-from ..checkpoint.folders import new_folder, refuse_existing
-from ..checkpoint.refits import REFIT
-from ..cost.latency import compare_with_full
-from ..evaluate.judge import Judge
-from ..evaluate.lm_eval import run_benchmarks
-from ..measure.contention import CpuWatch, OtherWork
-from ..measure.counts import Both
-from ..measure.exports import Exported, Exporter, ExportOptions, check_exports, export_formats, require_exporters
-from ..progress import SILENT, Clock, Progress
+from ..checkpoint.folders import refuse_existing
+from ..measure.exports import check_exports, export_formats, require_exporters
+from ..progress import SILENT, Progress
 from ..recipe import PruningRecipe
-from ..report.details import CostOutcome
 from ..report.report import Report
-from ..units import Selection
-from .answer import Answer
-from .choose import write_choice
-from .cut import save, warn_if_larger
-from .deployed import form_ways, judge_exported, judge_forms
-from .measure import Measurements, measure_both
-from .options import PruneOptions
-from .prepare import Prepared
-from .prune import PruneResult, prune_prepared
-from .quality import Evaluation, evaluate
-from .reporting import Finished, build_report, write_report
-from .resolve import Resolved, export_options, resolve, runtimes_of
-from .sources import Sources
-from .targets import timed_on
-
-logger = logging.getLogger(__name__)
-
-# A run that computes for less is not worth a warning of other work.
-LONG_SECONDS = 10.0
+from .deploy import deploy
+from .resolve import export_options, resolve, runtimes_of
+from .stages import output_folder, run_stages
 
 
 def run(
@@ -50,7 +18,8 @@ def run(
 ) -> Report:
     """Run a recipe and write `recipe.output`: scores.json, plan.json, slim/, onnx/ (or gguf/), report.json, .md, .html.
 
-    If the recipe compensates, the refitted layers are in `refit.safetensors` beside the plan.
+    If the recipe compensates, the refitted layers are in `refit.safetensors` beside the plan. A recipe with a section
+    `deploy` is run by `hies_export.deploy`.
 
     The folder appears only when all stages have succeeded. If the environment names several processes, as under
     accelerate, they share the work; the first one writes, and all return its report.
@@ -68,6 +37,8 @@ def run(
         RequestError: The recipe, the data or the model does not allow the run; raised before anything is computed.
         StepError: A stage failed; no output folder is left behind.
     """
+    if recipe.deploy is not None:
+        return deploy(recipe, overwrite=overwrite, command=command, progress=progress)
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
         formats = export_formats(export_options(recipe), runtimes_of(recipe))
@@ -78,158 +49,4 @@ def run(
         uneven = options.constraints.allocation == "global" or bool(options.constraints.keep_layers)
         check_exports(formats, prepared.model, prepared.processor, uneven=uneven, quantize=options.export.quantize)
         with output_folder(recipe, overwrite=overwrite) as folder:
-            return run_resolved(resolved, recipe, folder, command, progress)
-
-
-def output_folder(recipe: PruningRecipe, *, overwrite: bool) -> AbstractContextManager[Path]:
-    """Return a `new_folder` for the recipe's output; of several processes only the first makes it, and writes."""
-    if processes.rank() > 0:
-        return nullcontext(Path(recipe.output))
-    return new_folder(recipe.output, overwrite=overwrite)
-
-
-def run_resolved(
-    resolved: Resolved,
-    recipe: PruningRecipe,
-    folder: Path,
-    command: str | None,
-    progress: Progress,
-    *,
-    answer: Answer | None = None,
-) -> Report:
-    """Run all stages, and write what they return into the folder; an `answer` has chosen already what goes."""
-    clock, watch = Clock(), CpuWatch()
-    prepared, options = resolved.prepared, resolved.options
-    result = prune_prepared(
-        prepared,
-        options,
-        choice=None if answer is None else answer.choice,
-        compensation=options.compensation,
-        dtype=resolved.source.dtype,
-        clock=clock,
-        progress=progress,
-    )
-    with clock("cut"):
-        progress.stage("save, load again and compare")
-        saved = save(
-            result.slim,
-            prepared,
-            folder / "slim",
-            processor=prepared.processor,
-            dtype=resolved.source.dtype,
-            refit_file=folder / REFIT,
-        )
-        warn_if_larger(saved, resolved.source)
-    uncompensated = result.plan.kept if options.compensation else None
-    progress.stage("evaluate both models")
-    judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged), progress=progress)
-    evaluation = evaluate_run(resolved, judge, result.model, uncompensated=uncompensated, progress=progress)
-    count, others = processes.world(), _other_work(watch)
-
-    def finish() -> Report:
-        assert result.choice is not None
-        write_choice(folder, result.choice)
-        exporter = Exporter(options.export, prepared.sample, prepared.processor)
-        plain = options.export.unquantized
-        with clock("export"):
-            exports = _export(exporter, result.model, folder, progress)
-        # In the folder of the run, so that all exports are read from the same disk.
-        with clock("measure"), tempfile.TemporaryDirectory(prefix=".dense-", dir=folder) as temporary:
-            known = {} if answer is None else answer.dense.exports
-            sources = Sources(prepared.model, result.model, dict(exports), exporter, Path(temporary), progress, known)
-            measured = measure_both(
-                prepared.model,
-                result.model,
-                exports[plain],
-                modules=prepared.modules,
-                batches=prepared.measured,
-                sources=sources,
-                options=resolved.measure,
-                stored=Both(resolved.source.bytes, saved.bytes),
-                progress=progress,
-            )
-            ways = form_ways(resolved.measure, options.export.quantize) if answer is None else answer.ways
-            held_out = None if answer is None else answer.dense.judge
-            forms = judge_forms(prepared, sources, judge, ways, resolved.measure.timing, held_out, progress=progress)
-            deployed = judge_exported(exports[options.export], folder, judge, forms)
-            deployment = None if answer is None else answer.outcome(forms)
-        done = Finished(
-            resolved=resolved,
-            result=_with_cost(result, prepared, options, measured, progress),
-            saved=saved,
-            evaluation=evaluation,
-            exported=exports[plain],
-            deployed=deployed,
-            forms=forms,
-            deployment=deployment,
-            measured=measured,
-            processes=count,
-            other_work=others,
-        )
-        report = build_report(recipe, done, clock.seconds, command)
-        write_report(folder, report, recipe)
-        return report
-
-    return processes.on_main(finish)
-
-
-def _export(
-    exporter: Exporter, model: PreTrainedModel, folder: Path, progress: Progress
-) -> dict[ExportOptions, Exported]:
-    """Export the slim model into the folder of a run, and quantise the export where that is asked."""
-    options = exporter.options
-    kind = "ONNX" if options.format == "onnx" else "GGUF"
-    progress.stage(f"export to {kind}, and compare with torch")
-    found = {options.unquantized: exporter.export(model, folder / options.format, options.unquantized)}
-    if options.quantize:
-        progress.stage(f"quantise to {options.quantize}, and compare with float32")
-        found[options] = exporter.quantize(found[options.unquantized], folder / f"onnx-{options.quantize}")
-    return found
-
-
-def _with_cost(
-    result: PruneResult, prepared: Prepared, options: PruneOptions, measured: Measurements, progress: Progress
-) -> PruneResult:
-    """Fill in what a budget of cost came to; a budget of other kinds is as it was."""
-    budget = result.budget
-    if not isinstance(budget, CostOutcome):
-        return result
-    budget = budget.with_measured(flops=measured.flops, parameters=measured.parameters, latency=measured.latency)
-    if budget.of == "float32":
-        timed = compare_with_full(result.model, prepared.model, timed_on(prepared, options), progress=progress)
-        budget = replace(budget, measured=timed.ratio.median, noisy=timed.noisy)
-    return replace(result, budget=budget)
-
-
-def _other_work(watch: CpuWatch) -> OtherWork | None:
-    """Return what other work used while a single process computed for long, and warn if that mattered; else None."""
-    seen = watch.seen() if processes.world() == 1 and watch.seconds >= LONG_SECONDS else None
-    if seen is not None and seen.matters:
-        logger.warning("%s while this run computed, which took longer than it does on an idle machine", seen)
-    return seen
-
-
-def evaluate_run(
-    resolved: Resolved,
-    judge: Judge,
-    slim: PreTrainedModel,
-    *,
-    uncompensated: Selection | None = None,
-    progress: Progress,
-) -> Evaluation:
-    """Evaluate a slim model on the evaluation batches and the benchmarks, and a selection that is only cut."""
-    prepared, asked = resolved.prepared, resolved.benchmarks
-
-    def benchmark(model: PreTrainedModel) -> dict[str, float]:
-        how: dict[str, Any] = {"samples": asked.samples, "batch_size": asked.batch_size}
-        return processes.on_main(lambda: run_benchmarks(model, prepared.processor, asked.tasks, **how))
-
-    return evaluate(
-        judge,
-        prepared.model,
-        slim,
-        modules=prepared.modules,
-        uncompensated=uncompensated,
-        benchmark=benchmark if asked.tasks else None,
-        progress=progress,
-    )
+            return run_stages(resolved, recipe, folder, command, progress)

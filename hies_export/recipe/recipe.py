@@ -14,6 +14,7 @@ from .reading import overridden, read_fields, sentences
 from .sections import (
     CalibrationSection,
     DataSection,
+    DeploySection,
     EvaluationSection,
     ExportSection,
     HeldOutSection,
@@ -49,6 +50,7 @@ class PruningRecipe(Section):
         prune: See `PruneSection`.
         export: See `ExportSection`.
         measure: See `MeasureSection`.
+        deploy: See `DeploySection`; with it, `prune` has no budget.
         output: Folder to write; must not exist.
 
     Raises:
@@ -74,6 +76,7 @@ class PruningRecipe(Section):
     prune: PruneSection
     export: ExportSection = ExportSection()
     measure: MeasureSection = MeasureSection()
+    deploy: DeploySection | None = None
     output: Path = Path("runs/hies")
 
     def __init__(self, **fields: Any):
@@ -81,6 +84,20 @@ class PruningRecipe(Section):
             super().__init__(**fields)
         except ValidationError as error:
             raise RecipeError(list(sentences(error, type(self)))) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _deploy_has_its_budget(cls, fields: Any) -> Any:
+        """Make what `deploy` promises the budget, by which the report judges the run."""
+        prune, asked = (fields.get(name) for name in ("prune", "deploy"))
+        if not isinstance(prune, dict) or not isinstance(asked, dict):
+            return fields
+        budget, keep = prune.get("budget"), asked.get("keep", DeploySection().keep)
+        # Of a recipe that was read before, the budget is the promise that the section had.
+        own = isinstance(budget, dict) and isinstance(budget.get("keep"), dict) and [*budget["keep"]] == ["predictions"]
+        if budget is not None and not own:
+            raise ValueError("deploy chooses how much goes, and prune.budget says it too; leave out one of them")
+        return {**fields, "prune": {**prune, "budget": {"keep": keep}}}
 
     @model_validator(mode="after")
     def _a_latency_budget_has_one_dtype(self) -> PruningRecipe:

@@ -505,3 +505,17 @@ class MeasureSection(Section):
             if len(shape) not in (1, 2) or min(shape) < 1:
                 raise ValueError(f"a shape must be [batch, sequence] (or [batch] for images), got {list(shape)}")
         return value
+
+
+class DeploySection(Section):
+    """Search for what to deploy, in place of a run with a budget; see `hies_export.deploy`.
+
+    Attributes:
+        keep: Share of the dense model's predictions on held-out rows that must stay, in (0, 1).
+        runtimes: What may be deployed on; by default all that is installed.
+        minutes: After so many, no further cut is judged.
+    """
+
+    keep: float = Field(0.99, gt=0, lt=1)
+    runtimes: tuple[Runtime, ...] = ()
+    minutes: float | None = Field(None, ge=0)

@@ -331,7 +331,7 @@ class Deployment:
     """Which form to deploy: the fastest that keeps a share of `promise` on held-out rows, by its lower end.
 
     `form` is its index among the forms, None where none keeps it; `step` is that of the times that were compared, the
-    first that are not noisy; `seconds` is what finding it took.
+    first that are not noisy; `seconds` is what finding it took; `file` is the form's file in the run's folder.
     """
 
     promise: float
@@ -339,6 +339,7 @@ class Deployment:
     step: int
     ways: list[DeployWay]
     seconds: float
+    file: str | None = None
 
 
 class Details(BaseModel):

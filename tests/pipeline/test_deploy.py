@@ -1,6 +1,7 @@
 """What to deploy: the fastest form that keeps the promise, again by hand; what is proposed, and what is refused."""
 
 import json
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,25 @@ from support.references import same_in_onnxruntime
 from support.runs import hies
 from transformers import BertModel
 
-from hies_export import DataError, ExportError, PlanError, RecipeError, RequestError, deploy
+from hies_export import (
+    DataError,
+    ExportError,
+    OutputExistsError,
+    PlanError,
+    RecipeError,
+    RequestError,
+    StepError,
+    deploy,
+)
+from hies_export.cli.deploy import minutes
 from hies_export.pipeline import deploy as deploy_module
 from hies_export.pipeline import targets
+from hies_export.pipeline.journal import CutJournal
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.search import HeldOut
 from hies_export.recipe import PruningRecipe
+from hies_export.units import Units
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +82,92 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     assert (tmp_path / "out" / "slim" / "config.json").is_file()
 
 
-def test_where_no_cut_keeps_the_promise_the_dense_form_is_named(
+def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
-    said = "deploy the dense model on onnxruntime-cpu in float32, which takes 1.00 of the time .*: keep needs time"
-    with pytest.raises(PlanError, match=said):
-        deploy(recipe_of(folder, tmp_path / "out"), keep=0.5, minutes=0.0)
-    assert list(tmp_path.iterdir()) == []
+    asked = {"keep": 0.5, "minutes": 0, "runtimes": ["onnxruntime-cpu"]}
+    report = recipe_of(folder, tmp_path / "out").with_overrides({"prune.budget": None, "deploy": asked}).run()
+    assert report.details.run["recipe"]["deploy"] == asked
+    found = report.details.deployment
+    assert found.promise == report.details.budget.predictions == 0.5
+    assert (found.form, [form.model for form in report.details.forms]) == (0, ["dense"])
+    assert "keep needs time" in found.ways[0].search
+    assert (report.neurons.removed, report.heads.removed, report.stability) == (0, 0, 1.0)
+    rows = resolve(recipe_of(folder, tmp_path / "out")).prepared.rows.held_out
+    same = same_in_onnxruntime(folder / "model", tmp_path / "out" / found.file, rows, tolerance=0.02)
+    assert all(same)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_judges_no_cut_twice(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(targets, "SIZES", 6)
+    monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    judged: list[tuple[float, float]] = []
+    kept = HeldOut.kept
+
+    def counted(self: HeldOut, selection: Any) -> tuple[float, float]:
+        if len(judged) == 2 and not again:
+            raise KeyboardInterrupt("by a person")
+        judged.append(kept(self, selection))
+        return judged[-1]
+
+    again = False
+    monkeypatch.setattr(HeldOut, "kept", counted)
+    recipe = recipe_of(folder, tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt, match="by a person"):
+        deploy(recipe, keep=0.4)
+    journal = tmp_path / "out.unfinished.jsonl"
+    assert [path.name for path in tmp_path.iterdir()] == [journal.name]
+    assert f"what 2 judged cuts came to is kept in {journal}; the same command goes on from there" in caplog.text
+    # Killed while it wrote a line.
+    journal.write_text(journal.read_text() + '["half of a')
+    again = True
+    # What was judged does not depend on the promise.
+    report = deploy(recipe, keep=0.3)
+    assert not journal.exists()
+    (way,) = report.details.deployment.ways
+    known = [(row["kept"], row["at_least"]) for row in way.judged]
+    assert set(judged) == set(known)
+    assert len(judged) == len(known) > 2
+
+
+def test_a_journal_of_something_else_is_not_used(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = recipe_of(folder, tmp_path / "out")
+    whole = {"layer": Units(name="layer", units=2).kept([0, 1])}
+
+    def fail_after_one_cut() -> None:
+        with CutJournal(recipe) as journal:
+            assert journal.recall(whole, ("here",), lambda: (0.5, 0.25)) == (0.5, 0.25)
+            raise StepError("far enough")
+
+    with pytest.raises(StepError, match="far enough"):
+        fail_after_one_cut()
+    assert CutJournal(recipe).found == 1
+    assert CutJournal(recipe.with_overrides({"prune.budget.keep": 0.9})).found == 1
+    assert CutJournal(recipe.with_overrides({"calibration.seed": 7})).found == 0
+    assert "is of another model, recipe or machine" in caplog.text
+    (tmp_path / "out.unfinished.jsonl").write_text("notes of mine\n")
+    with pytest.raises(OutputExistsError, match="and that is another file; move it away"):
+        CutJournal(recipe)
+
+
+def test_the_section_of_a_recipe_is_its_budget(folder: Path) -> None:
+    asked = {"keep": 0.5, "minutes": 0, "runtimes": ["onnxruntime-cpu"]}
+    recipe = PruningRecipe.from_yaml(folder / "recipe.yaml", {"prune.budget": None, "deploy": asked})
+    assert recipe.prune.budget.keep.predictions == 0.5
+    assert recipe.with_overrides({"deploy.keep": 0.7}).prune.budget.keep.predictions == 0.7
+    with pytest.raises(RecipeError, match=r"deploy chooses how much goes, and prune.budget says it too"):
+        recipe.with_overrides({"prune.budget": {"flops": 0.5}})
+    with pytest.raises(RecipeError, match=r"deploy.keep must be less than 1, got 1.5"):
+        recipe.with_overrides({"deploy.keep": 1.5})
+    with pytest.raises(RecipeError, match=r"a runtime must be one of .*, got 'openvno'; did you mean 'openvino'"):
+        recipe.with_overrides({"deploy.runtimes": ["openvno"]})
 
 
 def test_a_runtime_that_fails_is_left_out_by_its_reason(
@@ -139,4 +231,7 @@ def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: p
     assert hies("deploy", str(folder / "model"), "--data", "imdb", "--data", "train=x.jsonl") == 2
     assert "--data takes one Hub data set, or SPLIT=FILE once or more" in capsys.readouterr().err
     assert hies("deploy", str(folder / "recipe.yaml"), "--keep", "1") == 2
-    assert "keep must be in (0, 1), a share of the predictions, got 1" in capsys.readouterr().err
+    assert "deploy.keep must be less than 1, got 1" in capsys.readouterr().err
+    assert [minutes(text) for text in ("90s", "30m", "2h", "5")] == [1.5, 30.0, 120.0, 5.0]
+    with pytest.raises(ArgumentTypeError, match="must be a time such as 90s, 30m or 2h, got '3 days'"):
+        minutes("3 days")

@@ -19,8 +19,9 @@ from hies_export.errors import DataError
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.onnx.export import export_onnx
-from hies_export.pipeline import run as running
+from hies_export.pipeline import stages
 from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.run import run
 from hies_export.recipe import PruningRecipe
 from hies_export.report.report import Report
 from hies_export.values import PruningPlan
@@ -73,9 +74,9 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.
         seen.append(slim)
         raise DataError("far enough")
 
-    monkeypatch.setattr(running, "evaluate_run", stop)
+    monkeypatch.setattr(stages, "evaluate_run", stop)
     with pytest.raises(DataError, match="far enough"), without_tracing():
-        running.run(recipe)
+        run(recipe)
     (evaluated,) = seen
     assert evaluated.dtype == torch.float32
     saved = load(project / "out" / "slim", dtype=torch.float32).state_dict()

@@ -1,0 +1,203 @@
+"""The stages of a run: calibrate -> score -> select -> cut -> save -> export -> measure -> report."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .. import processes
+from ..checkpoint.folders import new_folder
+from ..checkpoint.refits import REFIT
+from ..cost.latency import compare_with_full
+from ..evaluate.judge import Judge
+from ..evaluate.lm_eval import run_benchmarks
+from ..measure.contention import CpuWatch, OtherWork
+from ..measure.counts import Both
+from ..measure.exports import Exported, Exporter, ExportOptions
+from ..progress import Clock, Progress
+from ..recipe import PruningRecipe
+from ..report.details import CostOutcome
+from ..report.report import Report
+from ..units import Selection
+from .answer import Answer
+from .choose import write_choice
+from .cut import save, warn_if_larger
+from .deployed import form_ways, judge_exported, judge_forms, keep_file
+from .measure import Measurements, measure_both
+from .options import PruneOptions
+from .prepare import Prepared
+from .prune import PruneResult, prune_prepared
+from .quality import Evaluation, evaluate
+from .reporting import Finished, build_report, write_report
+from .resolve import Resolved
+from .sources import Sources
+from .targets import timed_on
+
+logger = logging.getLogger(__name__)
+
+# A run that computes for less is not worth a warning of other work.
+LONG_SECONDS = 10.0
+
+
+def output_folder(recipe: PruningRecipe, *, overwrite: bool) -> AbstractContextManager[Path]:
+    """Return a `new_folder` for the recipe's output; of several processes only the first makes it, and writes."""
+    if processes.rank() > 0:
+        return nullcontext(Path(recipe.output))
+    return new_folder(recipe.output, overwrite=overwrite)
+
+
+def run_stages(
+    resolved: Resolved,
+    recipe: PruningRecipe,
+    folder: Path,
+    command: str | None,
+    progress: Progress,
+    *,
+    answer: Answer | None = None,
+) -> Report:
+    """Run all stages, and write what they return into the folder; an `answer` has chosen already what goes."""
+    clock, watch = Clock(), CpuWatch()
+    prepared, options = resolved.prepared, resolved.options
+    result = prune_prepared(
+        prepared,
+        options,
+        choice=None if answer is None else answer.choice,
+        compensation=options.compensation,
+        dtype=resolved.source.dtype,
+        clock=clock,
+        progress=progress,
+    )
+    with clock("cut"):
+        progress.stage("save, load again and compare")
+        saved = save(
+            result.slim,
+            prepared,
+            folder / "slim",
+            processor=prepared.processor,
+            dtype=resolved.source.dtype,
+            refit_file=folder / REFIT,
+        )
+        warn_if_larger(saved, resolved.source)
+    uncompensated = result.plan.kept if options.compensation else None
+    progress.stage("evaluate both models")
+    judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged), progress=progress)
+    evaluation = evaluate_run(resolved, judge, result.model, uncompensated=uncompensated, progress=progress)
+    count, others = processes.world(), _other_work(watch)
+
+    def finish() -> Report:
+        assert result.choice is not None
+        write_choice(folder, result.choice)
+        exporter = Exporter(options.export, prepared.sample, prepared.processor)
+        plain = options.export.unquantized
+        with clock("export"):
+            exports = _export(exporter, result.model, folder, progress)
+        # In the folder of the run, so that all exports are read from the same disk.
+        with clock("measure"), tempfile.TemporaryDirectory(prefix=".dense-", dir=folder) as temporary:
+            known = {} if answer is None else answer.dense.exports
+            sources = Sources(prepared.model, result.model, dict(exports), exporter, Path(temporary), progress, known)
+            measured = measure_both(
+                prepared.model,
+                result.model,
+                exports[plain],
+                modules=prepared.modules,
+                batches=prepared.measured,
+                sources=sources,
+                options=resolved.measure,
+                stored=Both(resolved.source.bytes, saved.bytes),
+                progress=progress,
+            )
+            ways = form_ways(resolved.measure, options.export.quantize) if answer is None else answer.ways
+            held_out = None if answer is None else answer.dense.judge
+            same = result.plan.removed == 0
+            timing = resolved.measure.timing
+            forms = judge_forms(prepared, sources, judge, ways, timing, held_out, same=same, progress=progress)
+            deployed = judge_exported(exports[options.export], folder, judge, forms)
+            deployment = None
+            if answer is not None:
+                deployment = answer.outcome(forms, lambda form: keep_file(sources, form, folder, same=same))
+        done = Finished(
+            resolved=resolved,
+            result=_with_cost(result, prepared, options, measured, progress),
+            saved=saved,
+            evaluation=evaluation,
+            exported=exports[plain],
+            deployed=deployed,
+            forms=forms,
+            deployment=deployment,
+            measured=measured,
+            processes=count,
+            other_work=others,
+        )
+        report = build_report(recipe, done, clock.seconds, command)
+        write_report(folder, report, recipe)
+        return report
+
+    return processes.on_main(finish)
+
+
+def _export(
+    exporter: Exporter, model: PreTrainedModel, folder: Path, progress: Progress
+) -> dict[ExportOptions, Exported]:
+    """Export the slim model into the folder of a run, and quantise the export where that is asked."""
+    options = exporter.options
+    kind = "ONNX" if options.format == "onnx" else "GGUF"
+    progress.stage(f"export to {kind}, and compare with torch")
+    found = {options.unquantized: exporter.export(model, folder / options.format, options.unquantized)}
+    if options.quantize:
+        progress.stage(f"quantise to {options.quantize}, and compare with float32")
+        found[options] = exporter.quantize(found[options.unquantized], folder / f"onnx-{options.quantize}")
+    return found
+
+
+def _with_cost(
+    result: PruneResult, prepared: Prepared, options: PruneOptions, measured: Measurements, progress: Progress
+) -> PruneResult:
+    """Fill in what a budget of cost came to; a budget of other kinds is as it was."""
+    budget = result.budget
+    if not isinstance(budget, CostOutcome):
+        return result
+    budget = budget.with_measured(flops=measured.flops, parameters=measured.parameters, latency=measured.latency)
+    if budget.of == "float32":
+        timed = compare_with_full(result.model, prepared.model, timed_on(prepared, options), progress=progress)
+        budget = replace(budget, measured=timed.ratio.median, noisy=timed.noisy)
+    return replace(result, budget=budget)
+
+
+def _other_work(watch: CpuWatch) -> OtherWork | None:
+    """Return what other work used while a single process computed for long, and warn if that mattered; else None."""
+    seen = watch.seen() if processes.world() == 1 and watch.seconds >= LONG_SECONDS else None
+    if seen is not None and seen.matters:
+        logger.warning("%s while this run computed, which took longer than it does on an idle machine", seen)
+    return seen
+
+
+def evaluate_run(
+    resolved: Resolved,
+    judge: Judge,
+    slim: PreTrainedModel,
+    *,
+    uncompensated: Selection | None = None,
+    progress: Progress,
+) -> Evaluation:
+    """Evaluate a slim model on the evaluation batches and the benchmarks, and a selection that is only cut."""
+    prepared, asked = resolved.prepared, resolved.benchmarks
+
+    def benchmark(model: PreTrainedModel) -> dict[str, float]:
+        how: dict[str, Any] = {"samples": asked.samples, "batch_size": asked.batch_size}
+        return processes.on_main(lambda: run_benchmarks(model, prepared.processor, asked.tasks, **how))
+
+    return evaluate(
+        judge,
+        prepared.model,
+        slim,
+        modules=prepared.modules,
+        uncompensated=uncompensated,
+        benchmark=benchmark if asked.tasks else None,
+        progress=progress,
+    )
