@@ -19,6 +19,7 @@ from ..evaluate.predict import predict
 from ..progress import Progress
 from ..prunable.find import find_modules
 from ..report.details import BudgetOutcome, KeepOutcome, MaxDropOutcome, Tried
+from ..runtimes.base import RUNTIMES
 from ..score.criteria import AUTO, COMPENSATED
 from ..select.iterative import filled_in
 from ..slim.fingerprint import fingerprint
@@ -34,11 +35,14 @@ from .search import Candidate, HeldOut, Verdict, choose_alpha, choose_by_agreeme
 from .serving import predictor
 from .targets import Round, Targets
 
-# Returns the numbers of a cut, refitted with some weights of tokens; the last argument judges it.
-Recall = Callable[[Selection, float, Callable[[], tuple[float, float]]], tuple[float, float]]
+# Returns the numbers of a cut that some runtime predicts (None: torch), refitted with some weights of tokens; the last
+# argument judges it.
+Recall = Callable[[Selection, str | None, float, Callable[[], tuple[float, float]]], tuple[float, float]]
 
 
-def judged_anew(selection: Selection, weights: float, judge: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+def judged_anew(
+    selection: Selection, runtime: str | None, weights: float, judge: Callable[[], tuple[float, float]]
+) -> tuple[float, float]:
     """Judge a cut of which nothing is known."""
     return judge()
 
@@ -280,8 +284,6 @@ class Chooser:
         came to. Raises PlanError if no cut keeps the promise.
         """
         metrics = self._prepared.judged.metrics if asked.metric is None else (asked.metric,)
-        by = predictor(self._prepared, self._options, asked.served)
-        held_out = {weights: self._held_out(metrics, weights, by) for weights in self._refitting.tried}
         samples = samples_of(self._prepared.rows.held_out)
         blank = KeepOutcome(
             kind="keep", predictions=asked.predictions, metric=asked.metric, by=asked.by, samples=samples, judged=()
@@ -289,10 +291,14 @@ class Chooser:
 
         names = ("kept", "at_least") if asked.metric is None else ("lost", "at_most")
 
-        def judge_of(weights: float, rows: HeldOut) -> Callable[[Selection], Verdict]:
+        def judges(runtime: str | None, by: Predictor) -> dict[float, Callable[[Selection], Verdict]]:
+            """Return a judge for each of the weights of tokens that are tried."""
+            return {w: judge_of(w, self._held_out(metrics, w, by), runtime) for w in self._refitting.tried}
+
+        def judge_of(weights: float, rows: HeldOut, runtime: str | None) -> Callable[[Selection], Verdict]:
             def judge(selection: Selection) -> Verdict:
                 numbers = rows.kept if asked.metric is None else rows.lost
-                found, end = recall(selection, weights, lambda: numbers(selection))
+                found, end = recall(selection, runtime, weights, lambda: numbers(selection))
                 holds = replace(blank, slim=found, slim_end=end).met
                 return Verdict(holds, dict(zip(names, (found, end), strict=True)))
 
@@ -308,7 +314,16 @@ class Chooser:
                 "less, compensate, or give more held-out rows, which narrow the interval"
             )
 
-        found = self._largest({weights: judge_of(weights, rows) for weights, rows in held_out.items()}, problem, stop)
+        served = asked.served
+        if served is None or RUNTIMES[served.runtime].reads_models:
+            by = predictor(self._prepared, self._options, served)
+            runtime = None if served is None else served.runtime
+            found = self._largest(judges(runtime, by), problem, stop, runtime)
+        else:
+            # An export takes longer than judging it, so torch finds about where to look.
+            found = self._largest(judges("torch", predict), problem, stop, "torch")
+            judge = judges(served.runtime, predictor(self._prepared, self._options, served))[found.token_weights]
+            found = self._largest_near(found, judge, served.runtime, problem, stop)
         predicted = self._targets.predicted(found.picked.selection)
         where = {} if asked.served is None else self._targets.where(asked.served)
         outcome = replace(blank, judged=found.judged, predicted=predicted, **where)
@@ -329,10 +344,12 @@ class Chooser:
         judges: Mapping[float, Callable[[Selection], Verdict]],
         problem: Callable[[Sequence[Mapping[str, Any]]], str],
         stop: Callable[[], bool] = lambda: False,
+        runtime: str | None = None,
     ) -> _Largest:
         """Find the largest cut that the held-out rows allow, over all scores and then over the weights of tokens.
 
-        `judges` are by weights of tokens. Raises PlanError with the `problem` of what was judged if none is allowed.
+        `judges` are by weights of tokens, and have `runtime` predict. Raises PlanError with the `problem` of what was
+        judged if none is allowed.
         """
         scored = self._of_dense.by(self._options.criterion)
         self._progress.stage("choose how much goes on held-out rows")
@@ -343,26 +360,58 @@ class Chooser:
 
         weights, *others = judges
         tracked = self._progress.track(scored, "choose how much goes")
-        first = (Candidate(scores, judges[weights]) for scores in tracked)
+        first = (Candidate(scores, judges[weights], runtime) for scores in tracked)
         found = choose_largest(first, select, sizes=len(sizes), stop=stop)
         if found.candidate is None:
             raise PlanError(problem(found.judged))
         scores, judged = scored[found.candidate], found.judged
-        candidates = [Candidate(scores, judges[other]) for other in others]
+        candidates = [Candidate(scores, judges[other], runtime) for other in others]
         more = choose_largest(candidates, select, sizes=len(sizes), at_least=found.size, stop=stop)
         if more.candidate is not None:
             found, weights = more, others[more.candidate]
         assert found.verdict is not None
         picked = _Picked(self._of_dense.statistics, scores, select(scores, found.size))
-        return _Largest(picked, weights, found.verdict, (*judged, *more.judged))
+        return _Largest(picked, weights, found.size, found.verdict, (*judged, *more.judged))
+
+    def _largest_near(
+        self,
+        guess: _Largest,
+        judge: Callable[[Selection], Verdict],
+        runtime: str,
+        problem: Callable[[Sequence[Mapping[str, Any]]], str],
+        stop: Callable[[], bool],
+    ) -> _Largest:
+        """Find the largest cut by the scores and weights of a guess, around its size, by another judge."""
+        self._progress.stage(f"judge cuts around that one on {runtime}")
+        sizes, scores, held = self._targets.sizes(), guess.picked.scores, False
+
+        def judged(selection: Selection) -> Verdict:
+            nonlocal held
+            verdict = judge(selection)
+            held = held or verdict.holds
+            return verdict
+
+        found = choose_largest(
+            [Candidate(scores, judged, runtime)],
+            lambda scores, size: self._targets.select(scores, sizes[size - 1]),
+            sizes=len(sizes),
+            near=guess.size,
+            # Smaller ones are judged until one holds, or what was found so far would be lost.
+            stop=lambda: held and stop(),
+        )
+        if found.verdict is None:
+            raise PlanError(problem(found.judged))
+        picked = replace(guess.picked, selection=self._targets.select(scores, sizes[found.size - 1]))
+        return _Largest(picked, guess.token_weights, found.size, found.verdict, (*guess.judged, *found.judged))
 
 
 @dataclass(frozen=True)
 class _Largest:
-    """The largest cut that held-out rows allow: its units, weights of tokens and verdict, and all that was judged."""
+    """The largest cut that held-out rows allow: units, weights of tokens, size, verdict, and all that was judged."""
 
     picked: _Picked
     token_weights: float
+    size: int
     verdict: Verdict
     judged: tuple[Mapping[str, Any], ...]
 

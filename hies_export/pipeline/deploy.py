@@ -259,14 +259,16 @@ class Search:
         share = self._promise.predictions
 
         def recall(
-            selection: Selection, weights: float, judge: Callable[[], tuple[float, float]]
+            selection: Selection, runtime: str | None, weights: float, judge: Callable[[], tuple[float, float]]
         ) -> tuple[float, float]:
-            found, low = self._journal.recall(selection, (way.runtime, way.bits, weights), judge)
+            served = runtime == way.runtime
+            found, low = self._journal.recall(selection, (runtime, way.bits if served else None, weights), judge)
             left = self._chooser.flops_left(selection)
-            if share is not None and low >= share:
+            if served and share is not None and low >= share:
                 self._best = min(self._best, (way.dense_ratio or 1.0) * left)
             best = "" if self._best == math.inf else f"; best so far about {self._best:.2f} of the time"
-            self._progress.stage(f"{left:.2f} of the FLOPs: {100 * found:.2f} % stay, at least {100 * low:.2f} %{best}")
+            shown = f"{100 * found:.2f} % stay, at least {100 * low:.2f} %"
+            self._progress.stage(f"{left:.2f} of the FLOPs on {runtime}: {shown}{best}")
             return found, low
 
         choice = self._chooser.by_keep(asked, stop=lambda: time.monotonic() > self._limit, recall=recall)

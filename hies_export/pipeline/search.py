@@ -179,18 +179,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Scores to select by, and what judges their selections."""
+    """Scores to select by, and what judges their selections; `runtime` names what predicts, where that matters."""
 
     scores: Scores
     judge: Callable[[Selection], Verdict]
+    runtime: str | None = None
 
 
 @dataclass(frozen=True)
 class LargestCut:
     """The largest cut that holds, by the candidate of that number; `candidate` and `verdict` are None where none does.
 
-    `judged` has a mapping for each selection tried, in order: criterion, alpha, number of units removed, and the
-    verdict's numbers.
+    `judged` has a mapping for each selection tried, in order: criterion, alpha, number of units removed, the
+    candidate's runtime if it has one, and the verdict's numbers.
     """
 
     size: int
@@ -205,13 +206,15 @@ def choose_largest(
     *,
     sizes: int,
     at_least: int = 0,
+    near: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> LargestCut:
     """Find the largest cut that holds, and the candidate that allows it, by bisection over evaluations.
 
     A later candidate replaces the best so far only if it allows a larger cut. For most candidates one evaluation rules
     that out. A larger size, in 1..sizes, removes at least as much. Only cuts larger than `at_least` are looked for.
-    Once `stop` says so, nothing more is judged.
+    Once `stop` says so, nothing more is judged. With a guess, `near`, of the first candidate's largest size, sizes are
+    tried from there on.
     """
     judged: list[Mapping[str, Any]] = []
     known: dict[tuple[Any, _Key], Verdict] = {}
@@ -228,10 +231,15 @@ def choose_largest(
                 known[key] = candidate.judge(selection)
                 removed = sum(len(kept.removed) for kept in selection.values())
                 alpha, criterion = candidate.scores.parameters.get("alpha"), candidate.scores.criterion
-                judged.append({"criterion": criterion, "alpha": alpha, "removed": removed, **known[key].numbers})
+                row = {"criterion": criterion, "alpha": alpha, "removed": removed}
+                where = {} if candidate.runtime is None else {"runtime": candidate.runtime}
+                judged.append({**row, **where, **known[key].numbers})
             return known[key].holds
 
-        found = most_within(holds, sizes, at_least=passed)
+        if near is None or number:
+            found = most_within(holds, sizes, at_least=passed)
+        else:
+            found = most_near(holds, sizes, near=near)
         if found > passed:
             passed, best = found, number
             verdict = known[candidate.judge, _key(select(candidate.scores, found))]
@@ -244,9 +252,33 @@ def most_within(passes: Callable[[int], bool], count: int, *, at_least: int = 0)
     Bisection assumes that every size below a passing one passes too. A size that is returned was tried, unless it is
     `at_least`.
     """
-    low, high = at_least, count + 1
-    if low and low < count and not passes(low + 1):
-        return low
+    if at_least and at_least < count and not passes(at_least + 1):
+        return at_least
+    return _bisected(passes, at_least, count + 1)
+
+
+def most_near(passes: Callable[[int], bool], count: int, *, near: int) -> int:
+    """Return the largest size in 1..count that passes, 0 if none does, by bisection that begins around a guess.
+
+    From `near`, in 1..count, sizes are tried upwards if it passes, else downwards, in steps that double.
+    """
+    step = 1
+    if passes(near):
+        low, high = near, near + 1
+        while low < count and passes(high := min(count, low + step)):
+            low, high, step = high, high + 1, 2 * step
+        return _bisected(passes, low, high)
+    low, high = 0, near
+    while high > 1:
+        low = max(1, high - step)
+        if passes(low):
+            return _bisected(passes, low, high)
+        high, step = low, 2 * step
+    return 0
+
+
+def _bisected(passes: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest size between two that passes; `low` passes, or is the least, and `high` does not."""
     while high - low > 1:
         middle = (low + high) // 2
         if passes(middle):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .. import processes
@@ -93,7 +94,7 @@ class Targets:
         found: list[Round] = []
         table = self._table
         if table is None and any(module.kind == MLP for module in scored):
-            table = self._flops_table()
+            table = self._flops_table
         if table is not None:
             least = lowest_ratio(scored, table, self._constraints)
             if least < 1:
@@ -134,7 +135,7 @@ class Targets:
                 lambda: latency_table(prepared.model, prepared.scored, where, unit=unit, progress=self._progress)
             )
         elif budget.flops is not None:
-            table = self._flops_table()
+            table = self._flops_table
         elif budget.parameters is not None:
             table = parameters_table(prepared.model, prepared.scored, unit=unit)
         else:
@@ -163,6 +164,7 @@ class Targets:
             )
         return found
 
+    @cached_property
     def _flops_table(self) -> CostTable:
         prepared, unit = self._prepared, self._constraints.unit
         return flops_table(prepared.model, prepared.scored, batch=next(iter(prepared.measured.values())), unit=unit)
@@ -177,7 +179,7 @@ class Targets:
 
     def flops_left(self, selection: Selection) -> float:
         """Return the share of the dense model's FLOPs that a selection leaves."""
-        return self._flops_table().ratio(self._lost(selection))
+        return self._flops_table.ratio(self._lost(selection))
 
     def where(self, timed: TimedBudget) -> dict[str, Any]:
         """Return where a model is served, by the fields of a budget's outcome."""

@@ -24,7 +24,7 @@ from hies_export.measure.counts import count_flops
 from hies_export.measure.exports import Exporter, ExportOptions
 from hies_export.measure.ratios import is_noisy
 from hies_export.measure.timing import Timing
-from hies_export.pipeline.search import most_within
+from hies_export.pipeline.search import most_near, most_within
 from hies_export.recipe import BudgetSection, PruningRecipe
 from hies_export.select.budget import CostTable
 from hies_export.select.bundles import bundle_count
@@ -81,6 +81,23 @@ def test_bisection_finds_the_last_that_passes(right: int, known: int) -> None:
 
     assert most_within(passes, 8, at_least=known) == max(right, known)
     assert len(tried) <= 5
+
+
+@pytest.mark.parametrize("right", range(9))
+@pytest.mark.parametrize("near", range(1, 9))
+def test_a_guess_makes_the_search_begin_there(right: int, near: int) -> None:
+    tried: list[int] = []
+
+    def passes(step: int) -> bool:
+        tried.append(step)
+        assert 1 <= step <= 8
+        return step <= right
+
+    assert most_near(passes, 8, near=near) == right
+    assert tried[0] == near
+    assert len(set(tried)) == len(tried) <= 6
+    if near == right:
+        assert len(tried) <= 2
 
 
 def test_a_drop_is_what_got_worse() -> None:
@@ -218,7 +235,7 @@ def test_a_ratio_to_float32_counts_what_fewer_bits_save(
         ratio = SimpleNamespace(median=0.9 if model is dense else 0.71)
         return SimpleNamespace(ratio=ratio, noisy=False)
 
-    for module in ("targets", "run"):
+    for module in ("targets", "stages"):
         monkeypatch.setattr(f"hies_export.pipeline.{module}.compare_with_full", compare)
     latency = {"runtime": "torch", "batch": 3, "sequence": 20, "dtype": "bfloat16", "of": "float32"}
     assert run(project, {"latency": latency | {"ratio": 0.75}}) == 0

@@ -74,8 +74,9 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     assert slim.kept == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
     assert slim.at_least == pytest.approx(low, abs=0.02)
     assert slim.at_least >= 0.4
+    on_files = [row for row in served.judged if row["runtime"] == "onnxruntime-cpu"]
     assert {"kept": slim.kept, "at_least": slim.at_least}.items() <= max(
-        served.judged, key=lambda row: row["removed"] if row["at_least"] >= 0.4 else 0
+        on_files, key=lambda row: row["removed"] if row["at_least"] >= 0.4 else 0
     ).items()
     written = json.loads((tmp_path / "out" / "report.json").read_text())
     assert written["details"]["deployment"]["form"] == found.form
