@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+", help="such as sst2, for recipes/minilm-sst2.yaml")
     parser.add_argument("--keep", type=float, default=0.99)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="the first seed, to go on after some")
     parser.add_argument("--rows", type=int, help="evaluation rows; all by default")
     parser.add_argument("--one-source", action="store_true")
     parser.add_argument("--set", dest="fields", action="append", default=[], help="as of hies-export run")
@@ -38,7 +39,7 @@ def main() -> None:
         print(f"\n## {name}, {100 * options.keep:g} % promised{', one source' if options.one_source else ''}\n")
         print("| seed | FLOPs left | kept of held-out rows | at least | kept of evaluation rows | rows | at least |")
         print("| --- " * 7 + "|", flush=True)
-        found = [row_of(name, seed, options) for seed in range(options.seeds)]
+        found = [row_of(name, seed, options) for seed in range(options.first, options.seeds)]
         held = sum(kept >= options.keep for kept in found)
         print(f"\nkept by {held} of {len(found)} seeds; mean {100 * sum(found) / len(found):.2f} %", flush=True)
 

@@ -55,6 +55,12 @@ def _number(variable: str) -> int:
     return int(given) if given.isdecimal() else 1
 
 
+def refuse_several(what: str) -> None:
+    """Refuse to be started several times by a launcher."""
+    if (count := _number("WORLD_SIZE")) > 1:
+        raise RequestError(f"{what} runs in one process, and the launcher started {count}; start it without one")
+
+
 def is_first() -> bool:
     """Return whether this process prints, also before `together` and after it."""
     return _number("WORLD_SIZE") == 1 or os.environ.get("RANK", "0") == "0"

@@ -177,6 +177,10 @@ class Chooser:
         """The candidates of the dense model, whose moments the refits need as well."""
         return Candidates(self._prepared, self._options, self._progress, self._refitting.moments)
 
+    def score(self) -> list[Scores]:
+        """Return the scores of the dense model's units to choose by; they are computed once."""
+        return self._of_dense.by(self._options.criterion)
+
     def flops_left(self, selection: Selection) -> float:
         """Return the share of the dense model's FLOPs that a selection leaves."""
         return self._targets.flops_left(selection)
@@ -336,8 +340,8 @@ class Chooser:
             kind="keep", predictions=asked.predictions, metric=asked.metric, by=asked.by, samples=samples, judged=()
         )
         whole = {module.name: module.kept(range(module.units)) for module in self._prepared.modules}
-        scores = self._of_dense.by(self._options.criterion)[0]
-        return replace(self._choice(_Picked(self._of_dense.statistics, scores, whole), outcome=outcome), refit=None)
+        picked = _Picked(self._of_dense.statistics, self.score()[0], whole)
+        return replace(self._choice(picked, outcome=outcome), refit=None)
 
     def _largest(
         self,
@@ -351,7 +355,7 @@ class Chooser:
         `judges` are by weights of tokens, and have `runtime` predict. Raises PlanError with the `problem` of what was
         judged if none is allowed.
         """
-        scored = self._of_dense.by(self._options.criterion)
+        scored = self.score()
         self._progress.stage("choose how much goes on held-out rows")
         sizes = self._targets.sizes()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from .. import processes
 from ..checkpoint.folders import refuse_existing
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError, RequestError
 from ..evaluate.judge import Judge
@@ -92,6 +93,7 @@ def deploy(
         StepError: A stage failed; no output folder is left behind.
     """
     began = time.monotonic()
+    processes.refuse_several("deploy")
     given = {"keep": keep, "runtimes": runtimes, "minutes": minutes}
     section = {} if recipe.deploy is None else recipe.deploy.model_dump(exclude_unset=True)
     recipe = recipe.with_overrides(
@@ -225,6 +227,7 @@ class Search:
                 f"{100 * (best.at_least or 0.0):.2f} % in its best form ({best.runtime}, {best.bits}); ask for less, "
                 "or give more held-out rows"
             )
+        self._chooser.score()
         found: list[_Found] = []
         for way in order[:SEARCHED]:
             self._progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")

@@ -3,7 +3,7 @@
 import json
 from argparse import ArgumentTypeError
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from scipy.stats import binomtest
@@ -23,8 +23,10 @@ from hies_export import (
     deploy,
 )
 from hies_export.cli.deploy import minutes
+from hies_export.measure.compare import Served
 from hies_export.pipeline import deploy as deploy_module
-from hies_export.pipeline import targets
+from hies_export.pipeline import serving, targets
+from hies_export.pipeline.answer import Answer
 from hies_export.pipeline.journal import CutJournal
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.resolve import resolve
@@ -101,6 +103,28 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+def searched(recipe: PruningRecipe, monkeypatch: pytest.MonkeyPatch, *, keep: float) -> Answer:
+    """Return what a search answers, without the run that follows."""
+    monkeypatch.setattr(deploy_module, "run_stages", lambda *_, answer: answer)
+    return cast("Answer", deploy(recipe, keep=keep))
+
+
+def test_a_runtime_that_fails_in_the_search_leaves_the_others(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(served: Served, *_: Any) -> None:
+        raise ExportError(f"ONNX Runtime must run the graph in {served.dtype}, and stopped")
+
+    monkeypatch.setattr(targets, "SIZES", 2)
+    monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(serving, "predict_served", fail)
+    answer = searched(recipe_of(folder, tmp_path / "out"), monkeypatch, keep=0.4)
+    assert answer.dense.ways[0].search == "ONNX Runtime must run the graph in float32, and stopped"
+    assert (answer.choice.plan.removed, answer.ways) == (0, [("onnxruntime-cpu", "float32")])
+    # What torch judged before is not kept once there is an answer.
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.slow
 def test_an_interrupted_search_judges_no_cut_twice(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -128,9 +152,8 @@ def test_an_interrupted_search_judges_no_cut_twice(
     journal.write_text(journal.read_text() + '["half of a')
     again = True
     # What was judged does not depend on the promise.
-    report = deploy(recipe, keep=0.3)
+    (way,) = searched(recipe, monkeypatch, keep=0.3).dense.ways
     assert not journal.exists()
-    (way,) = report.details.deployment.ways
     known = [(row["kept"], row["at_least"]) for row in way.judged]
     assert set(judged) == set(known)
     assert len(judged) == len(known) > 2
@@ -202,6 +225,12 @@ def test_a_model_and_its_rows_are_enough_for_a_recipe(folder: Path, tmp_path: Pa
     assert (found.data.text, found.data.label) == (("sentence1", "sentence2"), None)
     named = propose_recipe(str(folder / "model"), files={"train": pair}, text=["genre"], label="score", output=tmp_path)
     assert (named.data.text, named.data.label) == (("genre",), "score")
+
+
+def test_several_processes_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RequestError, match="deploy runs in one process, and the launcher started 2; start it without"):
+        deploy(PruningRecipe.from_yaml(folder / "recipe.yaml"))
 
 
 def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
