@@ -190,8 +190,8 @@ def together() -> Iterator[None]:
     """
     global _group
     if _group is not None or _number("WORLD_SIZE") == 1:
-        if _group is None and _number("SLURM_STEP_NUM_TASKS") > 1:
-            logger.warning("srun started several processes, but without WORLD_SIZE each of them does all of the work")
+        if _group is None:
+            _warn_of_one()
         yield
         return
     import torch.distributed as dist
@@ -208,6 +208,18 @@ def together() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def _warn_of_one() -> None:
+    """Warn where a launcher was asked for several processes, and this one does all of the work."""
+    if _number("SLURM_STEP_NUM_TASKS") > 1:
+        logger.warning("srun started several processes, but without WORLD_SIZE each of them does all of the work")
+    # accelerate sets the port for several processes alone, and the world only where it starts them.
+    elif {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+        logger.warning(
+            "accelerate launch was asked for several processes and started one, as it does without several GPUs; start "
+            "them by torchrun, or add --multi_gpu, which starts them on CPUs too"
+        )
+
+
 def _join() -> _Group:
     """Meet the other processes."""
     import torch
@@ -219,7 +231,7 @@ def _join() -> _Group:
     if missing:
         raise RequestError(
             f"one process of several needs {', '.join(VARIABLES)} in its environment, but it lacks "
-            f"{', '.join(missing)}; start it by accelerate launch or torchrun, or set them"
+            f"{', '.join(missing)}; start it by torchrun or accelerate launch, or set them"
         )
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():

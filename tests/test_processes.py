@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -207,3 +209,21 @@ def test_srun_without_world_size_is_warned_of(
     with processes.together():
         assert processes.world() == 1
     assert "without WORLD_SIZE each of them does all of the work" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("count", "multi_gpu", "worlds", "warned"), [(1, "", 1, False), (2, "", 1, True), (2, "--multi_gpu", 2, False)]
+)
+@pytest.mark.slow
+def test_what_accelerate_starts_on_cpus(tmp_path: Path, count: int, multi_gpu: str, worlds: int, warned: bool) -> None:
+    if torch.cuda.device_count() > 1:
+        pytest.skip("with several GPUs accelerate starts what it is told to")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import logging\nlogging.basicConfig()\nfrom hies_export import processes\n"
+        "with processes.together():\n    print('of', processes.world())\n"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", f"--num_processes={count}", *multi_gpu.split()]
+    done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.count(f"of {worlds}") == worlds
+    assert ("was asked for several processes and started one" in done.stderr) is warned

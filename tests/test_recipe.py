@@ -1,10 +1,11 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from support.models import save_project, write_rows
 
-from hies_export.errors import RecipeError
+from hies_export.errors import RecipeError, RequestError
 from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
 
@@ -45,7 +46,6 @@ def test_a_latency_budget_is_met_in_one_dtype() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("held_out", {"split": "validation"}, "held_out.split must not be evaluation.split, got 'validation' for both"),
         ("prun", {}, "prun is not a field of the recipe; did you mean 'prune'"),
         ("prune.alhpa", 0.5, "prune.alhpa is not a field of the recipe; did you mean 'alpha'"),
         ("data.zzz", 1, "data.zzz is not a field of the recipe; the fields here are name, files, text"),
@@ -162,6 +162,36 @@ def test_rows_of_one_class_and_units_that_are_the_same_are_said(
     resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", {"prune.unit": "query"}))
     assert "all 6 calibration rows are of class 1, so heads are scored by that class alone" in caplog.text
     assert "unit: query is the same as unit: group here, because every head of this model has keys and" in caplog.text
+
+
+def test_held_out_rows_of_the_evaluated_split_are_not_evaluated(tmp_path: Path) -> None:
+    prune = {"budget": {"heads": 0.5}, "alpha": "auto"}
+    asked = {"calibration": {"samples": 8}, "held_out": {"split": "validation"}}
+    save_project(tmp_path, train=20, validation=9, prune=prune, **asked)
+
+    def rows(**changes: Any) -> list[list[tuple[int, ...]]]:
+        """Return the token ids of the held-out and the evaluated rows."""
+        changes = {name.replace("__", "."): value for name, value in changes.items()}
+        found = resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", changes))
+        return [
+            sorted(
+                tuple(ids[mask.bool()].tolist())
+                for batch in batches
+                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+            )
+            for batches in (found.prepared.rows.held_out, found.evaluation)
+        ]
+
+    (every,) = [rows(held_out=None)[1]]
+    held_out, evaluated = rows()
+    assert (len(held_out), len(evaluated)) == (4, 5)
+    assert sorted(held_out + evaluated) == every
+    assert rows(calibration__seed=3) == [held_out, evaluated]
+    assert [len(part) for part in rows(held_out__samples=7, evaluation__samples=1)] == [7, 1]
+    with pytest.raises(RequestError, match="fewer than its 9 samples can be held out, got held_out.samples: 9"):
+        rows(held_out__samples=9)
+    with pytest.raises(RecipeError, match="evaluation.rows must be drawn from the others, got first"):
+        rows(evaluation__rows="first")
 
 
 def test_fewer_rows_than_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

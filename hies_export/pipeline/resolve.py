@@ -127,10 +127,7 @@ def resolve(
     load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
     scoring, held_out, compensation = _draw(recipe, load, options, draws)
     if loaded is None:
-        wanted = recipe.evaluation
-        seed = EVALUATION_SEED if wanted.samples is not None and wanted.rows == "drawn" else None
-        rows = load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True)
-        _warn_of_fewer("evaluation.samples", wanted.samples or 0, taken_from(rows), wanted.split)
+        rows = _evaluated(recipe, load)
         model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
     else:
         model = loaded.prepared.model
@@ -310,6 +307,33 @@ def _reader(recipe: PruningRecipe, config: Any) -> Reader:
     )
 
 
+def _evaluated(recipe: PruningRecipe, load: Callable[..., datasets.Dataset]) -> datasets.Dataset:
+    """Return the samples to evaluate on."""
+    wanted = recipe.evaluation
+    if recipe.held_out_of_evaluation:
+        _, rows = _divided(recipe, load)
+        rows = rows.select(range(min(len(rows), wanted.samples or len(rows))))
+        _warn_of_fewer("evaluation.samples", wanted.samples or 0, len(rows), wanted.split)
+        return rows
+    seed = EVALUATION_SEED if wanted.samples is not None and wanted.rows == "drawn" else None
+    rows = load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True)
+    _warn_of_fewer("evaluation.samples", wanted.samples or 0, taken_from(rows), wanted.split)
+    return rows
+
+
+def _divided(recipe: PruningRecipe, load: Callable[..., datasets.Dataset]) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Return the samples of the evaluated split to hold out, and the others, in the same random order for every run."""
+    assert recipe.held_out is not None
+    rows = load(recipe.evaluation.split, samples=None, shuffle_seed=EVALUATION_SEED)
+    count = recipe.held_out.samples or len(rows) // 2
+    if not 0 < count < len(rows):
+        raise RequestError(
+            f"held_out and evaluation share the split {recipe.evaluation.split!r}, so fewer than its {len(rows):,} "
+            f"samples can be held out, got held_out.samples: {count:,}; hold out fewer"
+        )
+    return rows.select(range(count)), rows.select(range(count, len(rows)))
+
+
 def _draw(
     recipe: PruningRecipe, load: Callable[..., datasets.Dataset], options: PruneOptions, draws: Draws
 ) -> tuple[datasets.Dataset, datasets.Dataset, datasets.Dataset]:
@@ -318,7 +342,11 @@ def _draw(
     own = None
     if draws.held_out and recipe.held_out is not None:
         count = recipe.held_out.samples or draws.held_out
-        own = load(recipe.held_out.split, samples=count, shuffle_seed=draws.seed)
+        if recipe.held_out_of_evaluation:
+            own, _ = _divided(recipe, load)
+            own = own.select(range(min(count, len(own))))
+        else:
+            own = load(recipe.held_out.split, samples=count, shuffle_seed=draws.seed)
         draws = replace(draws, held_out=0)
     most = max(draws.scoring + draws.held_out, draws.compensation + draws.held_out * draws.apart)
     drawn = load(split, samples=most, shuffle_seed=draws.seed)

@@ -11,6 +11,14 @@ is for `pipeline.resolve` to find out.
 
 from .reading import sentences
 from .recipe import PruningRecipe
-from .sections import MOST, BudgetSection, CompensationSection, PruneSection
+from .sections import MOST, BudgetSection, CompensationSection, DeploySection, PruneSection
 
-__all__ = ["MOST", "BudgetSection", "CompensationSection", "PruneSection", "PruningRecipe", "sentences"]
+__all__ = [
+    "MOST",
+    "BudgetSection",
+    "CompensationSection",
+    "DeploySection",
+    "PruneSection",
+    "PruningRecipe",
+    "sentences",
+]

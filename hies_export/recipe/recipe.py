@@ -115,12 +115,11 @@ class PruningRecipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _evaluation_is_apart(self) -> PruningRecipe:
-        if self.held_out is not None and self.held_out.split == self.evaluation.split:
+    def _rows_are_apart(self) -> PruningRecipe:
+        if self.held_out_of_evaluation and self.evaluation.rows == "first":
             raise ValueError(
-                f"held_out.split must not be evaluation.split, got {quoted(self.held_out.split)} for both: quality "
-                "would be that of the rows that it was chosen on; use slices, such as validation[:50%] and "
-                "validation[50%:]"
+                f"held_out draws rows of the split that is evaluated, {quoted(self.evaluation.split)}, so "
+                "evaluation.rows must be drawn from the others, got first; leave it out, or hold out another split's"
             )
         return self
 
@@ -150,6 +149,11 @@ class PruningRecipe(Section):
     def with_overrides(self, overrides: dict[str, Any]) -> PruningRecipe:
         """Return the recipe with other values of some fields: dotted field -> value, as for `from_yaml`."""
         return type(self)(**overridden(self.model_dump(exclude_unset=True), overrides))
+
+    @property
+    def held_out_of_evaluation(self) -> bool:
+        """Whether the held-out rows are of the split that is evaluated, which is then divided."""
+        return self.held_out is not None and self.held_out.split == self.evaluation.split
 
     @property
     def inputs(self) -> dict[str, str | Path]:

@@ -137,9 +137,10 @@ class HeldOutSection(Section):
     does better there than on new rows, and choices are made for rows that it knows.
 
     Attributes:
-        split: Split of the data set, or a slice of one such as "validation[:50%]"; not the one that is evaluated on.
+        split: Split of the data set, or a slice of one such as "validation[:50%]". If it is the one that is evaluated,
+            the held-out rows are drawn from it and the others are evaluated.
         samples: How many rows to draw; by default 256 for alpha, 512 for a criterion, and 1,024 for
-            `max_drop` and `keep`.
+            `max_drop` and `keep`, of an evaluated split at most half.
     """
 
     split: str

@@ -115,7 +115,7 @@ def test_a_runtime_that_fails_in_the_search_leaves_the_others(
     def fail(served: Served, *_: Any) -> None:
         raise ExportError(f"ONNX Runtime must run the graph in {served.dtype}, and stopped")
 
-    monkeypatch.setattr(targets, "SIZES", 2)
+    monkeypatch.setattr(targets, "SIZES", 6)
     monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
     monkeypatch.setattr(serving, "predict_served", fail)
     answer = searched(recipe_of(folder, tmp_path / "out"), monkeypatch, keep=0.4)
@@ -216,6 +216,11 @@ def test_a_model_and_its_rows_are_enough_for_a_recipe(folder: Path, tmp_path: Pa
     (column,) = recipe.data.text
     assert column in json.loads(files["train"].read_text().splitlines()[0])
     assert (recipe.task, recipe.data.label, recipe.evaluation.split) == ("text-classification", "label", "validation")
+    assert recipe.held_out is None, "too few rows"
+    some = propose_recipe(str(folder / "model"), files=files, keep=0.5, output=tmp_path)
+    count = len(files["validation"].read_text().splitlines())
+    assert (some.held_out.split, some.held_out.samples) == ("validation", 2 * count // 3)
+    assert some.deploy.keep == 0.5
     alone = propose_recipe(str(folder / "model"), files={"rows": files["train"]}, output=tmp_path)
     assert (alone.calibration.split, alone.evaluation.split) == ("rows[:80%]", "rows[80%:]")
     pair = tmp_path / "pair.jsonl"
