@@ -91,7 +91,7 @@ def replace_file(file: Path, text: str) -> None:
     with hidden_folder(file) as temporary:
         written = temporary / file.name
         written.write_text(text, encoding="utf-8")
-        written.replace(file)
+        replace(written, file)
 
 
 def refuse_other_file(file: Path, what: str, is_ours: Callable[[str], bool]) -> None:

@@ -7,11 +7,12 @@ what can be locked is left over. On file systems without locks, and on Windows, 
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -47,11 +48,38 @@ def hidden_folder(output: Path) -> Iterator[Path]:
             _remove(folder)
 
 
-def replace(folder: Path, output: Path) -> None:
-    """Put a folder that lies in a hidden one in the place of the output; what was there goes with the hidden folder."""
-    if output.exists():
-        output.rename(folder.with_name(output.name + REPLACED))
-    folder.rename(output)
+def replace(written: Path, output: Path) -> None:
+    """Put a file or folder that lies in a hidden one in the place of the output, and have both outlast a power loss.
+
+    A folder that was there goes with the hidden one.
+    """
+    lasting = _is_to_last(output)
+    if lasting:
+        for path in (written, *written.rglob("*")):
+            _to_disk(path)
+    if written.is_dir() and output.exists():
+        output.rename(written.with_name(output.name + REPLACED))
+    written.replace(output)
+    if lasting:
+        _to_disk(output.parent)
+
+
+def _is_to_last(output: Path) -> bool:
+    """Return whether an output stays: not one in the system's temporary folder, nor part of another being written."""
+    parents = output.absolute().parents
+    return Path(tempfile.gettempdir()) not in parents and not any((parent / OWNER).exists() for parent in parents)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk: a name alone may outlast a power loss."""
+    if path.is_symlink() or (path.is_dir() and platform.system() == "Windows"):
+        return
+    with suppress(OSError) if path.is_dir() else nullcontext():  # some file systems sync no folders
+        descriptor = os.open(path, os.O_RDWR if platform.system() == "Windows" else os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def clean_up(output: Path) -> None:

@@ -26,6 +26,39 @@ def write(folder: Path, text: str = "text") -> Path:
     return folder
 
 
+def test_what_appears_is_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power loss, a name on the disk without its bytes would be a checkpoint of zeros."""
+    seen: list[str] = []
+    fsync, move = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        seen.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def moved(self: Path, target: Path) -> Path:
+        seen.append(f"to {target.name}")
+        return move(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", moved)
+    write(tmp_path / "temporary")
+    assert seen == ["to temporary"]
+    seen.clear()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+    write(tmp_path / "out")
+    place = seen.index("to out")
+    assert sorted(seen[:place]) == [MARKER, "a.json", "b.json", "out", "sub"]
+    assert seen[place + 1 :] == [tmp_path.name]
+    seen.clear()
+    replace_file(tmp_path / "page.html", "text")
+    assert seen == ["page.html", "to page.html", tmp_path.name]
+    seen.clear()
+    with new_folder(tmp_path / "run") as run:
+        write(run / "slim")
+        assert seen == ["to slim"], "the run's own end is soon enough"
+    assert "a.json" in seen
+
+
 # What --overwrite replaces.
 
 
