@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from ..errors import RequestError
 from ..recipe import PruningRecipe
 from ..report.report import Report
+from ..stream.skeleton import fetch
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,14 @@ class RunRecord:
         )
 
     def model_at(self, folder: Path) -> str | None:
-        """Return the path or Hub id of the dense model of today; None if there is none, or a revision was asked for."""
+        """Return the path or Hub id of the dense model of today; None if there is none.
+
+        Of a Hub model with a revision, it is the folder of the commit that the run read.
+        """
         model = str(self.recipe["model"])
         if not os.path.isabs(model):
-            return None if self.recipe.get("revision") else model
+            asked = self.recipe.get("revision")
+            return str(fetch(model, self.digests.get("model", asked))) if asked else model
         model = self._moved(model, folder)
         return model if os.path.isdir(model) else None
 

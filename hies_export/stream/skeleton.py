@@ -27,17 +27,19 @@ from .renaming import Step, loading_steps
 SIDE_FILES = (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *COMPANIONS)
 
 
-def fetch(model: str | Path) -> Path:
-    """Return the folder of a checkpoint, after fetching what a Hub id needs."""
-    read_config(model)
+def fetch(model: str | Path, revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint, after fetching what a Hub id needs, of a revision if one is given."""
+    read_config(model, **({} if revision is None else {"revision": revision}))
     if Path(model).is_dir():
         return Path(model)
     try:
         with hub_or_cache(model, "model"):
-            folder = Path(snapshot_download(str(model), allow_patterns=[*SIDE_FILES, SAFE_WEIGHTS_NAME]))
+            folder = Path(
+                snapshot_download(str(model), allow_patterns=[*SIDE_FILES, SAFE_WEIGHTS_NAME], revision=revision)
+            )
             if not (folder / SAFE_WEIGHTS_NAME).is_file() and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
                 files = sorted(set(read_weight_map(folder / SAFE_WEIGHTS_INDEX_NAME).values()))
-                folder = Path(snapshot_download(str(model), allow_patterns=[*SIDE_FILES, *files]))
+                folder = Path(snapshot_download(str(model), allow_patterns=[*SIDE_FILES, *files], revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise RequestError(f"the files of {model} must be at hand or on the Hub, but: {error}") from error
     return folder

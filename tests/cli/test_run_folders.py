@@ -95,6 +95,26 @@ def compared(monkeypatch: Any, told: Any) -> Any:
     return run
 
 
+def test_bench_takes_the_revision_of_the_dense_model_along(
+    ran: Path, tmp_path: Path, compared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(ran, tmp_path / "run"))
+    values = json.loads((run / "report.json").read_text())
+    record = values["details"]["run"]
+    record["recipe"] |= {"model": "me/dense", "revision": "half"}
+    record["digests"]["model"] = "c0ffee"
+    (run / "report.json").write_text(json.dumps(values))
+    fetched: list[tuple[str, str]] = []
+
+    def snapshot(model: str, revision: str) -> Path:
+        fetched.append((model, revision))
+        return ran.parent / "model"
+
+    monkeypatch.setattr("hies_export.pipeline.provenance.fetch", snapshot)
+    assert compared(run) == (str(ran.parent / "model"), str(run / "slim"))
+    assert fetched == [("me/dense", "c0ffee")]
+
+
 def test_bench_of_runs_takes_exports_where_only_those_are_timed(ran: Path, tmp_path: Path, compared: Any) -> None:
     run, alone = tmp_path / "run", tmp_path / "alone.gguf"
     shutil.copytree(ran, run)
