@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
@@ -85,8 +85,13 @@ class Rewrite:
 
     def write(self, folder: Path, max_shard_size: int | str, progress: Progress) -> None:
         """Write the weights of the slim checkpoint, in the files and the layout of `save_pretrained`."""
-        split = split_torch_state_dict_into_shards(
-            self.written, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        # As `save_pretrained` does: views of one tensor, such as the experts of a merged one, go into one file.
+        split = split_state_dict_into_shards_factory(
+            self.written,
+            get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+            get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
         )
         with contextlib.ExitStack() as stack:
             writers = {}
