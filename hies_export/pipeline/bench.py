@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,13 @@ def bench(
     with tempfile.TemporaryDirectory(prefix="hies-bench-") as temporary:
         places = [(folder, Path(temporary) / name) for folder, name in zip(folders, ("first", "second"), strict=True)]
         # All exports come first, because one may be refused.
-        exports = {
-            (runtime, dtype): [_exported(folder, runtime, dtype, place) for folder, place in places]
-            for runtime, dtype in asked
-            if not RUNTIMES[runtime].reads_models
-        }
+        exports: dict[tuple[str, str], list[Path]] = {}
+        for folder, place in places:
+            checkpoint = cache(partial(load, folder, dtype=torch.float32))
+            for runtime, dtype in asked:
+                if not RUNTIMES[runtime].reads_models:
+                    found = _exported(folder, runtime, dtype, place, checkpoint)
+                    exports.setdefault((runtime, dtype), []).append(found)
         for runtime, dtype in asked:
             sources: Any = exports.get((runtime, dtype)) or [_loaded(folder, dtype) for folder in folders]
             rows += time_on(
@@ -155,14 +158,16 @@ def _loaded(folder: Path, dtype: str) -> PreTrainedModel:
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _exported(folder: Path, runtime: str, dtype: str, temporary: Path) -> Path:
+def _exported(
+    folder: Path, runtime: str, dtype: str, temporary: Path, checkpoint: Callable[[], PreTrainedModel]
+) -> Path:
     """Return what a runtime reads: the folder, or its checkpoint's export in a temporary one, written once."""
     if _format(folder) is not None:
         return folder
     options = ExportOptions.best_for(runtime, dtype)
     place = temporary / f"{options.format}-{options.provider}-{options.dtype}"
     if not place.exists():
-        model = load(folder, dtype=torch.float32)
+        model = checkpoint()
         tokenizer = load_processor(folder, task="text-generation") if options.format == "gguf" else None
         Exporter(options, synthetic_batch(model, batch=2, sequence=16), tokenizer).export(model, place)
     return place

@@ -26,6 +26,7 @@ import hies_export
 from hies_export.errors import RequestError
 from hies_export.evaluate.judge import stability
 from hies_export.evaluate.predict import predict
+from hies_export.pipeline import bench as benching
 from hies_export.pipeline.bench import bench
 from hies_export.pipeline.resolve import resolve
 from hies_export.recipe import PruningRecipe
@@ -393,6 +394,28 @@ def test_models_of_different_vocabularies_read_the_tokens_of_the_smaller(tmp_pat
     for first, second in (("large", "small"), ("small", "large")):
         (row,) = bench(tmp_path / first, tmp_path / second, shapes=[(4, 16)], repeats=2)
         assert (row.batch, row.sequence) == (4, 16)
+
+
+def test_a_checkpoint_is_loaded_once_for_all_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bert().save_pretrained(tmp_path / "model")
+    loaded: list[Path] = []
+    exported: list[tuple[str, str]] = []
+
+    def load(folder: Path, **_: Any) -> Any:
+        loaded.append(folder)
+        return bert()
+
+    def export(self: Any, model: Any, folder: Path, *_: Any) -> None:
+        folder.mkdir(parents=True)
+        exported.append((folder.parent.name, self.options.dtype))
+
+    monkeypatch.setattr(benching, "load", load)
+    monkeypatch.setattr(benching.Exporter, "export", export)
+    monkeypatch.setattr(benching, "time_on", lambda *_, **__: [])
+    model = tmp_path / "model"
+    bench(model, model, runtimes=["onnxruntime-cpu"], dtypes=["float32", "float16"], shapes=[(1, 8)])
+    assert exported == [(place, dtype) for place in ("first", "second") for dtype in ("float32", "float16")]
+    assert loaded == [model, model], "once for each of the two that are compared"
 
 
 def test_images_must_be_of_one_size(tmp_path: Path) -> None:
