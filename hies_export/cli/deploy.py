@@ -119,6 +119,5 @@ def propose(options: Namespace) -> PruningRecipe:
         text=options.text,
         image=options.image,
         label=options.label,
-        **({} if options.keep is None else {"keep": options.keep}),
         output=options.output or Path("runs/deploy"),
     )

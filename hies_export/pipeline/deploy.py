@@ -31,6 +31,7 @@ from .choose import Choice, Chooser
 from .journal import CutJournal
 from .options import Budget, KeepBudget, TimedBudget
 from .prepare import Prepared
+from .propose import with_held_out
 from .quality import cut_beside
 from .resolve import Resolved, export_options, options_of, resolve
 from .serving import predict_served
@@ -74,7 +75,8 @@ def deploy(
     After an interruption, the same call judges no cut again: see `CutJournal`.
 
     Args:
-        recipe: Model, data, and how units are scored and refitted; its budget is not used.
+        recipe: Model, data, and how units are scored and refitted; its budget is not used. If it holds out no rows, the
+            promise is made on some of the evaluated split, see `with_held_out`.
         keep: Share of the dense model's predictions on held-out rows that must stay, in (0, 1); by default that of the
             recipe's section `deploy`, or 0.99.
         runtimes: What may be deployed on; by default the section's, or all that is installed.
@@ -114,6 +116,7 @@ def deploy(
         )
     promise = KeepBudget(predictions=asked.keep)
     progress.stage("load the model and the data")
+    recipe = with_held_out(recipe, asked.keep)
     options = replace(options_of(recipe), budget=Budget(keep=promise))
     resolved = resolve(recipe, options=options, runtimes=())
     commit = getattr(resolved.prepared.model.config, "_commit_hash", None)

@@ -13,7 +13,7 @@ from ..checkpoint.classes import load_config
 from ..data.rows import hub_splits, load_rows, taken_from
 from ..errors import DataError, RequestError, listed
 from ..evaluate.interval import rows_needed
-from ..recipe import DeploySection, PruningRecipe
+from ..recipe import PruningRecipe
 from ..tasks import TASKS, Task
 from .memory import LABELS, task_by_class, usual_columns
 
@@ -44,13 +44,9 @@ def propose_recipe(
     text: Sequence[str] = (),
     image: str | None = None,
     label: str | None = None,
-    keep: float = DeploySection().keep,
     output: Path,
 ) -> PruningRecipe:
     """Return a recipe that scores and refits by `criterion: auto`, on heads and neurons, to deploy.
-
-    The model was often trained on the split that units are scored on, and is surer of those rows than of new ones. So
-    the promise is made on two thirds of the rows that are evaluated otherwise, if these are enough to tell.
 
     Args:
         model: Checkpoint folder or Hub id; the class in its config says the task.
@@ -59,7 +55,6 @@ def propose_recipe(
         text: Text columns; by default those that leave no choice.
         image: Image column; likewise.
         label: Label column; likewise, and none where there is none.
-        keep: Share of the predictions that is promised.
         output: Folder of the result.
 
     Raises:
@@ -72,9 +67,6 @@ def propose_recipe(
     evaluated = next((split for split in _EVALUATED if split in splits and split != first), None)
     calibration, evaluation = (f"{first}{_FIRST}", f"{first}{_LAST}") if evaluated is None else (first, evaluated)
     source: dict[str, Any] = {"name": name} if files is None else {"files": dict(files)}
-    held_out = None
-    if evaluated is not None:
-        held_out = _held_out(taken_from(load_rows(name=name, files=files, split=evaluated, samples=1)), evaluated, keep)
     given = {"text": tuple(text), "image": image, "label": label}
     columns: dict[str, Any] = {key: value for key, value in given.items() if value}
     if not text and image is None:
@@ -85,23 +77,31 @@ def propose_recipe(
         task=task.name,
         data={**source, **columns},
         calibration={"split": calibration, "samples": 256},
-        **({} if held_out is None else {"held_out": held_out}),
         evaluation={"split": evaluation, "samples": 2000},
         prune={
             "modules": ["attention", "mlp"],
             "criterion": "auto",
             "compensation": {"method": "least_squares", "samples": 1024},
         },
-        deploy={"keep": keep},
+        deploy={},
         output=output,
     )
 
 
-def _held_out(rows: int, split: str, keep: float) -> dict[str, Any] | None:
-    """Return the section of the rows that the promise is made on; None for further rows of those to score on."""
+def with_held_out(recipe: PruningRecipe, keep: float) -> PruningRecipe:
+    """Return a recipe that says which rows a promise is made on.
+
+    The model was often trained on the split that units are scored on, and is surer of those rows than of new ones. So
+    where another split is evaluated and nothing is held out, two thirds of its rows are, if these are enough to tell.
+    """
+    split = recipe.evaluation.split
+    apart = split.partition("[")[0] != recipe.calibration.split.partition("[")[0]
+    if recipe.held_out is not None or not apart or recipe.evaluation.rows == "first" or TASKS[recipe.task].generative:
+        return recipe
+    rows = taken_from(load_rows(name=recipe.data.name, files=recipe.data.files, split=split, samples=1))
     count = min(HELD_OUT, 2 * rows // 3)
     if count >= rows_needed(keep):
-        return {"split": split, "samples": count}
+        return recipe.with_overrides({"held_out": {"split": split, "samples": count}})
     logger.warning(
         "the split %r has %s rows, too few to promise %g %% on some and to check it on the others: the promise is made "
         "on rows that the model may have been trained on, and new ones may keep less",
@@ -109,7 +109,7 @@ def _held_out(rows: int, split: str, keep: float) -> dict[str, Any] | None:
         f"{rows:,}",
         100 * keep,
     )
-    return None
+    return recipe
 
 
 def _task_of(model: str) -> Task:

@@ -28,7 +28,7 @@ from hies_export.pipeline import deploy as deploy_module
 from hies_export.pipeline import serving, targets
 from hies_export.pipeline.answer import Answer
 from hies_export.pipeline.journal import CutJournal
-from hies_export.pipeline.propose import propose_recipe
+from hies_export.pipeline.propose import propose_recipe, with_held_out
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import HeldOut
 from hies_export.recipe import PruningRecipe
@@ -70,7 +70,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     times = {0: 1.0, 1: slim.times[found.step].ratio}
     keeping = [number for number, form in enumerate((dense, slim)) if form.at_least >= 0.4]
     assert found.form == min(keeping, key=lambda number: times[number])
-    rows = resolve(recipe_of(folder, tmp_path / "out")).prepared.rows.held_out
+    rows = resolve(with_held_out(recipe_of(folder, tmp_path / "out"), 0.4)).prepared.rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
     low = binomtest(sum(same), len(same)).proportion_ci(0.95, method="exact").low
     assert slim.kept == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
@@ -216,11 +216,6 @@ def test_a_model_and_its_rows_are_enough_for_a_recipe(folder: Path, tmp_path: Pa
     (column,) = recipe.data.text
     assert column in json.loads(files["train"].read_text().splitlines()[0])
     assert (recipe.task, recipe.data.label, recipe.evaluation.split) == ("text-classification", "label", "validation")
-    assert recipe.held_out is None, "too few rows"
-    some = propose_recipe(str(folder / "model"), files=files, keep=0.5, output=tmp_path)
-    count = len(files["validation"].read_text().splitlines())
-    assert (some.held_out.split, some.held_out.samples) == ("validation", 2 * count // 3)
-    assert some.deploy.keep == 0.5
     alone = propose_recipe(str(folder / "model"), files={"rows": files["train"]}, output=tmp_path)
     assert (alone.calibration.split, alone.evaluation.split) == ("rows[:80%]", "rows[80%:]")
     pair = tmp_path / "pair.jsonl"
@@ -236,6 +231,18 @@ def test_several_processes_are_refused(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RequestError, match="deploy runs in one process, and the launcher started 2; start it without"):
         deploy(PruningRecipe.from_yaml(folder / "recipe.yaml"))
+
+
+def test_a_promise_is_made_on_rows_that_are_not_scored_on(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = PruningRecipe.from_yaml(folder / "recipe.yaml")
+    count = len((folder / "validation.jsonl").read_text().splitlines())
+    found = with_held_out(recipe, 0.5).held_out
+    assert found is not None
+    assert (found.split, found.samples) == ("validation", 2 * count // 3)
+    assert with_held_out(recipe, 0.99) == recipe
+    assert f"the split 'validation' has {count} rows, too few to promise 99 % on some" in caplog.text
+    for kept in ({"held_out": {"split": "train[50%:]"}}, {"evaluation.split": "train[50%:]"}):
+        assert with_held_out(other := recipe.with_overrides(kept), 0.5) == other
 
 
 def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
