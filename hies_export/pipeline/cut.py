@@ -61,7 +61,8 @@ def cut(
     progress.stage("cut, and compare with the masked model")
     model, modules = prepared.model, prepared.modules
     plan = given.plan if isinstance(given, Choice) else given
-    slim = prune_units(model, plan, modules)
+    # What was just chosen needs no check that it is of these weights.
+    slim = prune_units(model, plan.kept if isinstance(given, Choice) else plan, modules)
     cut_max_abs = compare_cut(model, slim, plan, modules, prepared.sample)
     fits: list[LayerFit] = []
     if refit is not None:

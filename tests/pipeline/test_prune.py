@@ -32,7 +32,9 @@ from transformers.utils import logging
 
 import hies_export
 from hies_export import HiesError, PruningPlan, PruningRecipe, prune
+from hies_export.pipeline import choose as choosing
 from hies_export.pipeline.resolve import resolve
+from hies_export.slim import cut as cutting
 
 BOTH = ["attention", "mlp"]
 REFIT = {"method": "least_squares", "samples": 64}
@@ -193,6 +195,18 @@ def test_a_given_plan_is_cut_and_refitted(unharmed: Any) -> None:
     assert len(refitted.fits) == sum(bool(kept.removed) for kept in plan.kept.values())
     with pytest.raises(hies_export.RequestError, match="with plan=, of the options only compensation applies, got bu"):
         prune(model, batches, plan=plan, budget={"heads": 0.5})
+
+
+def test_weights_are_hashed_once_for_a_plan_of_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+    for module in (choosing, cutting):
+        name, real = module.__name__.rpartition(".")[2], module.fingerprint
+        monkeypatch.setattr(module, "fingerprint", lambda *a, name=name, real=real: hashed.append(name) or real(*a))
+    model, batches = bert(), texts()
+    plan = prune(model, batches, budget={"heads": 0.5}).plan
+    assert hashed == ["choose"]
+    prune(model, batches, plan=plan)
+    assert hashed == ["choose", "cut"], "a plan from elsewhere is checked"
 
 
 def test_text_without_labels_is_its_own_label(unharmed: Any) -> None:
