@@ -46,10 +46,13 @@ class Given:
         """Return the first rows with their labels, each a batch of one without padding."""
         return self.batches(count, size=1)
 
-    def batches(self, count: int, *, size: int) -> list[dict[str, np.ndarray]]:
-        """Return the first rows with their labels in batches, padded to the longest row of each."""
+    def batches(self, count: int, *, size: int, alike: bool = False) -> list[dict[str, np.ndarray]]:
+        """Return the first rows with labels in batches, each padded to its longest; if `alike`, sorted by length."""
         with np.load(self.folder / "rows.npz") as stored:
             arrays = {name: stored[name][:count] for name in stored.files}
+        if alike:
+            order = arrays["attention_mask"].sum(-1).argsort(kind="stable")
+            arrays = {name: array[order] for name, array in arrays.items()}
         found = []
         for start in range(0, len(arrays["labels"]), size):
             some = {name: array[start : start + size] for name, array in arrays.items()}
@@ -67,6 +70,10 @@ class Way:
     make: Callable[[Given, Path], None]
 
 
+class Stopped(Exception):
+    """What a tool that runs as a program of its own said when it stopped."""
+
+
 def main(ways: Mapping[str, Way]) -> None:
     """Write one way's file; where that fails, the reason stands in `form.json`, and the status is 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -82,6 +89,7 @@ def main(ways: Mapping[str, Way]) -> None:
         way.make(Given(options.given), out)
     except Exception as error:  # a tool's own, of any class
         traceback.print_exc()
-        form["problem"] = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0][:200]
+        kind = "" if isinstance(error, Stopped) else f"{type(error).__name__}: "
+        form["problem"] = f"{kind}{error}".strip().splitlines()[0][:200]
     (out / "form.json").write_text(json.dumps(form))
     sys.exit("problem" in form)

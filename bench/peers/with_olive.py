@@ -6,6 +6,7 @@ Source: https://microsoft.github.io/Olive/how-to/cli/cli-optimize.html, and exam
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,34 +14,33 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peers.program import Given, Way, main
+from peers.program import Given, Stopped, Way, main
 
 os.environ["OLIVE_DISABLE_TELEMETRY"] = "1"
 TASK = "text-classification"
+# The last line of a traceback.
+ERROR = re.compile(r"[\w.]*Error: ")
 
 
 def optimise(given: Given, out: Path, *more: str) -> None:
     """Run `olive optimize`."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            str(Path(sys.executable).with_name("olive")),
-            "optimize",
-            "-m",
-            str(given.checkpoint.resolve()),
-            "-t",
-            TASK,
-        ]
-        command += ["--device", "cpu", "--provider", "CPUExecutionProvider", "--precision", "int8", "-o", folder, *more]
-        done = subprocess.run(command, text=True, capture_output=True, check=False, cwd=folder)
-        print(done.stdout, done.stderr, sep="\n")
-        if done.returncode or not list(Path(folder).rglob("*.onnx")):
-            said = [line for line in done.stderr.splitlines() if line[:1].isalpha() and "Error" in line]
-            raise RuntimeError(f"olive optimize stopped: {said[-1] if said else 'no file'}")
-        take(Path(folder), out)
+        command = [str(Path(sys.executable).with_name("olive")), "optimize", "-t", TASK, "-o", "out", *more]
+        command += ["-m", str(given.checkpoint.resolve())]
+        command += ["--device", "cpu", "--provider", "CPUExecutionProvider", "--precision", "int8"]
+        # Its cache is in the working folder.
+        done = subprocess.run(
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, cwd=folder
+        )
+        print(done.stdout)
+        if not (Path(folder) / "out").is_dir() or not list((Path(folder) / "out").rglob("*.onnx")):
+            said = [line for line in done.stdout.splitlines() if ERROR.match(line)]
+            raise Stopped(said[-1] if said else "it wrote no file")
+        take(Path(folder) / "out", out)
 
 
 def exporter(given: Given, out: Path) -> None:
-    """Run it with an exporter that knows encoders; it then quantises from a data set that it downloads."""
+    """Run it with an exporter that knows encoders; it then quantises statically, from a data set of the Hub."""
     optimise(given, out, "--exporter", "torchscript_exporter")
 
 
