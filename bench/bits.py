@@ -1,14 +1,13 @@
-"""Prune models by their recipes, and print both models in float32 and in fewer bits side by side, and what others make.
+"""Prune models by their recipes, and print both models in float32 and in fewer bits side by side.
 
 python bench/bits.py OUT stsb:0.7 stsb:0.6 [--seeds 3] [--other SPLIT=FILE] [--shapes bert-base llama]
 
 Each run is `hies-export run recipes/minilm-NAME.yaml` with a budget of FLOPs and `export.quantize: int8`; one that OUT
-has is not repeated. Every form runs all evaluation rows: in float32 and in 8 bits in ONNX Runtime, in bfloat16 in
-OpenVINO where that is installed, and of other tools by their defaults ONNX Runtime's optimiser and quantiser and, where
-it is installed, NNCF. Agreement is with the dense float32 model. Times are ratios to the dense float32 graph in ONNX
-Runtime, all from one interleaved run of the first seed's models, with a control. `--other` also predicts the rows of
-another source, of which neither calibration nor refit saw any, and says how many predictions stay. `--shapes` also
-times models with random weights, cut like the first seed's model.
+has is not repeated. Every form runs all evaluation rows: in float32 and in 8 bits in ONNX Runtime, and in bfloat16 in
+OpenVINO where that is installed. Agreement is with the dense float32 model. Times are ratios to the dense float32 graph
+in ONNX Runtime, all from one interleaved run of the first seed's models, with a control. `--other` also predicts the
+rows of another source, of which neither calibration nor refit saw any, and says how many predictions stay. `--shapes`
+also times models with random weights, cut like the first seed's model. `scripts/peers` has the files of other tools.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from forms import SHAPES, bytes_of, print_base, time_cells
 from models import LLAMA_SMALL, WIDTHS, Shape, cut_like, llama
 
 from hies_export import PruningPlan
 from hies_export.evaluate.judge import Judge
-from hies_export.measure.compare import Served, Step, compare_forms
+from hies_export.measure.compare import Served, compare_forms
 from hies_export.measure.counts import count_both_flops, count_parameters
-from hies_export.measure.latency import LatencyComparison
 from hies_export.measure.machine import machine_facts
 from hies_export.measure.timing import Timing
 from hies_export.onnx.export import export_onnx
@@ -37,30 +36,9 @@ from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
 from hies_export.pipeline.serving import predict_served
 from hies_export.recipe import PruningRecipe
-from hies_export.runtimes.base import register_runtime
-from hies_export.runtimes.openvino import OpenVinoRuntime
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-SHAPES = ((1, 128), (8, 128))
 SHAPED = {"bert-base": WIDTHS["bert-base"], "llama": llama("LLaMA", **LLAMA_SMALL)}
-CALIBRATION = 300  # rows, NNCF's default
-
-
-@register_runtime("openvino-ir")
-class OpenVinoFile(OpenVinoRuntime):
-    """A model in OpenVINO's own format, which NNCF writes."""
-
-    def __init__(self, source: str | Path, *, threads: int):
-        import openvino
-
-        self._model = openvino.Core().compile_model(
-            str(Path(source) / "model.xml"),
-            "CPU",
-            {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"},
-        )
-        self.threads = int(self._model.get_property("INFERENCE_NUM_THREADS"))
-        self.inputs = tuple(value.any_name for value in self._model.inputs)
-        self.outputs, self._cache_sizes = ("logits",), {}
 
 
 class Spoken:
@@ -137,12 +115,6 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
             served[f"{what} int8"] = [Served("onnxruntime-cpu-int8", source) for source in sources]
             if find_spec("openvino") is not None:
                 served[f"{what} bfloat16, OpenVINO"] = [Served("openvino", source, "bfloat16") for source in sources]
-        for make in (fused_by_ort, dynamic_by_ort, static_by_nncf):
-            try:
-                name, form = make(prepared.model, dense, prepared.rows.calibration, folder)
-                served[name] = [form]
-            except Exception as error:  # another tool's, of any class
-                print(f"{make.__name__}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
         timed = compare_forms([forms[0] for forms in served.values()], prepared.measured, timing=Timing(repeats=30))
         times = time_cells(timed, len(served))
         metric = prepared.judged.metrics[0]
@@ -156,7 +128,11 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
                 what: [judge.of(predict_served(form, judge.batches)) for form in forms]
                 for what, judge in judges.items()
             }
-            cells = [name, size_of(forms[0]), *(spread([one.stability for one in of]) for of in found.values())]
+            cells = [
+                name,
+                f"{bytes_of(forms[0]) / 1e6:.1f} MB",
+                *(spread([one.stability for one in of]) for of in found.values()),
+            ]
             cells.append(f"{np.mean([one.metrics[metric] for one in found['evaluation rows']]):.4f}")
             print(f"| {' | '.join([*cells, *times[number]])} |", flush=True)
     print_base(timed)
@@ -190,33 +166,6 @@ def print_shape(shape: Shape, plan: Path) -> None:
     print_base(timed)
 
 
-def time_cells(timed: dict[Step, list[LatencyComparison]], count: int) -> list[list[str]]:
-    """Return the times of every form by shape, as ratios to the first form; of that one the control's."""
-    rows: list[list[str]] = []
-    for number in range(count):
-        rows.append([])
-        for comparisons in timed.values():
-            one = comparisons[max(0, number - 1)]
-            ratio = one.ratio if number else one.control
-            rows[-1].append(f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]{'*' * one.noisy}")
-    return rows
-
-
-def print_base(timed: dict[Step, list[LatencyComparison]]) -> None:
-    """Print the time of the dense float32 form."""
-    for ((batch, sequence), phase), (first, *_) in timed.items():
-        print(f"dense float32, {phase} {batch} x {sequence}: {first.dense.p50_ms:.2f} ms, {first.threads} threads")
-    print("The first row's times are those of a second copy, the control; * is a noisy one.")
-
-
-def size_of(form: Served) -> str:
-    """Return the size of the largest file that is loaded, in MB; in 8 bits that of the written form beside it."""
-    folder = Path(str(form.source))
-    if form.runtime.endswith("int8"):
-        folder = folder.with_name(f"{folder.name}-int8")
-    return f"{max(file.stat().st_size for file in folder.iterdir() if file.is_file()) / 1e6:.1f} MB"
-
-
 def spread(shares: Sequence[float]) -> str:
     """Return the mean of shares in percent, with the lowest and the highest."""
     low, high = min(shares), max(shares)
@@ -236,66 +185,6 @@ def judge_of_other(recipe: PruningRecipe, rows: str) -> Judge:
     )
     resolved = resolve(other)
     return Judge.on(resolved.prepared.model, resolved.evaluation, **vars(resolved.prepared.judged))
-
-
-def fused_by_ort(model: Any, dense: Path, rows: Sequence[Any], folder: Path) -> tuple[str, Served]:
-    """Export by torch.onnx, and fuse by ONNX Runtime's own optimiser for BERT, by its defaults."""
-    from onnxruntime.transformers.optimizer import optimize_model
-
-    (folder / "fused").mkdir()
-    names = ("input_ids", "attention_mask", "token_type_ids")
-    given = {name: torch.ones(2, 16, dtype=torch.int64) for name in names}
-    dynamic = {name: {0: "batch", 1: "sequence"} for name in names}
-    plain = str(folder / "fused" / "plain.onnx")
-    model.set_attn_implementation("eager")
-    torch.onnx.export(
-        model,
-        (),
-        plain,
-        kwargs=given,
-        input_names=list(names),
-        output_names=["logits"],
-        dynamic_axes=dynamic,
-        dynamo=False,
-    )
-    heads, width = model.config.num_attention_heads, model.config.hidden_size
-    made = optimize_model(plain, model_type="bert", num_heads=heads, hidden_size=width)
-    made.save_model_to_file(str(folder / "fused" / "model.onnx"))
-    kinds = made.get_fused_operator_statistics()
-    print({name: count for name, count in kinds.items() if count})
-    return "dense float32, torch.onnx and onnxruntime.transformers", Served("onnxruntime-cpu", folder / "fused")
-
-
-def dynamic_by_ort(model: Any, dense: Path, rows: Sequence[Any], folder: Path) -> tuple[str, Served]:
-    """Quantise by onnxruntime.quantization's dynamic mode, by its defaults."""
-    from onnxruntime.quantization import quantize_dynamic
-
-    (folder / "ort").mkdir()
-    quantize_dynamic(dense / "model.onnx", folder / "ort" / "model.onnx")
-    return "dense int8, onnxruntime.quantization, dynamic", Served("onnxruntime-cpu", folder / "ort")
-
-
-def static_by_nncf(model: Any, dense: Path, rows: Sequence[Any], folder: Path) -> tuple[str, Served]:
-    """Quantise by NNCF's post-training mode for Transformers, by its defaults, for OpenVINO."""
-    import nncf
-    import openvino
-
-    graph = openvino.Core().read_model(str(dense / "model.onnx"))
-    names = [value.any_name for value in graph.inputs]
-
-    def inputs(row: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        filled = {**row, "token_type_ids": row.get("token_type_ids", torch.zeros_like(row["input_ids"]))}
-        return {name: filled[name].numpy() for name in names}
-
-    single = [
-        {key: value[i : i + 1] for key, value in batch.items()}
-        for batch in rows
-        for i in range(len(batch["input_ids"]))
-    ]
-    made = nncf.quantize(graph, nncf.Dataset(single[:CALIBRATION], inputs), model_type=nncf.ModelType.TRANSFORMER)
-    (folder / "nncf").mkdir()
-    openvino.save_model(made, str(folder / "nncf" / "model.xml"))
-    return "dense int8, NNCF on OpenVINO", Served("openvino-ir", folder / "nncf")
 
 
 if __name__ == "__main__":

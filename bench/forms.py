@@ -1,0 +1,78 @@
+"""Hold what benchmarks of many files of one model share: runtimes of files as they come, sizes, and cells of tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hies_export.measure.compare import Served, Step
+from hies_export.measure.latency import LatencyComparison
+from hies_export.runtimes.base import register_runtime
+from hies_export.runtimes.openvino import OpenVinoRuntime
+from hies_export.runtimes.ort import onnx_file
+
+SHAPES = ((1, 128), (8, 128))
+
+
+@register_runtime("openvino-default")
+class OpenVinoDefault(OpenVinoRuntime):
+    """An ONNX file, or one of OpenVINO's own, in OpenVINO, in the precision that it chooses by itself."""
+
+    hints = ()
+
+    def __init__(self, source: str | Path, *, threads: int):
+        import openvino
+
+        own = Path(source) / "model.xml"
+        file = own if own.is_file() else onnx_file(source, self.name)
+        # Alone on the threads that every other runtime gets; OpenVINO would take all cores.
+        options = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
+        self._model = openvino.Core().compile_model(str(file), "CPU", options)
+        self.threads = int(self._model.get_property("INFERENCE_NUM_THREADS"))
+        self.inputs = tuple(value.any_name for value in self._model.inputs)
+        self.outputs, self._cache_sizes = ("logits",), {}
+
+    def fetch(self, result: Any) -> dict[str, np.ndarray]:
+        """Return the first output, which a converted model may call anything, as float32 logits."""
+        return {"logits": np.array(result.get_output_tensor(0).data, dtype=np.float32)}
+
+
+def time_cells(timed: Mapping[Step, list[LatencyComparison]], count: int) -> list[list[str]]:
+    """Return the times of every form by shape as cells of a table."""
+    return [[time_cell(time) for time in times] for times in times_of(timed, count)]
+
+
+def time_cell(time: Mapping[str, Any]) -> str:
+    """Return a ratio with its interval, starred where it is noisy."""
+    return f"{time['ratio']:.3f} [{time['low']:.3f}, {time['high']:.3f}]{'*' * time['noisy']}"
+
+
+def times_of(timed: Mapping[Step, list[LatencyComparison]], count: int) -> list[list[dict[str, Any]]]:
+    """Return the times of every form by shape: ratios to the first form, with 95 % intervals; of that the control's."""
+    rows: list[list[dict[str, Any]]] = []
+    for number in range(count):
+        rows.append([])
+        for ((batch, sequence), _), comparisons in timed.items():
+            one = comparisons[max(0, number - 1)]
+            ratio = one.ratio if number else one.control
+            found = {"ratio": ratio.median, "low": ratio.low, "high": ratio.high, "noisy": one.noisy}
+            rows[-1].append({"batch": batch, "sequence": sequence, **found})
+    return rows
+
+
+def print_base(timed: Mapping[Step, list[LatencyComparison]]) -> None:
+    """Print the time of the dense float32 form."""
+    for ((batch, sequence), phase), (first, *_) in timed.items():
+        print(f"dense float32, {phase} {batch} x {sequence}: {first.dense.p50_ms:.2f} ms, {first.threads} threads")
+    print("The first row's times are those of a second copy, the control; * is a noisy one.")
+
+
+def bytes_of(form: Served) -> int:
+    """Return the size of the largest file that is loaded; in 8 bits that of the written form beside it."""
+    folder = Path(str(form.source))
+    if form.runtime.endswith("int8") and not folder.name.endswith("int8"):
+        folder = folder.with_name(f"{folder.name}-int8")
+    return max(file.stat().st_size for file in folder.iterdir() if file.is_file())
