@@ -114,7 +114,7 @@ def run_stages(
             )
             ways = form_ways(resolved.measure, options.export.quantize) if answer is None else answer.ways
             held_out = None if answer is None else answer.dense.judge
-            same = result.plan.removed == 0
+            same = not any(kept.removed for kept in result.plan.kept.values())
             timing = resolved.measure.timing
             forms = judge_forms(prepared, sources, judge, ways, timing, held_out, same=same, progress=progress)
             deployed = judge_exported(exports[options.export], folder, judge, forms)
