@@ -60,6 +60,8 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     assert slim.kept == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
     assert slim.at_least == pytest.approx(low, abs=0.02)
     assert slim.at_least >= 0.4
+    assert slim.stability_low < slim.stability < slim.stability_high
+    assert dense.stability_low < dense.stability == dense.stability_high == 1
     assert {"kept": slim.kept, "at_least": slim.at_least}.items() <= max(
         served.judged, key=lambda row: row["removed"] if row["at_least"] >= 0.4 else 0
     ).items()
