@@ -31,6 +31,11 @@ def lower_share(same: torch.Tensor, samples: torch.Tensor | None = None) -> floa
     return float(stats.beta.ppf((1 - CONFIDENCE) / 2, right, count - right + 1))
 
 
+def share_ends(same: torch.Tensor, samples: torch.Tensor | None = None) -> tuple[float, float]:
+    """Return both ends of that interval; the upper one leaves out at least as many as differ."""
+    return lower_share(same, samples), 1 - lower_share(~same, samples)
+
+
 def _effective_size(same: torch.Tensor, samples: torch.Tensor, share: float) -> float:
     """Return how many independent predictions would give a share with the variance that these have."""
     _, place, sizes = samples.unique(return_inverse=True, return_counts=True)

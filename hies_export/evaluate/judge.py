@@ -15,7 +15,7 @@ import torch
 from ..data.batches import Batch
 from ..errors import DataError
 from ..progress import SILENT, Progress
-from .interval import CONFIDENCE, lower_share
+from .interval import CONFIDENCE, lower_share, share_ends
 from .metrics import METRICS, check_metrics, quality_loss
 from .predict import ChoicePredictions, Predictions, TokenPredictions, predict, predicted, references
 
@@ -104,10 +104,12 @@ class Judge:
 
     def kept(self, predictions: Predictions) -> tuple[float, float]:
         """Return the share of predictions that equal the dense model's, and the lower end of its 95 % interval."""
-        same, samples = self.agreement(predictions), None
-        if isinstance(self.dense, TokenPredictions) and not self.dense.answers:
-            samples = self.dense.sample
-        return same.double().mean().item(), lower_share(same, samples)
+        same = self.agreement(predictions)
+        return same.double().mean().item(), lower_share(same, self._samples)
+
+    def kept_ends(self, predictions: Predictions) -> tuple[float, float]:
+        """Return both ends of the interval of that share."""
+        return share_ends(self.agreement(predictions), self._samples)
 
     def lost(self, predictions: Predictions, *, resamples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """Return how much worse the first metric is than the dense model's, and the upper end of its 95 % interval.
@@ -128,6 +130,12 @@ class Judge:
 
         losses = [loss(generator.integers(len(wanted), size=len(wanted))) for _ in range(resamples)]
         return loss(slice(None)), float(np.quantile(losses, (1 + CONFIDENCE) / 2))
+
+    @property
+    def _samples(self) -> torch.Tensor | None:
+        """Sample of every prediction; None where each has its own."""
+        of_tokens = isinstance(self.dense, TokenPredictions) and not self.dense.answers
+        return self.dense.sample if of_tokens else None  # type: ignore[union-attr]
 
     @property
     def _labelled(self) -> bool:

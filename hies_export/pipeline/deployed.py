@@ -73,7 +73,8 @@ def judge_forms(
         predictions = predict_served(served, judge.batches)
         qualities.append(judge.of(predictions))
         kept = (None, None) if held_out is None else held_out.kept(predict_served(served, held_out.batches))
-        ends.append({"stability_low": judge.kept(predictions)[1], "kept": kept[0], "at_least": kept[1]})
+        low, high = judge.kept_ends(predictions)
+        ends.append({"stability_low": low, "stability_high": high, "kept": kept[0], "at_least": kept[1]})
     if not found:
         return []
     progress.stage("time all forms of both models")

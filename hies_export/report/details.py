@@ -271,8 +271,8 @@ class Form:
         bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8".
         bytes: Size of the exported file; None where the runtime reads no export.
         quality: The first metric.
-        stability, stability_low: Share of predictions that equal the dense model's, and the lower end of its 95 %
-            interval.
+        stability: Share of predictions that equal the dense model's.
+        stability_low, stability_high: Ends of its 95 % interval.
         times: A row for each shape and phase. Of the first form they are those of its control.
         kept, at_least: Where something is promised, the share of predictions of the held-out rows that stay, and the
             lower end of its 95 % interval.
@@ -286,6 +286,7 @@ class Form:
     stability: FiniteFloat
     times: list[FormTime]
     stability_low: float | None = None
+    stability_high: float | None = None
     kept: float | None = None
     at_least: float | None = None
 

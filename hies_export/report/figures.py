@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.folders import replace_file
 from .drawing import MapFigure, latency_scale, neuron_bars
+from .frontier import FrontierFigure, frontier_figure
 from .html import alpha_curves, head_figures
 from .jinja import environment
 from .report import Report
 from .text import held_out_rows
 
 CAPTIONS = {
+    "frontier.svg": "Agreement with the dense model against time, and the frontier of what is fastest for how much",
     "head-maps.svg": "Numbers of every head, and the plan; crosses mark the heads that were cut",
     "neurons.svg": "Feed-forward neurons that every layer keeps",
     "latency.svg": "Time of the slim model relative to the dense one, beside the dense one against itself",
@@ -31,11 +33,17 @@ class Panel(NamedTuple):
     svg: str
 
 
+def draw_frontier(figure: FrontierFigure) -> str:
+    """Return agreement against time, as one SVG that needs nothing else."""
+    return arrange([Panel("", _draw("frontier", figure))], width=figure.width)
+
+
 def draw_report(report: Report) -> dict[str, str]:
     """Return the figures of `CAPTIONS`, file name -> SVG; one that the run has no numbers for is left out."""
     bars = neuron_bars(report.details.neurons)
     chosen = f"on {held_out_rows(report)}; alpha {report.alpha:g} was chosen" if report.alpha is not None else ""
     curves = alpha_curves(report)
+    picture = frontier_figure(report)
     panels = {
         "head-maps.svg": map_panels(head_figures(report)),
         "neurons.svg": [Panel(f"{bars.title} {bars.note}", _draw("unit_bars", bars, 16))] if bars else [],
@@ -44,7 +52,8 @@ def draw_report(report: Report) -> dict[str, str]:
         else [],
         "alpha.svg": [Panel(f"{curve.label}, {chosen}", _draw("curve", curve)) for curve in curves],
     }
-    return {name: arrange(drawn) for name, drawn in panels.items() if drawn}
+    frontier = {"frontier.svg": draw_frontier(picture)} if picture else {}
+    return frontier | {name: arrange(drawn) for name, drawn in panels.items() if drawn}
 
 
 def map_panels(figures: Sequence[MapFigure]) -> list[Panel]:
@@ -56,18 +65,19 @@ def map_panels(figures: Sequence[MapFigure]) -> list[Panel]:
     ]
 
 
-def arrange(panels: Sequence[Panel], *, legend: Callable[[int], str] | None = None) -> str:
+def arrange(panels: Sequence[Panel], *, width: int = _WIDTH, legend: Callable[[int], str] | None = None) -> str:
     """Return panels, two in a row, and a legend of their whole width below, as one SVG that needs nothing else."""
     columns = min(2, len(panels))
-    inner, placed, top = columns * (_WIDTH + _GAP) - _GAP, [], _GAP
+    inner, placed, top = columns * (width + _GAP) - _GAP, [], _GAP
     for first in range(0, len(panels), columns):
         row = panels[first : first + columns]
-        heights = [_height(panel.svg, _WIDTH) for panel in row]
+        heights = [_height(panel.svg, width) for panel in row]
+        top += _TITLE if any(panel.title for panel in row) else 0
         for column, (panel, height) in enumerate(zip(row, heights, strict=True)):
-            placed.append((panel, _GAP + column * (_WIDTH + _GAP), top, _WIDTH, height))
-        top += _TITLE + max(heights) + _GAP
+            placed.append((panel, _GAP + column * (width + _GAP), top, width, height))
+        top += max(heights) + _GAP
     if legend is not None:
-        placed.append((Panel("", below := legend(inner)), _GAP, top - _TITLE, inner, _height(below, inner)))
+        placed.append((Panel("", below := legend(inner)), _GAP, top, inner, _height(below, inner)))
         top += placed[-1][-1] + _GAP
     template = environment().get_template("figure.svg.j2")
     return template.render(placed=placed, width=inner + 2 * _GAP, height=top, title=_TITLE)

@@ -1,122 +1,292 @@
-"""Place the picture of agreement against time: a point for every form of both models, and the frontier through them."""
+"""Place the picture of agreement against time: a point for everything that was measured, the frontier through them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .details import deciding_step, relative_times
+from .details import Form, deciding_step, relative_times
+from .labels import LINE, TEXT, Area, Label, Place, Segment, place_labels, text_width
 from .report import Report
 from .rows import form_name, form_step
+from .text import runtime_name
+
+Ends = tuple[float, float]
 
 WIDTH = 600
-_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 585, 16, 296
-# Where the number of a point may stand beside it, the best first, in units of the SVG.
-_BESIDE = [
-    (0, -16),
-    (0, 26),
-    (16, 5),
-    (-16, 5),
-    (14, -12),
-    (-14, -12),
-    (14, 20),
-    (-14, 20),
-    (30, 5),
-    (-30, 5),
-    (0, -32),
-]
+# The axes, in units of the SVG. Above them is the name of the upright one and room for names of points at 100 %.
+AXES = Area(84, 78, 586, 390)
+# Where something is promised, the upright axis ends where five times as many answers differ; the rest lies below.
+_WORST = 5
 
 
-class FrontierPoint(NamedTuple):
-    """A form: its place and intervals, the place of its number, its name, and what it says on its own."""
+class Measured(NamedTuple):
+    """A model as something runs it: its time and agreement, as shares of the dense model's, with their intervals.
+
+    Attributes:
+        name: Lines of text beside its point; without them the point has no intervals either.
+        kind: CSS class: whose it is.
+        shape: Number of its mark.
+        note: What the point says of itself.
+        series: A thin line joins those of the same series, whose first name is that of the line.
+    """
+
+    name: tuple[str, ...]
+    time: float
+    same: float
+    time_ends: Ends
+    same_ends: Ends
+    kind: str
+    shape: int
+    note: str
+    chosen: bool = False
+    series: tuple[str, ...] = ()
+
+
+class Mark(NamedTuple):
+    """A point: its place, its CSS class, the number of its shape, its intervals, its note and the name of its line."""
 
     x: float
     y: float
-    x_ends: tuple[float, float]
-    y_low: float
-    label: tuple[float, float]
-    model: str
-    name: str
+    kind: str
+    shape: int
+    whiskers: Sequence[Segment]
     note: str
     chosen: bool
+    of: str
+
+
+class Trail(NamedTuple):
+    """A thin line: its CSS class, its name and its places."""
+
+    kind: str
+    of: str
+    places: Sequence[Place]
+
+
+class Shape(NamedTuple):
+    """What a mark in the legend means: its CSS class and the number of its shape, and the text."""
+
+    kind: str
+    shape: int
+    text: str
+
+
+class Key(NamedTuple):
+    """An entry of the legend: its place, its text, and what stands before it: a mark, or a sample or number by name."""
+
+    x: float
+    y: float
+    sample: Shape | str
+    text: str
 
 
 @dataclass(frozen=True)
 class FrontierFigure:
-    """Agreement upwards, time to the right; `line` is the frontier, and `promise` the height of what was promised."""
+    """Agreement upwards, time to the right.
 
-    points: Sequence[FrontierPoint]
-    line: Sequence[tuple[float, float]]
+    Attributes:
+        line: The frontier, from the fastest on.
+        labels: Names of points, or their numbers in the legend.
+        promise: Height of what was promised.
+        across, upwards: Names of the axes.
+        text: The frontier in words.
+        height: Of the whole, with the legend.
+    """
+
+    marks: Sequence[Mark]
+    trails: Sequence[Trail]
+    line: Sequence[Place]
+    labels: Sequence[tuple[Label, str]]
+    keys: Sequence[Key]
     x_ticks: Sequence[tuple[float, str]]
     y_ticks: Sequence[tuple[float, str]]
     promise: float | None
-    axis: str
+    across: str
+    upwards: str
+    text: str
+    height: float
+    axes: Area = AXES
+    width: int = WIDTH
+    spacing: int = LINE
 
 
-def frontier_figure(report: Report) -> FrontierFigure | None:
-    """Return the picture of a report's forms at the shape that decides; None where there are none, or time is noisy."""
+def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> FrontierFigure | None:
+    """Return the picture of a report's forms, and of other tools', at the shape that decides.
+
+    None where there are no forms, or all times are noisy.
+    """
     forms, found = report.details.forms, report.details.deployment
     step = deciding_step(forms)
     if step is None:
         return None
-    times = relative_times(forms, step)
-    lows = [form.stability if form.stability_low is None else form.stability_low for form in forms]
-    least = min([*lows, *([] if found is None else [found.promise])])
-    x_from, y_from = math.floor(10 * (min(0.9, *times) - 0.03)) / 10, 1 - _round_up((1 - least) * 1.02)
-    x_to = max(1.0, *(form.times[step].ratio_high for form in forms))
-
-    def across(ratio: float) -> float:
-        return _LEFT + (_RIGHT - _LEFT) * (ratio - x_from) / (x_to - x_from)
-
-    def up(share: float) -> float:
-        return _BOTTOM - (_BOTTOM - _TOP) * (share - y_from) / (1 - y_from)
-
-    places = [(across(ratio), up(form.stability)) for ratio, form in zip(times, forms, strict=True)]
-    labels = _beside(places)
-    points = [
-        FrontierPoint(
-            *place,
-            x_ends=(across(max(form.times[step].ratio_low, x_from)), across(form.times[step].ratio_high)),
-            y_low=up(low),
-            label=label,
-            model=form.model,
-            name=form_name(form, forms),
+    word, tolerance = report.details.stability_of, report.details.stability_tolerance
+    dense = f"{forms[0].model} {forms[0].bits}"
+    chosen = None if found is None else found.form
+    runtimes = list(dict.fromkeys(map(_runtime, forms)))
+    measured = [
+        Measured(
+            name=(f"{form.model} {form.bits}", *([f"{time:.2f} of the time"] if number == chosen else ())),
+            time=time,
+            same=form.stability,
+            time_ends=(form.times[step].ratio_low, form.times[step].ratio_high),
+            same_ends=_same_ends(form),
+            kind="slim" if form.model == "slim" else "other",
+            shape=runtimes.index(_runtime(form)),
             note=f"{form_name(form, forms)}: {time:.2f} of the time, {form.stability:.1%} same",
-            chosen=found is not None and found.form == number,
+            chosen=number == chosen,
         )
-        for number, (form, time, place, low, label) in enumerate(zip(forms, times, places, lows, labels, strict=True))
+        for number, (form, time) in enumerate(zip(forms, relative_times(forms, step), strict=True))
     ]
-    best, line = 0.0, []
-    for number in sorted(range(len(forms)), key=lambda number: (times[number], -forms[number].stability)):
-        if forms[number].stability > best:
-            best = forms[number].stability
-            line.append(places[number])
-    x_steps = range(math.ceil(10 * x_from), math.floor(10 * x_to) + 1)
-    return FrontierFigure(
-        points=points,
-        line=line,
-        x_ticks=[(across(number / 10), f"{number / 10:.1f}") for number in x_steps],
-        y_ticks=[(up(share), f"{100 * share:.4g}%") for share in (y_from, (1 + y_from) / 2, 1.0)],
-        promise=None if found is None else up(found.promise),
-        axis=f"share of dense {forms[0].bits}'s time at {form_step(forms[0].times[step])}".replace(" x ", " × "),
+    return place_frontier(
+        [*measured, *(one._replace(shape=len(runtimes)) for one in others)],
+        shapes=[
+            *(Shape("other", number, name) for number, name in enumerate(runtimes)),
+            *([Shape("peer", len(runtimes), "another tool")] if others else []),
+        ],
+        promise=None if found is None else found.promise,
+        across=f"time, share of {dense}'s at {form_step(forms[0].times[step])}".replace(" x ", " × "),
+        upwards=f"same {word}s as {dense}" if tolerance is None else f"{word}s within {tolerance:g} of {dense}'s",
     )
 
 
-def _round_up(share: float) -> float:
-    """Return a round share that is at least as large."""
-    return next((step for step in (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5) if step >= share), 1.0)
+def _runtime(form: Form) -> str:
+    return runtime_name(form.runtime.removesuffix("-int8"))
 
 
-def _beside(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return where the number of each point stands, off all points and the numbers before it where that can be."""
-    taken = list(places)
-    labels = []
-    for x, y in places:
-        free = [(x + right, y + down) for right, down in _BESIDE]
-        apart = (spot for spot in free if all(abs(spot[0] - a) > 13 or abs(spot[1] - 5 - b) > 14 for a, b in taken))
-        label = next((spot for spot in apart if _LEFT - 30 < spot[0] < WIDTH - 8 and spot[1] > 10), free[0])
-        labels.append(label)
-        taken.append((label[0], label[1] - 5))
-    return labels
+def _same_ends(form: Form) -> Ends:
+    """Return the interval of a form's agreement; an end that is not known is the agreement itself."""
+    low, high = form.stability_low, form.stability_high
+    return form.stability if low is None else low, form.stability if high is None else high
+
+
+def frontier(found: Sequence[Measured]) -> list[int]:
+    """Return those that nothing else beats in time without losing agreement, from the fastest on."""
+    best, line = -1.0, []
+    for number in sorted(range(len(found)), key=lambda number: (found[number].time, -found[number].same)):
+        if found[number].same > best:
+            best = found[number].same
+            line.append(number)
+    return line
+
+
+def place_frontier(
+    found: Sequence[Measured],
+    *,
+    across: str,
+    upwards: str,
+    shapes: Sequence[Shape] = (),
+    interval: str = "95 % interval",
+    promise: float | None = None,
+) -> FrontierFigure:
+    """Return the picture of everything that was measured; `shapes` and `interval` are what marks and bars mean."""
+    named = [one for one in found if one.name]
+    x_from = max(0, math.floor(10 * (min(0.9, *(one.time for one in found)) - 0.05))) / 10
+    x_to = max(1.0, *(one.time_ends[1] for one in named), *(one.time for one in found))
+    floor = 0.0 if promise is None else 1 - _WORST * (1 - promise)
+    lows = [one.same_ends[0] if one.name else one.same for one in found if one.same >= floor]
+    apart = next(tenths for tenths in (1, 2, 5, 10, 20, 50, 100, 10**6) if 10 * (x_to - x_from) / tenths <= 10)
+    step, y_from = _scale(min([*lows, *([] if promise is None else [promise])]))
+
+    def right(ratio: float) -> float:
+        return AXES.left + (AXES.right - AXES.left) * (max(ratio, x_from) - x_from) / (x_to - x_from)
+
+    def up(share: float) -> float:
+        return AXES.bottom - (AXES.bottom - AXES.top) * (max(share, y_from) - y_from) / (1 - y_from)
+
+    places = [(right(one.time), up(one.same)) for one in found]
+    marks = [
+        Mark(
+            *place,
+            kind=one.kind,
+            shape=one.shape,
+            whiskers=[
+                (right(one.time_ends[0]), place[1], right(one.time_ends[1]), place[1]),
+                (place[0], up(one.same_ends[0]), place[0], up(one.same_ends[1])),
+            ]
+            if one.name
+            else [],
+            note=one.note,
+            chosen=one.chosen,
+            of=one.series[0] if one.series else "",
+        )
+        for one, place in zip(found, places, strict=True)
+    ]
+    best = frontier(found)
+    line = [places[number] for number in best]
+    series = dict.fromkeys(one.series for one in found if one.series)
+    texts = [_text(one, below=one.same < y_from) for one in found]
+    segments = [(*start, *end) for start, end in itertools.pairwise(line)]
+    labels = place_labels(
+        places,
+        texts,
+        within=Area(AXES.left + 2, LINE + 4, WIDTH - 4, AXES.bottom + LINE / 2),
+        lines=[*segments, *segments, *(part for mark in marks for part in mark.whiskers)],
+    )
+    numbered = [
+        (label.lines[0], ", ".join(text))
+        for text, label in zip(texts, labels, strict=True)
+        if label and label.lines != text
+    ]
+    samples: list[tuple[Shape | str, str]] = [(one, one.text) for one in shapes] if len(shapes) > 1 else []
+    samples += [("frontier", "frontier"), ("interval", interval)]
+    if promise is not None:
+        samples.append(("promise", f"{100 * promise:g} % promised, on held-out rows"))
+    keys, height = _legend(samples, numbered)
+    return FrontierFigure(
+        marks=marks,
+        trails=[_trail(name, found, places) for name in series],
+        line=line,
+        labels=[(label, "best" if one.chosen else "") for one, label in zip(found, labels, strict=True) if label],
+        keys=keys,
+        x_ticks=[
+            (right(tenth / 10), f"{tenth / 10:.1f}")
+            for tenth in range(round(10 * x_from), math.floor(10 * x_to) + 1)
+            if tenth % apart == 0
+        ],
+        y_ticks=[
+            (up(1 - number * step), f"{100 * (1 - number * step):.4g} %")
+            for number in range(round((1 - y_from) / step) + 1)
+        ],
+        promise=None if promise is None else up(promise),
+        across=across,
+        upwards=upwards,
+        text=f"{upwards} against {across}. The frontier: " + "; ".join(found[number].note for number in best),
+        height=height,
+    )
+
+
+def _scale(least: float) -> tuple[float, float]:
+    """Return the distance of the numbers on the upright axis, at most five of them, and where it begins."""
+    lost = max(1 - least, 1e-3)
+    steps = (base * 10.0**power for power in range(-4, 1) for base in (1, 2, 5))
+    step = next(step for step in steps if lost / step <= 4)
+    return step, max(0.0, 1 - step * math.ceil(round(lost / step, 6)))
+
+
+def _trail(series: tuple[str, ...], found: Sequence[Measured], places: Sequence[Place]) -> Trail:
+    """Return the line through the points of a series, from the fastest on."""
+    members = sorted((place, one.kind) for one, place in zip(found, places, strict=True) if one.series == series)
+    return Trail(members[0][1], series[0], [place for place, _ in members])
+
+
+def _text(one: Measured, *, below: bool) -> tuple[str, ...]:
+    """Return the lines of a name, with the agreement of what lies below the axis."""
+    return (*one.name[:-1], f"{one.name[-1]} ↓ {100 * one.same:.0f} %") if one.name and below else one.name
+
+
+def _legend(*parts: Sequence[tuple[Shape | str, str]]) -> tuple[list[Key], float]:
+    """Return the entries of the legend below the axes, each part on lines of its own, and the height of the picture."""
+    left, y, keys = 14.0, AXES.bottom + 2 * LINE + 12, []
+    for part in filter(None, parts):
+        x, y = left, y + LINE + 3
+        for sample, text in part:
+            width = 26 + text_width(text)
+            if x > left and x + width > WIDTH:
+                x, y = left, y + LINE + 3
+            keys.append(Key(x, y, sample, text))
+            x += width + TEXT
+    return keys, y + 12

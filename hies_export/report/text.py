@@ -59,9 +59,9 @@ def criterion_text(report: Report) -> str:
 
 
 def runtime_name(name: str) -> str:
-    """Return a runtime as a sentence writes it: "ONNX Runtime", "ONNX Runtime (cuda)", "torch"."""
+    """Return a runtime as a sentence writes it: "ONNX Runtime", "ONNX Runtime (cuda)", "OpenVINO", "torch"."""
     if not name.startswith("onnxruntime-"):
-        return name
+        return {"openvino": "OpenVINO", "llamacpp": "llama.cpp"}.get(name, name)
     kind = name.removeprefix("onnxruntime-").removeprefix("cpu").removeprefix("-")
     return f"ONNX Runtime ({kind})" if kind else "ONNX Runtime"
 

@@ -147,14 +147,14 @@ def alpha_axis(rows: Sequence[Row]) -> Axis:
 
 
 def time_axis(rows: Sequence[Row]) -> Axis:
-    """Return the axis of the measured time, faster models on the right; a budget goes to the mean of its times."""
+    """Return the axis of the measured time, faster models on the left; a budget goes to the mean of its times."""
     times: dict[tuple[str, str, float], list[float]] = {}
     for row in rows:
         times.setdefault(_timed_with(row), []).append(row["latency_ratio"])
     means = {key: statistics.fmean(values) for key, values in times.items()}
     low, high = min(means.values()), max(means.values())
-    ticks = [(-value, f"{100 * value:.3g}", "") for value in _nice(low, high, count=6) if low <= value <= high]
-    return Axis(lambda row: -means[_timed_with(row)], ticks, "measured time, % of the dense model's")
+    ticks = [(value, f"{100 * value:.3g}", "") for value in _nice(low, high, count=6) if low <= value <= high]
+    return Axis(lambda row: means[_timed_with(row)], ticks, "measured time, % of the dense model's")
 
 
 def _timed_with(row: Row) -> tuple[str, str, float]:

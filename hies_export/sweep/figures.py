@@ -20,6 +20,7 @@ from ..report.schemas import SWEEP, SWEEP_DETAILS, SweepFigures, SweepFile
 from ..score.criteria import score_units
 from ..values import Calibration, Statistics
 from .charts import COLOURED, Axis, Row, Style, chart, line_styles
+from .frontier import sweep_frontier
 from .page import Panel, alpha_panels, budget_panels, by_compensation, drawn_rows, timed_panels
 from .tables import COMPENSATIONS, budget_name, budget_of, budgets_of, line_name, of_first_size
 
@@ -28,7 +29,7 @@ def draw_sweep(folder: Path) -> dict[str, str]:
     """Return the figures of a finished sweep, file name -> SVG.
 
     A figure without data is left out: `calibration-size` needs two sizes, `seeds` two seeds, `alpha-sensitivity` three
-    given alphas, `head-maps` the criterion his or hies, and `quality-latency` and `stability-latency` measured times.
+    given alphas, `head-maps` the criterion his or hies, and `frontier` and `quality-latency` measured times.
 
     Raises:
         RequestError: The folder holds no finished sweep.
@@ -44,8 +45,8 @@ def draw_sweep(folder: Path) -> dict[str, str]:
     drawn = {
         "quality": _curves(by_budget, styles, only=1),
         "stability": _curves(by_budget, styles, only=0),
-        "quality-latency": _curves(by_time, styles, only=1),
-        "stability-latency": _curves(by_time, styles, only=0),
+        "frontier": _frontier(shown, styles),
+        "quality-latency": _curves(by_time, styles),
         "head-maps": head_maps(details),
         "alpha-sensitivity": _curves(
             by_alpha, {line.name: line.style for panel in by_alpha for line in panel.charts[0].lines}
@@ -54,6 +55,12 @@ def draw_sweep(folder: Path) -> dict[str, str]:
         "seeds": seeds(rows),
     }
     return {f"{name}.svg": svg for name, svg in drawn.items() if svg}
+
+
+def _frontier(rows: Sequence[Row], styles: Mapping[str, Style]) -> str:
+    """Return stability by the measured time; nothing without times."""
+    picture = sweep_frontier(rows, styles, legend=True)
+    return figures.draw_frontier(picture) if picture else ""
 
 
 def _curves(panels: Sequence[Panel], styles: Mapping[str, Style], *, only: int | None = None) -> str:

@@ -15,6 +15,7 @@ from ..report.jinja import environment
 from ..report.rows import Table, environment_table
 from ..report.schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
 from .charts import Chart, Style, alpha_axis, budget_axis, chart, line_styles, time_axis
+from .frontier import sweep_frontier
 from .tables import (
     COMPENSATIONS,
     Row,
@@ -82,6 +83,7 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
             seeds=len({row["seed"] for row in rows}),
             panels=budget_panels(shown, styles),
             timed=timed_panels(shown, styles),
+            picture=sweep_frontier(shown, styles),
             alphas=alphas,
             alpha_styles={line.name: line.style for panel in alphas for line in panel.charts[0].lines},
             left_out=len({line_name(r, rows) for r in rows}) - len(styles),
@@ -146,16 +148,16 @@ def budget_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Pane
     """Return stability and quality by the budget, a panel per compensation."""
     axis = budget_axis(rows)
     return [
-        Panel(COMPENSATIONS[compensation], _both(alike, rows, axis, styles))
+        Panel(COMPENSATIONS[compensation], _charts(alike, rows, axis, styles, ("stability", "quality")))
         for compensation, alike in by_compensation(rows).items()
     ]
 
 
 def timed_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel]:
-    """Return the same by the measured time; nothing where nothing was timed."""
+    """Return quality by the measured time; nothing where nothing was timed. `sweep_frontier` is of the stability."""
     timed = [row for row in rows if row.get("latency_ratio") is not None]
     return [
-        Panel(COMPENSATIONS[compensation], _both(alike, timed, time_axis(timed), styles))
+        Panel(COMPENSATIONS[compensation], _charts(alike, timed, time_axis(timed), styles, ("quality",)))
         for compensation, alike in by_compensation(timed).items()
     ]
 
@@ -166,11 +168,10 @@ def by_compensation(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {name: [row for row in rows if row["compensation"] == name] for name in names}
 
 
-def _both(rows: Sequence[Row], everything: Sequence[Row], axis: Any, styles: Mapping[str, Style]) -> list[Chart]:
-    return [
-        chart(rows, quantity, axis, styles, name=lambda row: line_name(row, everything))
-        for quantity in ("stability", "quality")
-    ]
+def _charts(
+    rows: Sequence[Row], everything: Sequence[Row], axis: Any, styles: Mapping[str, Style], quantities: Sequence[str]
+) -> list[Chart]:
+    return [chart(rows, quantity, axis, styles, name=lambda row: line_name(row, everything)) for quantity in quantities]
 
 
 def alpha_panels(rows: Sequence[Row]) -> list[Panel]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from hies_export.evaluate.interval import lower_share, rows_needed
+from hies_export.evaluate.interval import lower_share, rows_needed, share_ends
 
 
 def exact(right: int, count: int) -> float:
@@ -19,6 +19,12 @@ def flags(right: int, count: int) -> torch.Tensor:
 @pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 7), (499, 512), (512, 512), (1020, 1024), (1, 1)])
 def test_the_lower_end_is_the_exact_one(right: int, count: int) -> None:
     assert lower_share(flags(right, count)) == pytest.approx(exact(right, count))
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 7), (499, 512), (512, 512), (1, 1)])
+def test_both_ends_are_the_exact_ones(right: int, count: int) -> None:
+    interval = binomtest(right, count).proportion_ci(0.95, method="exact")
+    assert share_ends(flags(right, count)) == pytest.approx((interval.low, interval.high))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.97, 0.99, 0.999])

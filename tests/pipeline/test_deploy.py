@@ -78,6 +78,8 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     assert slim.at_least == pytest.approx(low, abs=0.02)
     assert slim.at_least >= 0.4
     on_files = [row for row in served.judged if row["runtime"] == "onnxruntime-cpu"]
+    assert slim.stability_low < slim.stability < slim.stability_high
+    assert dense.stability_low < dense.stability == dense.stability_high == 1
     assert {"kept": slim.kept, "at_least": slim.at_least}.items() <= max(
         on_files, key=lambda row: row["removed"] if row["at_least"] >= 0.4 else 0
     ).items()

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import statistics
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hies_export.errors import RequestError
 from hies_export.report.figures import write_figures
 from hies_export.sweep.charts import line_styles
 from hies_export.sweep.figures import draw_sweep, head_maps
+from hies_export.sweep.frontier import sweep_frontier
 from hies_export.sweep.page import timed_panels
 from hies_export.sweep.tables import render_markdown, sweep_tables
 
@@ -145,17 +147,53 @@ TIMED_DETAILS = {
 def test_points_are_means_over_seeds_at_the_measured_time() -> None:
     panels = timed_panels(timed_rows(), line_styles(timed_rows()))
     assert [panel.title for panel in panels] == ["scalars", "weighted least squares"]
-    for chart in (panel.charts[0] for panel in panels):
-        # A share of the FLOPs is at the time that is a tenth above it, and less time is on the right.
+    for (chart,) in (panel.charts for panel in panels):
+        # A share of the FLOPs is at the time that is a tenth above it, and less time is on the left.
         places = {tick.text: tick.place for tick in chart.x}
-        assert places["90"] < places["80"] < places["70"]
+        assert places["70"] < places["80"] < places["90"]
         assert [line.name for line in chart.lines][:3] == [
             *("fisher, heads only", "fisher, neurons only", "fisher, heads and neurons")
         ]
         assert len(chart.lines) == 6
         for line in chart.lines:
-            assert [point.x for point in line.points] == pytest.approx([places["90"], places["70"]])
-            assert [re.search(r"stability (\S+)", point.note)[1] for point in line.points] == ["81.00", "61.00"]  # type: ignore[index]
+            assert [point.x for point in line.points] == pytest.approx([places["70"], places["90"]])
+            assert [re.search(r"quality (\S+)", point.note)[1] for point in line.points] == ["60.00", "80.00"]  # type: ignore[index]
+
+
+def test_agreement_against_time_has_a_point_per_method_and_budget_and_the_frontier() -> None:
+    found = [row | {"latency_ratio": row["latency_ratio"] + 0.01 * row["seed"]} for row in timed_rows()]
+    # Another method is slower and keeps more, one is too noisy to compare.
+    found += [row | {"criterion": "slow", "latency_ratio": 0.95, "stability": 0.96} for row in found[:2]]
+    found += [row | {"criterion": "noisy", "latency_noisy": True, "stability": 1.0} for row in found[:2]]
+    figure = sweep_frontier(found, line_styles(found))
+    assert figure is not None
+    means: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for row in found:
+        if not row.get("latency_noisy"):
+            key = row["criterion"], row["modules"], row["compensation"], row["flops_target"]
+            means.setdefault(key, []).append((row["latency_ratio"], row["stability"]))
+    points = [(1.0, 1.0), *(tuple(map(statistics.fmean, zip(*values, strict=True))) for values in means.values())]
+    assert len(figure.marks) == len(points) == 1 + 2 * 2 * 3 * 2 + 1
+    best = {
+        (round(time, 6), round(same, 6))
+        for time, same in points
+        if not any(t <= time and s >= same and (t < time or s > same) for t, s in points)
+    }
+    (dense_x, dense_y), (fast_x, fast_y) = figure.line[-1], figure.line[0]
+    read = {
+        (
+            round(1 - (dense_x - x) * (1 - min(best)[0]) / (dense_x - fast_x), 6),
+            round(1 - (dense_y - y) * (1 - min(best)[1]) / (dense_y - fast_y), 6),
+        )
+        for x, y in figure.line
+    }
+    assert read == best
+    # Those have names and intervals, the others neither.
+    assert sum(bool(mark.whiskers) for mark in figure.marks) == len(best) == 4
+    assert {mark.of for mark in figure.marks} == {"", *line_styles(found)} - {
+        name for name in line_styles(found) if name.startswith("noisy")
+    }
+    assert sweep_frontier([row | {"latency_ratio": None} for row in found], line_styles(found)) is None
 
 
 def test_a_colour_per_method_and_a_dash_per_kind() -> None:
@@ -165,7 +203,8 @@ def test_a_colour_per_method_and_a_dash_per_kind() -> None:
 
 
 def test_without_times_there_is_no_such_figure_and_flops_fall_to_the_right(tmp_path: Path) -> None:
-    assert {"quality-latency.svg", "stability-latency.svg"} < set(draw_timed(tmp_path, timed_rows()))
+    assert {"quality-latency.svg", "frontier.svg"} < set(drawn := draw_timed(tmp_path, timed_rows()))
+    assert {"fisher, heads only", "measured time, share of the dense model's"} <= set(texts(drawn["frontier.svg"]))
     found = draw_timed(
         tmp_path, [{name: value for name, value in row.items() if "latency" not in name} for row in timed_rows()]
     )

@@ -1,0 +1,63 @@
+"""Draw agreement against time of a run and of other tools, and print the same as a table.
+
+python bench/frontier.py RUN/report.json [peers.json] OUT.svg
+
+peers.json is a list of what other tools made of the same model: name, bits, bytes, stability and its lower end `low`,
+quality, and `times` at shapes, relative to the dense float32 model (ratio, low, high, noisy). What has a problem, or
+was too noisy at the shape that decides, is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hies_export.report.bench import Bench, read_report
+from hies_export.report.details import FormTime, deciding_step, relative_times
+from hies_export.report.figures import draw_frontier
+from hies_export.report.frontier import Measured, frontier_figure
+from hies_export.report.rows import form_name, form_step, si
+
+REPORT, *PEERS, OUT = sys.argv[1:]
+
+
+def peer(values: dict[str, Any], at: FormTime) -> Measured | None:
+    """Return what another tool made, at the shape of a time; None where that is not known."""
+    times = [t for t in values["times"] if (t["batch"], t["sequence"]) == (at.batch, at.sequence) and not t["noisy"]]
+    if values["problem"] or not times:
+        return None
+    name, same, time = (values["name"], values["bits"]), values["stability"], times[0]
+    return Measured(
+        name=name,
+        time=time["ratio"],
+        same=same,
+        time_ends=(time["low"], time["high"]),
+        same_ends=(values["low"], values.get("high", same)),
+        kind="peer",
+        shape=0,
+        note=f"{' '.join(name)}: {time['ratio']:.2f} of the time, {same:.1%} same",
+    )
+
+
+report = read_report(REPORT)
+assert not isinstance(report, Bench), "give the report of a run"
+forms = report.details.forms
+step = deciding_step(forms)
+assert step is not None, "all times are too noisy"
+at = forms[0].times[step]
+tools = json.loads(Path(PEERS[0]).read_text()) if PEERS else []
+others = [(one, values["bytes"]) for values in tools if (one := peer(values, at)) is not None]
+figure = frontier_figure(report, [one for one, _ in others])
+assert figure is not None
+Path(OUT).write_text(draw_frontier(figure))
+
+lines = [
+    (form_name(form, forms), form.bytes, form.stability, time)
+    for form, time in zip(forms, relative_times(forms, step), strict=True)
+]
+lines += [(" ".join(one.name), size, one.same, one.time) for one, size in others]
+print(f"| | file | answers kept | time, {form_step(at)} |\n| --- | --- | --- | --- |")
+for name, size, same, time in sorted(lines, key=lambda line: line[-1]):
+    print(f"| {name} | {'' if size is None else si(size) + 'B'} | {100 * same:.1f} % | {time:.2f} |")
