@@ -220,16 +220,16 @@ def place_frontier(
     series = dict.fromkeys(one.series for one in found if one.series)
     texts = [_text(one, below=one.same < y_from) for one in found]
     segments = [(*start, *end) for start, end in itertools.pairwise(line)]
-    labels = place_labels(
-        places,
-        texts,
-        within=Area(AXES.left + 2, LINE + 4, WIDTH - 4, AXES.bottom + LINE / 2),
+    order = sorted(range(len(found)), key=lambda number: not found[number].chosen)
+    placed = place_labels(
+        [places[number] for number in order],
+        [texts[number] for number in order],
+        within=Area(AXES.left - 4, LINE + 4, WIDTH - 4, AXES.bottom + LINE / 2),
         lines=[*segments, *segments, *(part for mark in marks for part in mark.whiskers)],
     )
+    labels = [(number, label) for number, label in zip(order, placed, strict=True) if label is not None]
     numbered = [
-        (label.lines[0], ", ".join(text))
-        for text, label in zip(texts, labels, strict=True)
-        if label and label.lines != text
+        (label.lines[0], ", ".join(texts[number])) for number, label in labels if label.lines[0] != texts[number][0]
     ]
     samples: list[tuple[Shape | str, str]] = [(one, one.text) for one in shapes] if len(shapes) > 1 else []
     samples += [("frontier", "frontier"), ("interval", interval)]
@@ -240,7 +240,7 @@ def place_frontier(
         marks=marks,
         trails=[_trail(name, found, places) for name in series],
         line=line,
-        labels=[(label, "best" if one.chosen else "") for one, label in zip(found, labels, strict=True) if label],
+        labels=[(label, "best" if found[number].chosen else "") for number, label in labels],
         keys=keys,
         x_ticks=[
             (right(tenth / 10), f"{tenth / 10:.1f}")
@@ -275,7 +275,7 @@ def _trail(series: tuple[str, ...], found: Sequence[Measured], places: Sequence[
 
 def _text(one: Measured, *, below: bool) -> tuple[str, ...]:
     """Return the lines of a name, with the agreement of what lies below the axis."""
-    return (*one.name[:-1], f"{one.name[-1]} ↓ {100 * one.same:.0f} %") if one.name and below else one.name
+    return (f"{one.name[0]} ↓ {100 * one.same:.0f} %", *one.name[1:]) if one.name and below else one.name
 
 
 def _legend(*parts: Sequence[tuple[Shape | str, str]]) -> tuple[list[Key], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ _SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (0.8, -0.8), (-0.8, -0.8), (0.8, 0.8
 _AWAY = (13, 30, 52)
 _ANCHORS = {-1: "end", 0: "middle", 1: "start"}
 # What it costs to cover a point or a name, to cross a line, to stand further away and on a later side.
-_COVERS, _CROSSES, _FAR, _SIDE = 100.0, 1.0, 0.12, 0.15
+# A name that another point is nearer to reads as that one's, where no line leads to its own.
+_COVERS, _CROSSES, _FAR, _SIDE, _MISREAD = 100.0, 1.0, 0.12, 0.15, 20.0
 
 
 class Area(NamedTuple):
@@ -36,6 +38,11 @@ class Area(NamedTuple):
     def has(self, place: Place) -> bool:
         """Return whether a place lies within."""
         return self.left < place[0] < self.right and self.top < place[1] < self.bottom
+
+    def away(self, place: Place) -> float:
+        """Return the distance to a place; 0 within."""
+        across = max(self.left - place[0], place[0] - self.right, 0.0)
+        return math.hypot(across, max(self.top - place[1], place[1] - self.bottom, 0.0))
 
 
 class Label(NamedTuple):
@@ -57,18 +64,22 @@ def text_width(text: str) -> float:
 def place_labels(
     points: Sequence[Place], texts: Sequence[tuple[str, ...]], *, within: Area, lines: Sequence[Segment]
 ) -> list[Label | None]:
-    """Return where the text of each point stands, None where it is empty; one without room becomes a number, from 1.
+    """Return where the text of each point stands, None where it is empty; the first points matter most.
 
     Every text takes the cheapest place beside those that stand, three times over. Of those that then cover something
-    the last lose their text, and their numbers go where they cover least.
+    the last give way. They have their text where room is left, else its first line, else a number, from 1, where it
+    covers least.
     """
     discs = [Area(x - 8, y - 8, x + 8, y + 8) for x, y in points]
     crossed = [place for line in lines for place in _along(line)]
     found: list[Label | None] = [None] * len(points)
 
     def priced(number: int, text: tuple[str, ...]) -> list[tuple[Label, float]]:
-        candidates = _candidates(points[number], text, within)
-        return [(label, _cost(label, discs, crossed) + price) for label, price in candidates]
+        own, choices = points[number], []
+        for label, price in _candidates(own, text, within):
+            nearer = any(label.area.away(point) < label.area.away(own) for point in points)
+            choices.append((label, _cost(label, discs, crossed) + price + _MISREAD * (nearer and not label.leader)))
+        return choices
 
     def others(number: int) -> list[Area]:
         return [label.area for place, label in enumerate(found) if label is not None and place != number]
@@ -78,13 +89,20 @@ def place_labels(
         costs = [price + _COVERS * sum(map(label.area.meets, taken)) for label, price in choices]
         found[number] = choices[costs.index(min(costs))][0] if choices else None
 
+    def give_way(number: int) -> None:
+        label = found[number]
+        if label is not None and any(map(label.area.meets, [*others(number), *discs])):
+            found[number] = None
+
     named = {number: priced(number, text) for number, text in enumerate(texts) if text}
     for _, (number, choices) in itertools.product(range(3), named.items()):
         settle(number, choices)
     for number in reversed(named):
-        label = found[number]
-        if label is not None and any(map(label.area.meets, [*others(number), *discs])):
-            found[number] = None
+        give_way(number)
+    for number, shown in itertools.product(named, (slice(None), slice(1))):
+        if found[number] is None:
+            settle(number, priced(number, texts[number][shown]))
+            give_way(number)
     for count, number in enumerate([number for number in named if found[number] is None], 1):
         settle(number, priced(number, (str(count),)))
     return found

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import re
 import runpy
@@ -17,7 +18,7 @@ from hies_export.report.details import deciding_step
 from hies_export.report.figures import CAPTIONS, draw_report
 from hies_export.report.frontier import WIDTH, Measured, Shape, frontier, frontier_figure, place_frontier
 from hies_export.report.html import render_html
-from hies_export.report.labels import Label
+from hies_export.report.labels import Area, Label, place_labels
 from hies_export.report.lead import lead_text
 from hies_export.report.report import Report
 from hies_export.report.terminal import print_report
@@ -86,8 +87,10 @@ def test_points_are_where_time_and_agreement_say() -> None:
         assert mark.y - high == pytest.approx(0.0005 * per_share)
         assert low == pytest.approx(min(mark.y + 0.01 * per_share, figure.axes.bottom))
     assert figure.promise == pytest.approx(y[0] + 0.02 * per_share)
-    assert [label.lines for label, _ in figure.labels] == [
-        *(("dense float32",), ("dense int8",), ("slim float32",), ("slim int8", "0.38 of the time")),
+    # What was chosen comes first, so that it keeps its name.
+    assert [(label.lines, kind) for label, kind in figure.labels] == [
+        (("slim int8", "0.38 of the time"), "best"),
+        *(((name,), "") for name in ("dense float32", "dense int8", "slim float32")),
     ]
     assert apart([label for label, _ in figure.labels], [(mark.x, mark.y) for mark in figure.marks])
 
@@ -144,6 +147,15 @@ def test_names_without_room_are_numbers_in_the_legend() -> None:
     assert [label.lines[0] for label, _ in roomy.labels] == [f"tool {n}" for n in range(5)]
 
 
+def test_a_name_stands_nearer_to_its_own_point_than_to_another() -> None:
+    # To the left and right are points, above and below a line; in the corners the name would be a neighbour's.
+    points, blocked = [(300.0, 250.0), (311.0, 250.0), (285.0, 250.0)], (300.0, 150.0, 300.0, 350.0)
+    label, *_ = place_labels(points, [("own",), (), ()], within=Area(80, 30, 596, 400), lines=[blocked] * 3)
+    assert label is not None
+    middle = [(label.area.left + label.area.right) / 2, (label.area.top + label.area.bottom) / 2]
+    assert label.leader or min(points, key=lambda point: math.dist(point, middle)) == points[0]
+
+
 def test_what_agrees_far_less_than_promised_lies_below_with_its_number() -> None:
     report = report_of()
     other = Measured(("Tool", "int8"), 0.4, 0.7, (0.39, 0.41), (0.68, 0.72), "peer", 0, "Tool: 70%")
@@ -151,7 +163,7 @@ def test_what_agrees_far_less_than_promised_lies_below_with_its_number() -> None
     assert figure is not None
     assert without is not None
     assert figure.y_ticks == without.y_ticks
-    assert (figure.marks[-1].y, figure.labels[-1][0].lines) == (figure.axes.bottom, ("Tool", "int8 ↓ 70 %"))
+    assert (figure.marks[-1].y, figure.labels[-1][0].lines) == (figure.axes.bottom, ("Tool ↓ 70 %", "int8"))
     assert [key.sample.kind for key in figure.keys if isinstance(key.sample, Shape)] == ["other", "peer"]
 
 
