@@ -53,7 +53,7 @@ NEURONS_REFUSED = {"bitnet": "a norm over neurons", "mixtral": "experts", "resne
 
 DECISIVE = ("model", "prunable", "calibrate", "slim", "checkpoint")
 # Of these: the table itself, and what makes and replaces folders, whatever they hold.
-NOT_DECISIVE = ("architectures.py", "folders.py")
+NOT_DECISIVE = ("architectures.py", "folders.py", "leftovers.py")
 LOCK = Path(__file__).parents[1] / "prunable" / "architectures.lock"
 
 
