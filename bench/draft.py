@@ -1,10 +1,11 @@
 """Time greedy decoding with a slim model as the draft of its dense model, beside the dense model alone, in torch.
 
-python bench/draft.py DENSE SLIM... --text FILE [--prompts 6] [--tokens 64]
+python bench/draft.py DENSE SLIM... --text FILE [--prompts 8] [--tokens 64]
 
 DENSE is a checkpoint, each SLIM a checkpoint that `hies-export prune` made of it, and FILE has a text a line, gzipped,
 whose last lines are the prompts: rows that no model should have been cut on. Decoding is transformers' assisted
 generation, past end-of-text tokens. Every prompt is a round that all ways run, in turns.
+The first table runs on one thread, the second on all.
   time      of a way, relative to two runs of the dense model alone, with a 95 % interval
   control   one of these two relative to the other
   equal     prompts whose tokens are those of the dense model alone
@@ -94,13 +95,16 @@ def main() -> None:
     parser.add_argument("dense", type=Path)
     parser.add_argument("slim", type=Path, nargs="+")
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
     logging.set_verbosity_error()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     slim = {folder.name: load(folder) for folder in options.slim}
     prompts = read_prompts(options.dense, options.text, options.prompts)
     kept = measure(options.dense.name, load(options.dense), slim, prompts, options.tokens)
+    torch.set_num_threads(threads)
     shape = llama("a LLaMA of random weights", **LLAMA_SMALL)
     torch.manual_seed(0)
     dense = shape.build(device="cpu", dtype=torch.float32)
@@ -129,6 +133,7 @@ def zero_what_is_cut(dense: PreTrainedModel, slim: PreTrainedModel) -> None:
             wide.get_submodule(name).weight[:, narrow.get_submodule(name).weight.shape[1] :] = 0
 
 
+@torch.inference_mode()
 def measure(
     name: str,
     dense: PreTrainedModel,
@@ -209,5 +214,4 @@ def bound(agreement: float, cost: float, most: int = 20) -> float:
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    main()
