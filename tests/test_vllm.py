@@ -77,6 +77,8 @@ CASES = {
     "uniform heads and neurons": Case("Qwen2", (3,) * 4, EVEN, "qwen2", BY_TRANSFORMERS),
     "uneven neurons": Case("Llama", None, UNEVEN, "llama", WITH_CODE),
     "uneven neurons, biases": Case("Qwen2", None, UNEVEN, "qwen2", WITH_CODE),
+    "uniform heads, uneven neurons": Case("Qwen3", (2,) * 4, UNEVEN, "qwen3", WITH_CODE),
+    "uniform heads, uneven neurons, as mistral": Case("Llama", (3,) * 4, UNEVEN, "mistral", WITH_CODE),
 }
 
 

@@ -46,7 +46,9 @@ def run(
         progress.stage("load the model and the data")
         resolved = resolve(recipe)
         prepared, options = resolved.prepared, resolved.options
-        uneven = options.constraints.allocation == "global" or bool(options.constraints.keep_layers)
+        constraints = options.constraints
+        parts = constraints.parts(prepared.scored)
+        uneven = bool(constraints.keep_layers) or not all(constraints.uniform(part) for part in parts)
         check_exports(formats, prepared.model, prepared.processor, uneven=uneven, quantize=options.export.quantize)
         with output_folder(recipe, overwrite=overwrite) as folder:
             return run_stages(resolved, recipe, folder, command, progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -46,6 +46,7 @@ def _known_metric(name: str) -> str:
 ShareOfDense = Annotated[float, AfterValidator(_share_of_dense)]
 Runtime = Annotated[str, AfterValidator(_known_runtime)]
 PathOrName = Annotated[str, AfterValidator(check_path)]
+Allocation = Literal["global", "uniform"]
 
 
 class Section(BaseModel):
@@ -359,7 +360,10 @@ class PruneSection(Section):
             all, so a layer of weak heads may lose most of them. "layer": over those of each layer, so that every layer
             has a head with 0 and one with 1.
         budget: See `BudgetSection`.
-        allocation: "uniform" removes as many heads from every layer, "global" those that score lowest anywhere.
+        allocation: "uniform" removes as many heads from every layer, "global" those that score lowest anywhere. Or one
+            for each kind, as in {attention: uniform, mlp: global}: plain config fields then say the heads beside uneven
+            neurons, where the config has fields for them. A uniform kind loses a share of its own; a kind that is not
+            named is "global".
         unit: Of grouped-query attention, "group" removes whole key/value groups, with their part of the cache, "query"
             as many query heads from each group, so that the cache keeps its size. Without groups the two are the same:
             every head is a group of its own, and takes its part of the cache along.
@@ -376,7 +380,7 @@ class PruneSection(Section):
     alpha: float | Literal["auto"] = 0.9
     normalize: Literal["model", "layer"] = "model"
     budget: BudgetSection
-    allocation: Literal["global", "uniform"] = "global"
+    allocation: Allocation | dict[str, Allocation] = "global"
     unit: Literal["group", "query"] = "group"
     towers: tuple[str, ...] = ()
     min_heads: int = Field(1, ge=1)
@@ -391,6 +395,17 @@ class PruneSection(Section):
         if not value or len(set(value)) < len(value):
             raise ValueError(f"modules must be attention, mlp or both, each once, got {list(value)}")
         return tuple(kind for kind in KINDS if kind in value)
+
+    @field_validator("allocation", mode="before")
+    @classmethod
+    def _is_an_allocation(cls, value: Any) -> Any:
+        by_kind = value if isinstance(value, dict) else dict.fromkeys(KINDS, value)
+        if any(kind not in KINDS or of_kind not in get_args(Allocation) for kind, of_kind in by_kind.items()):
+            raise ValueError(
+                f"allocation must be global or uniform, or one for each of attention and mlp, as in {{attention: "
+                f"uniform, mlp: global}}, got {value!r}"
+            )
+        return value
 
     @field_validator("multiple_of", mode="before")
     @classmethod

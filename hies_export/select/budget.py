@@ -69,21 +69,24 @@ def check_reachable(
 
 def lowest_ratio(modules: Sequence[Units], table: CostTable, constraints: Constraints) -> float:
     """Return the lowest cost that the constraints allow, as a share of the dense model's."""
-    if constraints.allocation == "uniform":
-        return min((ratio_of(table, modules, counts) for counts in uniform_counts(modules, constraints)), default=1.0)
-    options = removable_counts(modules, constraints)
-    return 1.0 - sum(
-        max(table.saved[module.name][k] for k in option) for module, option in zip(modules, options, strict=True)
-    )
+    most = 0.0
+    for part in constraints.parts(modules):
+        if constraints.uniform(part):
+            most += max((saved_by(table, part, counts) for counts in uniform_counts(part, constraints)), default=0.0)
+            continue
+        options = removable_counts(part, constraints)
+        most += sum(max(table.saved[m.name][k] for k in option) for m, option in zip(part, options, strict=True))
+    return 1.0 - most
 
 
 def shares_to_try(modules: Sequence[Units], constraints: Constraints) -> list[float]:
     """Return the shares of heads that remove 1, 2, 3, ... bundles, up to all but one; at most `MOST_SHARES` of them.
 
-    The bundles are those of all modules under `global`, and those of the largest module under `uniform`.
+    The bundles are those of all modules under `global`, and those of the largest module under `uniform`. The modules
+    are one of `Constraints.parts`.
     """
     bundles = [bundle_count(module, constraints.unit) for module in modules]
-    most = min(sum(bundles) if constraints.allocation == "global" else max(bundles), MOST_SHARES)
+    most = min(max(bundles) if constraints.uniform(modules) else sum(bundles), MOST_SHARES)
     return [k / most for k in range(1, most)]
 
 
@@ -107,4 +110,9 @@ def uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[l
 
 def ratio_of(table: CostTable, modules: Sequence[Units], counts: Sequence[int]) -> float:
     """Return the predicted share of the dense model's cost when each module loses a number of bundles."""
-    return table.ratio({module.name: count for module, count in zip(modules, counts, strict=True)})
+    return 1.0 - saved_by(table, modules, counts)
+
+
+def saved_by(table: CostTable, modules: Sequence[Units], counts: Sequence[int]) -> float:
+    """Return the share of the dense model's cost that is saved when each module loses a number of bundles."""
+    return sum(table.saved[module.name][count] for module, count in zip(modules, counts, strict=True))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import PlanError, RecipeError
-from ..kinds import ATTENTION
+from ..kinds import ATTENTION, KINDS
 from ..units import Units
 from .bundles import bundle_count
 
@@ -19,7 +19,9 @@ class Constraints:
     """Limits on a selection, whatever its budget.
 
     Attributes:
-        allocation: "global" (the worst units of all modules go) or "uniform" (every module loses the same share).
+        allocation: "global" (the worst units of all modules go) or "uniform" (every module loses the same share). Or
+            one for each kind, as in {"attention": "uniform"}: every module of a uniform kind then loses the same share,
+            which is that kind's own. A kind that is not named is "global".
         unit: What goes as a whole, in the recipe's word, not a unit (head or neuron) itself: "group", a key/value head
             with its query heads, so that the cache shrinks; or "query", as many query heads of every group.
         min_heads: Least number of query heads that every attention module keeps. A feed-forward block keeps at least
@@ -31,12 +33,24 @@ class Constraints:
         neurons_multiple_of: A feed-forward block that loses neurons keeps a multiple of this number.
     """
 
-    allocation: str = "global"
+    allocation: str | Mapping[str, str] = "global"
     unit: str = "group"
     min_heads: int = 1
     keep_layers: Sequence[int] = ()
     multiple_of: int = 1
     neurons_multiple_of: int = 1
+
+    def parts(self, modules: Sequence[Units]) -> list[list[Units]]:
+        """Return the modules that have an allocation together: all, or those of each kind if each has its own."""
+        if isinstance(self.allocation, str):
+            return [list(modules)] if modules else []
+        kinds = dict.fromkeys(module.kind for module in modules)
+        return [[module for module in modules if module.kind == kind] for kind in kinds]
+
+    def uniform(self, part: Sequence[Units]) -> bool:
+        """Return whether the modules of one of the `parts` lose the same share."""
+        allocation = self.allocation
+        return (allocation if isinstance(allocation, str) else allocation.get(part[0].kind)) == "uniform"
 
     def least(self, module: Units) -> int:
         """Return the least number of units that a module keeps."""
@@ -67,7 +81,7 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
     """
     share = [] if 0 < heads < 1 else [f"sparsity (budget.heads) must be in (0, 1), got {heads}"]
     check_constraints(modules, constraints, problems=share)
-    unit, whole = constraints.unit, constraints.allocation == "global"
+    unit, whole = constraints.unit, not constraints.uniform(modules)
     bundles = [bundle_count(module, unit) for module in modules]
     most = most_removable(modules, constraints)
     protected = sorted(constraints.protected(modules))
@@ -108,8 +122,13 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
 def check_constraints(modules: Sequence[Units], constraints: Constraints, *, problems: Sequence[str] = ()) -> None:
     """Refuse constraints that are out of range, together with problems found before."""
     problems = list(problems)
-    if constraints.allocation not in ALLOCATIONS:
-        problems.append(f"allocation must be global or uniform, got {constraints.allocation!r}")
+    allocation = constraints.allocation
+    by_kind = dict.fromkeys(KINDS, allocation) if isinstance(allocation, str) else allocation
+    if not (set(by_kind) <= set(KINDS) and set(by_kind.values()) <= set(ALLOCATIONS)):
+        given = allocation if isinstance(allocation, str) else dict(allocation)
+        problems.append(
+            f"allocation must be global or uniform, or one for each of {' and '.join(KINDS)}, got {given!r}"
+        )
     if constraints.unit not in UNITS:
         problems.append(f"unit must be group or query, got {constraints.unit!r}")
     for name in ("min_heads", "multiple_of", "neurons_multiple_of"):

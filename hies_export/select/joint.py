@@ -5,17 +5,20 @@ point of every curve is chosen, so that the cost fits the budget and the effects
 knapsack. Up to `MOST_OPTIONS` points it is solved exactly. Beyond, as in large models, the lower convex hull of each
 curve is cut into edges, and the edges of all chains are taken in the order of their slope, effect per cost saved
 (Sinha and Zoltners 1979). Curves are then so fine that the last edge makes no difference.
+
+A kind whose allocation is its own and uniform has one curve: its points are the shares that all its modules can lose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ..errors import RecipeError
 from ..score.merge import edges_by_slope
 from ..units import Units
 from ..values import Chain, Removal, Scores
-from .budget import CostTable, check_reachable
+from .budget import CostTable, check_reachable, saved_by, uniform_counts
 from .bundles import bundle_count, worst_first
 from .constraints import Constraints, removable_counts
 from .knapsack import least_loss_saving
@@ -39,8 +42,18 @@ def removed_jointly(
     sizes = {module.name: module.units // bundle_count(module, constraints.unit) for module in modules}
     options = dict(zip(sizes, map(set, removable_counts(modules, constraints)), strict=True))
     chains = chains_of(scores, modules, unit=constraints.unit)
-    allowed = [list(allowed_removals(chain, sizes, options)) for chain in chains]
+    tied = [part for part in constraints.parts(modules) if constraints.uniform(part)]
+    free = sizes.keys() - {module.name for part in tied for module in part}
+    allowed = [list(allowed_removals(_of(chain, free), sizes, options)) for chain in chains]
     curves = [curve_of(chain, sizes, table) for chain in allowed]
+    # Unit by unit, whatever the constraints: `uniform_counts` regards them.
+    single = {module.name: range(module.units) for part in tied for module in part}
+    bundles = {
+        name: [removal for chain in chains for removal in allowed_removals(_of(chain, {name}), sizes, single)]
+        for name in single
+    }
+    shares = [[[0] * len(part), *uniform_counts(part, constraints)] for part in tied]
+    curves += [_uniform_curve(part, counts, bundles, table) for part, counts in zip(tied, shares, strict=True)]
     # A chain over several modules may not reach the least cost of each: timings need not fall with every unit.
     least = 1 - sum(max(saved) for saved, _ in curves)
     check_reachable(modules, table, ratio=ratio + ROUNDING, constraints=constraints, best=least)
@@ -50,10 +63,37 @@ def removed_jointly(
     else:
         taken = by_slopes(curves, 1 - ratio)
     removed: dict[str, set[int]] = {}
-    for chain, count in zip(allowed, taken, strict=True):
-        for removal in chain[:count]:
-            removed.setdefault(removal.module, set()).update(removal.units)
+    gone = [removal for chain, count in zip(allowed, taken, strict=False) for removal in chain[:count]]
+    for part, counts, share in zip(tied, shares, taken[len(allowed) :], strict=True):
+        for module, count in zip(part, counts[share], strict=True):
+            gone += bundles[module.name][:count]
+    for removal in gone:
+        removed.setdefault(removal.module, set()).update(removal.units)
     return removed
+
+
+def _of(chain: Chain, names: Collection[str]) -> Chain:
+    """Return the removals of a chain from some modules; the effect of each is that of those up to it."""
+    if all(removal.module in names for removal in chain):
+        return chain
+    found: list[Removal] = []
+    before = effect = 0.0
+    for removal in chain:
+        if removal.module in names:
+            effect += removal.effect - before
+            found.append(replace(removal, effect=effect))
+        before = removal.effect
+    return tuple(found)
+
+
+def _uniform_curve(
+    part: Sequence[Units], shares: Sequence[Sequence[int]], bundles: Mapping[str, Sequence[Removal]], table: CostTable
+) -> _Curve:
+    """Return what each share saves that all modules of a part lose, and its effect."""
+    effects = {module.name: [0.0, *(removal.effect for removal in bundles[module.name])] for module in part}
+    return [saved_by(table, part, counts) for counts in shares], [
+        sum(effects[module.name][count] for module, count in zip(part, counts, strict=True)) for counts in shares
+    ]
 
 
 def chains_of(scores: Scores, modules: Sequence[Units], *, unit: str = "group") -> tuple[Chain, ...]:

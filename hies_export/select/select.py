@@ -43,6 +43,7 @@ def select_units(
       removed is rounded down.
     - `ratio`, heads alone: the least total score goes that meets the budget (a knapsack).
     - `ratio`, with neurons or chains of removals: the least total effect goes; see `hies_export.select.joint`.
+      That also holds where each kind has its own allocation.
 
     Args:
         scores: From `score_units` or `score_compensated`.
@@ -73,7 +74,9 @@ def select_units(
     scored = [module for module in modules if module.name in scores.scores]
     if table is not None and ratio is not None:
         check_constraints(scored, constraints)
-        if constraints.allocation == "global" and (scores.chains or any(module.kind == MLP for module in scored)):
+        parts = constraints.parts(scored)
+        compared = bool(scores.chains) or any(module.kind == MLP for module in scored)
+        if len(parts) > 1 or (compared and not constraints.uniform(scored)):
             return _without(removed_jointly(scores, scored, table, ratio=ratio, constraints=constraints), modules)
         counts = _counts_within(scores, scored, table, ratio, constraints)
     elif heads is not None:
@@ -135,7 +138,7 @@ def _counts_within(
 ) -> Sequence[int]:
     """Return how many bundles each module loses within a budget of cost: uniformly, or so that the least score goes."""
     check_reachable(modules, table, ratio=ratio, constraints=constraints)
-    if constraints.allocation == "uniform":
+    if constraints.uniform(modules):
         return next(c for c in uniform_counts(modules, constraints) if ratio_of(table, modules, c) <= ratio)
     options = removable_counts(modules, constraints)
     saved = [[table.saved[module.name][k] for k in option] for module, option in zip(modules, options, strict=True)]

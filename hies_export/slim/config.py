@@ -42,6 +42,10 @@ class Shapes:
     parameters: dict[str, list[int]] = field(default_factory=dict)  # outside of linear layers
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        """Return whether a cut changed anything."""
+        return bool(self.linear or self.parameters or self.attributes)
+
 
 def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None) -> None:
     """Write the `hies_export` block into the config of a cut model, and change its class to the slim version.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..kinds import KINDS
 from ..model.linear import features_of, select_features, set_parameter
 from ..prunable.follow import feature_cuts, row_cuts, set_attributes
 from ..units import PrunableModule, Selection
@@ -32,7 +33,8 @@ def prune_units(
     describe the result (a uniform ViT, LLaMA, ...), the config is updated and the model keeps its stock class. Where
     its own config refuses the result and a sibling's takes it (a LLaMA of 6 heads at width 64, as a Mistral), the model
     becomes the sibling (`siblings`). Otherwise the class becomes the slim version of the stock class
-    (`modeling_hies`), whose code `save_pretrained` writes next to the weights.
+    (`modeling_hies`), whose code `save_pretrained` writes next to the weights. Heads that a config can describe beside
+    neurons that it cannot are in its plain fields, and the `hies_export` block has the neurons only.
 
     Args:
         model: The dense model.
@@ -57,6 +59,20 @@ def prune_units(
         check_weights(plan.model, fingerprint(model, modules))
     slim = model if inplace else copy.deepcopy(model)
     shapes = Shapes()
+    # Heads first: once their shapes need a block, those of the neurons go into it too.
+    for kind in KINDS:
+        of_kind = [module for module in modules if module.kind == kind]
+        earlier = bool(shapes)
+        _cut(slim, of_kind, selection, shapes)
+        if shapes and not earlier and (plain := plain_model(slim, selection, of_kind)) is not None:
+            slim, shapes = plain, Shapes()
+    if shapes:
+        become_slim(slim, shapes, per_layer_config(slim, selection, modules))
+    return slim
+
+
+def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Selection, shapes: Shapes) -> None:
+    """Cut modules in place, and add what changed to `shapes`."""
     for module in modules:
         kept = selection[module.name]
         for name, axis, index in feature_cuts(slim, module, kept):
@@ -72,7 +88,3 @@ def prune_units(
         changed = set_attributes(slim.get_submodule(module.name), module, kept)
         if changed:
             shapes.attributes[module.name] = changed
-    plain = plain_model(slim, selection, modules)
-    if plain is None:
-        become_slim(slim, shapes, per_layer_config(slim, selection, modules))
-    return slim if plain is None else plain

@@ -27,7 +27,9 @@ PerLayer = dict[str, dict[str, int]]
 def per_layer_config(
     model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
 ) -> PerLayer | None:
-    """Return the fields in which layers differ from the config of the model, which has the numbers of the dense one.
+    """Return the fields in which layers differ from the config of the model, after the cut.
+
+    The config has the numbers of the dense model, but those of a uniform cut of heads where its fields say that.
 
     None where fields cannot say it: the config has no width of a head that is independent of their number, or another
     name for the numbers, or the model has several stacks of layers.

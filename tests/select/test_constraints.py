@@ -161,6 +161,12 @@ def test_heads_are_called_groups_only_where_there_are_any() -> None:
         check_budget((Units(name="a", units=8, groups=4),), heads=0.9)
 
 
+@pytest.mark.parametrize("allocation", [{"heads": "uniform"}, {"mlp": "best"}])
+def test_an_allocation_is_of_a_kind_and_known(allocation: dict[str, str]) -> None:
+    with pytest.raises(RecipeError, match="allocation must be global or uniform, or one for each of attention and mlp"):
+        check_budget(HEADS, heads=0.5, constraints=Constraints(allocation=allocation))
+
+
 @pytest.mark.parametrize("share", [0, 1, -0.1])
 def test_a_share_and_other_problems_are_reported_together(share: float) -> None:
     with pytest.raises(RecipeError, match="5 problems") as error:
@@ -171,7 +177,7 @@ def test_a_share_and_other_problems_are_reported_together(share: float) -> None:
         )
     assert [*error.value.problems] == [
         f"sparsity (budget.heads) must be in (0, 1), got {share}",
-        "allocation must be global or uniform, got 'best'",
+        "allocation must be global or uniform, or one for each of attention and mlp, got 'best'",
         "unit must be group or query, got 'heads'",
         "min_heads must be at least 1, got 0",
         "keep_layers must name layers 0 to 1, got 2",

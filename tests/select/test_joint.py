@@ -10,7 +10,7 @@ import torch
 
 from hies_export.errors import NonFiniteError, PlanError, RecipeError
 from hies_export.select import joint
-from hies_export.select.budget import CostTable
+from hies_export.select.budget import CostTable, lowest_ratio
 from hies_export.select.constraints import Constraints, removable_counts
 from hies_export.select.joint import by_slopes, chains_of
 from hies_export.select.knapsack import least_loss
@@ -129,6 +129,71 @@ def test_no_other_choice_loses_less(case: str, seed: int) -> None:
         best = min(loss for price, loss in choices if price <= ratio * total + 1e-6)
         assert lost(found, effects) == pytest.approx(best)
         assert [(kept.kind, kept.total) for kept in found.values()] == [(m.kind, m.units) for m in modules]
+
+
+TIED = (heads("a0", 4), heads("a1", 4), block("m0", 3), block("m1", 5))
+ALLOCATIONS: tuple[dict[str, str], ...] = (
+    {"attention": "uniform", "mlp": "global"},
+    {"attention": "uniform"},
+    {"mlp": "uniform"},
+    {"attention": "uniform", "mlp": "uniform"},
+    {"attention": "global", "mlp": "global"},
+)
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
+@pytest.mark.parametrize("ranked", [(), ("attention",)])
+@pytest.mark.parametrize("seed", range(3))
+def test_kinds_with_an_allocation_of_their_own(
+    seed: int, ranked: tuple[str, ...], allocation: dict[str, str], exact: bool
+) -> None:
+    effects, constraints = effects_of(TIED, seed), Constraints(allocation=allocation)
+    total = sum(PRICE[m.kind] * m.units for m in TIED)
+    worst = [[0.0, *effects[m.name].sort().values.cumsum(0).tolist()] for m in TIED]
+    # 3 and 5 neurons lose a share of each of 0 to 4 fifths, as `uniform` rounds it.
+    shares = {"attention": {(k, k) for k in range(4)}, "mlp": {(0, 0), (1, 1), (1, 2), (2, 3), (2, 4)}}
+    choices = []
+    for counts in itertools.product(*(range(m.units) for m in TIED)):
+        by_kind = {"attention": counts[:2], "mlp": counts[2:]}
+        if all(by_kind[kind] in shares[kind] for kind, how in allocation.items() if how == "uniform"):
+            price = total - sum(PRICE[m.kind] * k for m, k in zip(TIED, counts, strict=True))
+            choices.append((price, sum(row[k] for row, k in zip(worst, counts, strict=True))))
+    least = min(price for price, _ in choices) / total
+    table, scores = table_of(TIED, PRICE), scores_of(effects, ranked=ranked)
+    assert lowest_ratio(TIED, table, constraints) == pytest.approx(least)
+    if ranked and "attention" not in allocation:
+        return  # heads then go in an order over all layers, which is not tied: tested above
+    for share in (0.0, 0.1, 0.4, 0.8):
+        ratio = (int((least + share * (1 - least)) * total) + 0.5) / total
+        found = select_units(scores, TIED, table=table, ratio=ratio, constraints=constraints)
+        best = min(loss for price, loss in choices if price <= ratio * total + 1e-6)
+        if not (ranked and allocation["attention"] == "global"):
+            assert lost(found, effects) == pytest.approx(best) if exact else lost(found, effects) >= best - 1e-9
+        assert cost(found, TIED) <= ratio + 1e-9
+        for kind, how in allocation.items():
+            gone = tuple(len(kept.removed) for kept in found.values() if kept.kind == kind)
+            assert how == "global" or gone in shares[kind]
+    with pytest.raises(PlanError, match="the budget asks for FLOPs at most"):
+        select_units(scores, TIED, table=table, ratio=least - 0.01, constraints=constraints)
+
+
+def test_the_order_of_chains_decides_within_a_uniform_kind() -> None:
+    modules = (heads("a", 2), heads("b", 2), block("m", 2))
+    # One chain over all modules, as FLAP's, and against the order of the scores.
+    steps = [("b", 1, 1.0), ("m", 0, 2.0), ("a", 1, 3.0), ("m", 1, 9.0), ("a", 0, 10.0), ("b", 0, 11.0)]
+    chain = tuple(Removal(name, (unit,), effect) for name, unit, effect in steps)
+    scores = Scores("flap", {}, {m.name: torch.arange(2.0) for m in modules}, chains=(chain,))
+    table = table_of(modules, PRICE)
+    kept = [
+        tuple(
+            select_units(
+                scores, modules, table=table, ratio=ratio, constraints=Constraints(allocation={"attention": "uniform"})
+            )[name].units
+            for name in ("a", "b", "m")
+        )
+        for ratio in (0.99, 0.9, 13.5 / 26)
+    ]
+    assert kept == [((0, 1), (0, 1), (1,)), ((0,), (0,), (0, 1)), ((0,), (0,), (1,))]
 
 
 @pytest.mark.parametrize("multiple", [1, 4])

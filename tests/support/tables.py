@@ -128,7 +128,7 @@ def _words(kind: Any, path: str) -> str:
         words = _words(arguments[0], path)
         return f"list of {words if words in SCALARS.values() else f'({words})'}"
     if origin is dict:
-        return f"mapping of {SCALARS[arguments[0]]} to {SCALARS[arguments[1]]}"
+        return f"mapping of {_words(arguments[0], path)} to {_words(arguments[1], path)}"
     return f"[section](#{path.replace('.', '')})" if _is_section(kind) else SCALARS[kind]
 
 
