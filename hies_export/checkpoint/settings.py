@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,6 +70,8 @@ def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         scaling = {key: value for key, value in rotary.items() if key not in names}
         if scaling.keys() - {"rope_type"} or scaling.get("rope_type", "default") != "default":
             older["rope_scaling"] = scaling
+        elif config.get("model_type") in _SCALED_BY_DEFAULT:
+            older["rope_scaling"] = None
     return {**older, **config, **parts}
 
 
@@ -78,7 +81,8 @@ def _reads_the_same(config_class: Any, longer: dict[str, Any], config: dict[str,
     The keys themselves may stay, as fields that nothing reads.
     """
     try:
-        return _covers(config_class.from_dict(longer).to_dict(), config_class.from_dict(config).to_dict())
+        # Copies: a config keeps the dicts that it is made from, and adds to them.
+        return _covers(*(config_class.from_dict(copy.deepcopy(keys)).to_dict() for keys in (longer, config)))
     except Exception:  # whatever a config's own code raises on keys that it does not expect
         return False
 
@@ -92,4 +96,6 @@ def _covers(one: Any, other: Any) -> bool:
 
 # Key in `rope_parameters` -> the key of transformers 4 at the top of the config; by model type where that has its own.
 _OLDER = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+# Without `rope_scaling`, transformers 4 scales the embeddings of these types as their first checkpoints do.
+_SCALED_BY_DEFAULT = ("apertus", "gpt_oss")
 _OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}

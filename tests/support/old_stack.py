@@ -1,7 +1,7 @@
 """What users of transformers 4 and optimum-onnx do: run by test_interop.py in an environment of these, not by pytest.
 
     python old_stack.py load CLASS TASK SOURCE SUBFOLDER FOLDER    load an ONNX export, run it and its pipeline
-    python old_stack.py plain SOURCE FOLDER                        load a slim checkpoint without code, and run it
+    python old_stack.py plain ATTENTION SOURCE FOLDER              load a slim checkpoint without code, and run it
     python old_stack.py quantise FOLDER                            load FOLDER/onnx-int8, quantise FOLDER/onnx
     python old_stack.py prune MODEL_TYPE FOLDER                    prune heads as transformers 4 does, and save
 
@@ -43,12 +43,14 @@ def load(class_name: str, task: str, source: str, subfolder: str, folder: Path) 
     (folder / "answers.json").write_text(json.dumps(answers))
 
 
-def plain(source: str, folder: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+def plain(attention: str, source: str, folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype="auto", attn_implementation=attention or None
+    ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     given = {name: torch.from_numpy(value) for name, value in np.load(folder / "inputs.npz").items()}
     with torch.no_grad():
-        np.savez(folder / "output.npz", logits=model(**given).logits.numpy())
+        np.savez(folder / "output.npz", logits=model(**given).logits.float().numpy())
     (folder / "answers.json").write_text(
         json.dumps(tokenizer(json.loads((folder / "asked.json").read_text()))["input_ids"])
     )
