@@ -32,6 +32,8 @@ class OpenVinoRuntime(GraphRuntime):
     hints: ClassVar[tuple[str, ...]] = ("bfloat16",)
     # As many as for ONNX Runtime: what makes its copies differ, where weights lie in memory, is the same here.
     loads: ClassVar[int] = 5
+    # Measured like the base class's: 497 to 512 neurons take the same time within 1 %, 513 to 528 take 2 to 4 % more.
+    width_step: ClassVar[int] = 16
 
     def __init__(self, source: str | Path, *, threads: int, dtype: str | None = None):
         self.require()
