@@ -120,7 +120,7 @@ def test_the_recipe_reference_has_every_field() -> None:
     assert [f"{path}.{name}" for path, name, model in described if not meaning(model, name)] == []
     # Two of them by hand: nothing above knows how a type, a bound or a default is written.
     assert re.search(r"^\| `samples` \| integer, at least 5 \| `512` \|", page, re.MULTILINE)
-    assert re.search(r"^\| `allocation` \| `global`, `uniform` \| `global` \|", page, re.MULTILINE)
+    assert re.search(r"^\| `normalize` \| `model`, `layer` \| `model` \|", page, re.MULTILINE)
 
 
 class Page(HTMLParser):
