@@ -26,7 +26,7 @@ from models import LLAMA_SMALL, WIDTHS, Shape, cut_like, llama
 
 from hies_export import PruningPlan
 from hies_export.evaluate.judge import Judge
-from hies_export.measure.compare import Served, compare_forms
+from hies_export.measure.compare import compare_forms
 from hies_export.measure.counts import count_both_flops, count_parameters
 from hies_export.measure.machine import machine_facts
 from hies_export.measure.timing import Timing
@@ -36,6 +36,7 @@ from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.run import run
 from hies_export.pipeline.serving import predict_served
 from hies_export.recipe import PruningRecipe
+from hies_export.runtimes.registry import Served
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHAPED = {"bert-base": WIDTHS["bert-base"], "llama": llama("LLaMA", **LLAMA_SMALL)}

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from hies_export.measure.compare import Served, Step
+from hies_export.measure.compare import Step
 from hies_export.measure.latency import LatencyComparison
 from hies_export.runtimes.base import register_runtime
 from hies_export.runtimes.openvino import OpenVinoRuntime
 from hies_export.runtimes.ort import onnx_file
+from hies_export.runtimes.registry import Served
 
 SHAPES = ((1, 128), (8, 128))
 

@@ -22,7 +22,7 @@ import torch
 from forms import SHAPES, bytes_of, print_base, time_cell, times_of
 
 from hies_export.evaluate.judge import Judge
-from hies_export.measure.compare import Served, compare_forms
+from hies_export.measure.compare import compare_forms
 from hies_export.measure.machine import machine_facts
 from hies_export.measure.timing import Timing
 from hies_export.onnx.export import export_onnx
@@ -30,7 +30,7 @@ from hies_export.onnx.quantize import quantize_onnx
 from hies_export.pipeline.resolve import Draws, Resolved, resolve
 from hies_export.pipeline.serving import predict_served
 from hies_export.recipe import PruningRecipe
-from hies_export.runtimes.registry import load_runtime
+from hies_export.runtimes.registry import Served, load_runtime
 
 ROWS = 100_000  # of the calibration split at most; each tool takes as many from the start as it does by default
 

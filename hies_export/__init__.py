@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .calibrate.collect import collect_statistics
+    from .cascade.cascade import Cascade
     from .checkpoint.loading import HIESModel, load
     from .checkpoint.save import save_slim
     from .cost.flops import flops_table
@@ -76,6 +77,7 @@ __version__ = "0.1.0"
 # Where each public name lives. Names are resolved on first use: importing this package imports no torch.
 _HOMES = {
     "CRITERIA": "score.criteria",
+    "Cascade": "cascade.cascade",
     "Compensation": "slim.refit",
     "Constraints": "select.constraints",
     "CutMismatchError": "errors",

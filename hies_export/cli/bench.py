@@ -48,6 +48,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=0.0,
         help="go on until a shape was timed this long",
     )
+    add(
+        "--rows",
+        metavar="RECIPE",
+        type=a_path,
+        help="time on the evaluation rows of this recipe as they come, in place of random ones, in batches of 1, 8, 32",
+    )
     add_json(parser)
 
 
@@ -55,6 +61,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     """Time both, print the comparison, and return what `hies-export report` shows again."""
     from ..measure.machine import machine_facts
     from ..pipeline.bench import bench
+    from ..recipe import PruningRecipe
     from ..report.bench import Bench, print_bench
 
     first, second = _models(options, progress)
@@ -66,6 +73,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         dtypes=options.dtypes,
         repeats=options.repeats,
         min_seconds=options.min_seconds,
+        rows=None if options.rows is None else PruningRecipe.from_yaml(options.rows),
         progress=progress,
     )
     result = {"a": first, "b": second, "latency": [asdict(row) for row in rows], "environment": machine_facts()}

@@ -21,7 +21,7 @@ from ..checkpoint.folders import replace_file, user_cache
 from ..errors import RequestError
 from ..files import Rule, read_json
 from ..kinds import ATTENTION
-from ..measure.compare import Served, compare_forms, compare_loads
+from ..measure.compare import compare_forms, compare_loads
 from ..measure.contention import CpuWatch
 from ..measure.counts import Shape
 from ..measure.exports import Exporter
@@ -31,6 +31,7 @@ from ..measure.ratios import is_noisy
 from ..measure.timing import Timing
 from ..progress import SILENT, Progress
 from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
+from ..runtimes.registry import Served
 from ..select.budget import CostTable
 from ..select.bundles import bundle_count
 from ..units import PrunableModule, Units

@@ -65,9 +65,14 @@ def _checked(model: PreTrainedModel, batch: Any, place: str) -> Batch:
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     if "input_ids" in found and vocabulary is not None:
         _check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
-    if "labels" in found and not _CLASSIFIERS.isdisjoint(auto_classes(type(model).__name__, model.config.model_type)):
+    if "labels" in found and predicts_labels(model):
         _check_labels(model.config, found["labels"], place)
     return found
+
+
+def predicts_labels(model: PreTrainedModel) -> bool:
+    """Return whether a model classifies or regresses texts or images."""
+    return not _CLASSIFIERS.isdisjoint(auto_classes(type(model).__name__, model.config.model_type))
 
 
 def _check_labels(config: Any, labels: torch.Tensor, place: str) -> None:

@@ -50,6 +50,16 @@ def _effective_size(same: torch.Tensor, samples: torch.Tensor, share: float) -> 
     return float(size * (stats.t.ppf(tail, len(same) - 1) / stats.t.ppf(tail, max(1, groups - 1))) ** 2)
 
 
+def upper_rate(count: int, rows: int, confidence: float = CONFIDENCE) -> float:
+    """Return the rate that `count` of `rows` do not exceed, with a confidence: a one-sided Clopper-Pearson bound."""
+    return 1.0 if count >= rows else float(stats.beta.ppf(confidence, count + 1, rows - count))
+
+
+def rate_rows_needed(rate: float, confidence: float = CONFIDENCE) -> int:
+    """Return on how many rows nothing must happen for the `upper_rate` to reach a rate in (0, 1)."""
+    return math.ceil(math.log(1 - confidence) / math.log(1 - rate))
+
+
 def rows_needed(share: float) -> int:
     """Return on how many rows all predictions must stay for the lower end to reach a share in (0, 1)."""
     return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(share))

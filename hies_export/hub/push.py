@@ -36,7 +36,7 @@ MAIN = "main"
 # Files of an earlier push, deleted if this push does not write them.
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
 # Folders of what the slim model was exported to.
-_EXPORTS = ("onnx", "onnx-int8", "onnx-int4", "gguf")
+_EXPORTS = ("onnx", "onnx-int8", "onnx-int4", "onnx-cascade", "gguf")
 _REPLACED_FOLDERS = (*_EXPORTS, "images")
 
 

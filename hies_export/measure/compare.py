@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES, Runtime
-from ..runtimes.registry import load_runtime
+from ..runtimes.registry import Served, load_runtime
 from .contention import CpuWatch
 from .counts import FlopCount, Shape
 from .latency import LatencyComparison, compare_rounds
@@ -23,15 +23,6 @@ from .timing import Phase, Rounds, Timing, rotated, time_rounds
 logger = logging.getLogger(__name__)
 
 Step = tuple[Shape, Phase]
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model as a runtime serves it: what the runtime loads, and the dtype to compute in, as in `load_runtime`."""
-
-    runtime: str
-    source: PreTrainedModel | Path
-    dtype: str | None = None
 
 
 def time_on(

@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 from .contention import OtherWork
 from .counts import Both, FlopCount, Shape, Size
 from .latency import LatencyComparison
+from .on_rows import RowsTime
 from .ratios import WIDEST_CONTROL, realised_share
 from .record import Record
 from .timing import Phase
@@ -117,6 +118,30 @@ class LatencyRow(Record):
             cuda_graph=found.cuda_graph,
             peak_bytes=None if found.peak_bytes is None else Both(*found.peak_bytes),
             gpu_clock_mhz=found.clock_mhz,
+        )
+
+    @classmethod
+    def on_rows(cls, dense: RowsTime, slim: RowsTime, *, runtime: str, batch: int) -> LatencyRow:
+        """Return the times of two models on the rows of a data set as a row; times are means, `repeats` batches."""
+        return cls(
+            runtime=runtime,
+            provider=dense.provider,
+            dtype=" / ".join(dict.fromkeys((dense.dtype, slim.dtype))),
+            phase="rows",
+            batch=batch,
+            sequence=dense.tokens,
+            dense_ms=dense.ms,
+            slim_ms=slim.ms,
+            ratio=slim.ratio.median,
+            ratio_low=slim.ratio.low,
+            ratio_high=slim.ratio.high,
+            control_ratio=slim.control.median,
+            control_low=slim.control.low,
+            control_high=slim.control.high,
+            noisy=slim.noisy,
+            repeats=dense.batches,
+            loads=dense.loads,
+            threads=dense.threads,
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +14,8 @@ from ..errors import NonFiniteError, RecipeError
 from ..runtimes.base import Runtime
 from .machine import gpu_facts
 
-Phase = Literal["forward", "prefill", "decode"]
+# What is timed: a pass, of models that generate a prompt or a token, or the rows of a data set in batches.
+Phase = Literal["forward", "prefill", "decode", "rows"]
 
 
 @dataclass(frozen=True)
@@ -149,20 +151,27 @@ def _run_in_turns(runners: Sequence[Runtime], feeds: Sequence[Any], timing: Timi
     """
     rounds: list[list[int]] = []
     total_ns = 0
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
+    with collecting_paused():
         while len(rounds) < timing.repeats or total_ns < timing.min_seconds * 1e9:
             elapsed_ns = [0] * len(runners)
             for index in rotated(len(runners), len(rounds) // 2)[:: -1 if len(rounds) % 2 else 1]:
                 elapsed_ns[index] = runners[index].time_ns(feeds[index])
             rounds.append(elapsed_ns)
             total_ns += sum(elapsed_ns)
+    return rounds
+
+
+@contextmanager
+def collecting_paused() -> Iterator[None]:
+    """Collect garbage now, and not again before the end of the block."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
     finally:
         if collecting:
             gc.enable()
-    return rounds
 
 
 def rotated(count: int, first: int) -> list[int]:

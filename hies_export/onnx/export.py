@@ -141,7 +141,7 @@ def export_onnx(
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
             programs, batches = _trace(kind, traced, given, FUSIONS[provider])
             for name, program in programs.items():
-                _save(program, staging / name)
+                save_program(program, staging / name)
         size = sum(file.stat().st_size for file in staging.iterdir())
         _write_companions(staging, traced, processor)
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
@@ -225,7 +225,7 @@ def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtyp
     return copied
 
 
-def _save(program: Any, file: Path) -> None:
+def save_program(program: Any, file: Path) -> None:
     """Write the graph with its weights inside, or in a file beside it if they exceed protobuf's limit."""
     import onnx_ir
 

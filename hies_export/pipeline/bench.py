@@ -14,11 +14,13 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import find_model_class, load_config
 from ..checkpoint.loading import load
 from ..checkpoint.schema import empty_model
+from ..data.batches import Batch
 from ..data.processors import load_processor
 from ..errors import RequestError
 from ..measure.compare import time_on
 from ..measure.counts import FlopCount, Shape, count_both_flops
 from ..measure.exports import Exporter, ExportOptions, require_exporters
+from ..measure.on_rows import time_on_rows
 from ..measure.rows import LatencyRow
 from ..measure.shapes import check_shapes, model_shapes
 from ..measure.timing import Timing
@@ -26,10 +28,12 @@ from ..model.internals import never_asking
 from ..model.tokens import synthetic_batch
 from ..onnx.multimodal import is_vision_language
 from ..progress import SILENT, Progress
+from ..recipe import PruningRecipe
 from ..runtimes.base import RUNTIMES, Format
 from ..runtimes.llamacpp import find_gguf
 from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
-from ..runtimes.registry import check_dtypes, check_runtime
+from ..runtimes.registry import Served, check_dtypes, check_runtime
+from .resolve import rows_in_order
 
 # What an export is called, and a runtime that reads it.
 _EXPORTED: dict[Format, tuple[str, str]] = {
@@ -47,6 +51,7 @@ def bench(
     dtypes: Sequence[str] = (),
     repeats: int = 30,
     min_seconds: float = 0.0,
+    rows: PruningRecipe | None = None,
     progress: Progress = SILENT,
 ) -> list[LatencyRow]:
     """Compare the latency of two checkpoints, ONNX folders or GGUF files. Give one twice to measure the noise.
@@ -60,7 +65,9 @@ def bench(
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
         dtypes: Dtypes to run checkpoints in, each on the runtimes that support it; float32 by default. An ONNX folder
             or a GGUF file keeps its own dtype.
-        repeats, min_seconds: As in `Timing`.
+        repeats, min_seconds: As in `Timing`; on `rows`, every batch is run once.
+        rows: A recipe whose evaluation rows, 512 at most, are run as they come, in place of random ones: the time of a
+            cascade depends on them. Of `shapes`, only the batch counts then; by default 1, 8 and 32.
         progress: Shows the loops.
 
     Returns:
@@ -74,14 +81,11 @@ def bench(
     _check_request(folders, runtimes, dtypes)
     skeletons = [_skeleton(folder) for folder in folders]
     _check_inputs(skeletons)
-    # The second model may have fewer positions than the first.
-    wanted, _ = (model_shapes(model, shapes) for model in skeletons)
-    # The tokens of the smaller vocabulary are tokens of both.
-    smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))
-    batches = {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1]) for shape in wanted}
-    flops = _flops(folders, skeletons, batches)
+    evaluated = None if rows is None else rows_in_order(rows)
+    batches = _random_batches(skeletons, shapes) if evaluated is None else {}
+    flops = _flops(folders, skeletons, batches) if batches else {}
     asked = [(name, dtype) for name in runtimes for dtype in dtypes or ("float32",) if dtype in RUNTIMES[name].dtypes]
-    rows = []
+    measured: list[LatencyRow] = []
     with tempfile.TemporaryDirectory(prefix="hies-bench-") as temporary:
         places = [(folder, Path(temporary) / name) for folder, name in zip(folders, ("first", "second"), strict=True)]
         # All exports come first, because one may be refused.
@@ -94,10 +98,34 @@ def bench(
                     exports.setdefault((runtime, dtype), []).append(found)
         for runtime, dtype in asked:
             sources: Any = exports.get((runtime, dtype)) or [_loaded(folder, dtype) for folder in folders]
-            rows += time_on(
+            if evaluated is not None:
+                sizes = dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,), (32,)))
+                measured += _on_rows(runtime, sources, dtype, {size: evaluated(size) for size in sizes}, progress)
+                continue
+            measured += time_on(
                 runtime, *sources, batches=batches, flops=flops, timing=timing, dtype=dtype, progress=progress
             )
-    return rows
+    return measured
+
+
+def _random_batches(
+    skeletons: Sequence[PreTrainedModel], shapes: Sequence[Sequence[int]]
+) -> dict[Shape, dict[str, torch.Tensor]]:
+    """Return a batch for each shape that both models take."""
+    # The second model may have fewer positions than the first.
+    wanted, _ = (model_shapes(model, shapes) for model in skeletons)
+    # The tokens of the smaller vocabulary are tokens of both.
+    smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))
+    return {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1]) for shape in wanted}
+
+
+def _on_rows(
+    runtime: str, sources: Sequence[Any], dtype: str, batches: Mapping[int, Sequence[Batch]], progress: Progress
+) -> list[LatencyRow]:
+    """Time two models on batches of rows, by their size."""
+    forms = [Served(runtime, source, dtype) for source in sources]
+    timed = time_on_rows(forms, batches, progress=progress)
+    return [LatencyRow.on_rows(*both, runtime=runtime, batch=size) for size, both in timed.items()]
 
 
 def _check_inputs(models: Sequence[PreTrainedModel]) -> None:

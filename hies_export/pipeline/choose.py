@@ -27,7 +27,7 @@ from ..slim.refit import Compensation
 from ..units import Selection
 from ..values import Provenance, PruningPlan, Scores, Statistics, dump_json, library_versions
 from .candidates import Candidates, criterion_of
-from .options import DropBudget, KeepBudget, PruneOptions
+from .options import Budget, DropBudget, KeepBudget, PruneOptions
 from .prepare import Prepared
 from .quality import Predictor, Refit, cut_beside
 from .refitting import Refitting
@@ -74,14 +74,7 @@ def choose(
     spent in that many rounds. Each round scores the model that the previous rounds left, cut and, with compensation,
     refitted. The statistics of a unit are those of the last round it was part of.
     """
-    chooser = Chooser(prepared, options, progress, dtype)
-    if options.budget.max_drop is not None:
-        return chooser.by_max_drop(options.budget.max_drop)
-    if options.budget.keep is not None:
-        return chooser.by_keep(options.budget.keep)
-    if options.criterion == AUTO:
-        return chooser.automatically()
-    return chooser.as_told()
+    return Chooser(prepared, options, progress, dtype).choose()
 
 
 @dataclass(frozen=True)
@@ -103,6 +96,17 @@ class Chooser:
         # Before scoring, so that a budget that cannot be met fails early.
         self._targets = Targets(prepared, options, progress)
         self._judge: Judge | None = None
+
+    def choose(self) -> Choice:
+        """Choose by what the options ask for; see `choose`."""
+        budget = self._options.budget
+        if budget.max_drop is not None:
+            return self.by_max_drop(budget.max_drop)
+        if budget.keep is not None:
+            return self.by_keep(budget.keep)
+        if self._options.criterion == AUTO:
+            return self.automatically()
+        return self.as_told()
 
     def as_told(self) -> Choice:
         """Choose by the criterion that is asked for, in as many rounds."""
@@ -184,6 +188,20 @@ class Chooser:
     def flops_left(self, selection: Selection) -> float:
         """Return the share of the dense model's FLOPs that a selection leaves."""
         return self._targets.flops_left(selection)
+
+    def at(self, share: float, like: Choice | None = None) -> Choice:
+        """Choose what leaves at most a share of the dense model's FLOPs; statistics are those of the other shares.
+
+        The scores and the weights of tokens are those of a choice, if one is given.
+        """
+        other = Chooser(self._prepared, replace(self._options, budget=Budget(flops=share)), self._progress, None)
+        other._refitting, other._of_dense = self._refitting, self._of_dense
+        if like is None:
+            return other.choose()
+        (goal,) = other._targets.goals(1)
+        picked = _Picked(like.statistics, like.scores, other._targets.select(like.scores, other._targets.round(goal)))
+        weights = None if like.compensation is None else like.compensation.token_weights
+        return other._choice(picked, token_weights=weights)
 
     def _left_by(self, selection: Selection) -> Prepared:
         """Return the prepared run with the dense model replaced by the one cut, and refitted, by a selection."""

@@ -9,27 +9,33 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from .. import processes
 from ..checkpoint.folders import refuse_existing
+from ..data.targets import samples_of
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError, RequestError
+from ..evaluate.interval import CONFIDENCE, rate_rows_needed, rows_needed
 from ..evaluate.judge import Judge
-from ..measure.compare import Served, compare_forms
+from ..measure.compare import compare_forms
 from ..measure.exports import Exported, Exporter, ExportOptions
+from ..measure.on_rows import time_on_rows
 from ..measure.timing import Timing
+from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize, check_quantizable
 from ..progress import SILENT, Progress
-from ..recipe import PruningRecipe
+from ..recipe import FLOPS_TO_TRY, PruningRecipe
 from ..report.details import DeployWay, KeepOutcome
 from ..report.report import Report
 from ..runtimes.base import RUNTIMES
-from ..runtimes.registry import check_runtime
+from ..runtimes.registry import Served, check_runtime
 from ..tasks import TASKS
 from ..units import Selection
 from .answer import Answer, DenseForms
+from .cascade import answers_of, mixed, try_sizes
 from .choose import Choice, Chooser
 from .journal import CutJournal
-from .options import Budget, KeepBudget, TimedBudget
+from .options import Budget, CascadeOptions, KeepBudget, TimedBudget
 from .prepare import Prepared
 from .propose import with_held_out
 from .quality import cut_beside
@@ -48,6 +54,8 @@ WAYS = {
     "onnxruntime-tensorrt": ("float16",),
     "llamacpp": ("q8_0", "q4_0"),
 }
+# Runtimes that run a cascade.
+CASCADED = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
 # A cut is searched for in so many ways, those in which the dense model is fastest; its model is then tried in all.
 SEARCHED = 2
 # Enough to tell which way is faster by more than a few percent.
@@ -68,9 +76,10 @@ def deploy(
 
     Every runtime of this machine is tried with the dense model, in the bits that it can compute in: judged on the
     held-out rows, and timed. In the fastest ones, the largest cut is searched for whose file keeps the promise there,
-    by the lower end of a 95 % interval. The model of the fastest is then judged and timed in all ways beside the dense
-    one. Statistics, moments and orders are computed once. Where no cut keeps the promise, the fastest dense form that
-    does is the answer, and nothing is cut.
+    by the lower end of a 95 % interval. Of a classifier, cascades of deeper cuts are tried there too: the dense model
+    answers what the slim one is unsure of. The fastest is then judged and timed in all ways beside the dense model; on
+    the evaluation rows, if it is a cascade. Statistics, moments and orders are computed once. Where no cut keeps the
+    promise, the fastest dense form that does is the answer, and nothing is cut.
 
     After an interruption, the same call judges no cut again: see `CutJournal`.
 
@@ -103,6 +112,8 @@ def deploy(
     )
     asked = recipe.deploy
     assert asked is not None
+    if recipe.cascade is not None:
+        raise RequestError("deploy tries cascades by itself, got a section cascade; leave it out")
     if TASKS[recipe.task].in_parts:
         raise RequestError(
             f"deploy compares models that are one graph, got task: {recipe.task}, which is exported as several; prune "
@@ -116,9 +127,11 @@ def deploy(
         )
     promise = KeepBudget(predictions=asked.keep)
     progress.stage("load the model and the data")
-    recipe = with_held_out(recipe, asked.keep)
+    recipe = with_held_out(recipe, rows_needed(asked.keep), f"{100 * asked.keep:g} %")
     options = replace(options_of(recipe), budget=Budget(keep=promise))
     resolved = resolve(recipe, options=options, runtimes=())
+    rows = resolved.prepared.rows
+    resolved = replace(resolved, prepared=replace(resolved.prepared, rows=replace(rows, promised=rows.held_out)))
     commit = getattr(resolved.prepared.model.config, "_commit_hash", None)
     with (
         output_folder(recipe, overwrite=overwrite) as folder,
@@ -189,12 +202,14 @@ def find_ways(prepared: Prepared, runtimes: Sequence[str]) -> list[tuple[str, st
 
 @dataclass(frozen=True)
 class _Found:
-    """The largest cut that keeps the promise in one way, and the share of the dense model's FLOPs that it leaves."""
+    """A cut whose model, or whose cascade, keeps the promise in one way, and the share of the FLOPs that it leaves."""
 
     way: DeployWay
-    asked: KeepBudget
+    budget: Budget
     choice: Choice
     flops: float
+    cascade: CascadeOptions | None = None
+    folder: Path | None = None  # of the cascade
 
 
 class Search:
@@ -243,17 +258,20 @@ class Search:
             assert isinstance(one.choice.budget, KeepOutcome)
             tried[tried.index(way)] = replace(way, judged=one.choice.budget.judged, flops=one.flops)
             found.append(one)
+        sizes = self._add_cascades(order[:SEARCHED], found, folder)
         quantize: Quantize | None = "int8" if any(way.bits == "int8" and not way.problem for way in tried) else None
         export = replace(self._options.export, quantize=quantize)
         if found:
             fastest = self._fastest(found, folder)
-            asked, choice, how = fastest.asked, fastest.choice, self._options.compensation
+            budget, choice, how = fastest.budget, fastest.choice, self._options.compensation
+            cascade = fastest.cascade
         else:
             self._progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
             asked = replace(self._promise, served=self._served(order[0]))
-            choice, how = self._chooser.nothing(asked), None
-        options = replace(self._options, budget=Budget(keep=asked), export=export, compensation=how)
-        return Answer(options, choice, share, replace(self._dense, ways=tried), began)
+            budget, choice, how, cascade = Budget(keep=asked), self._chooser.nothing(asked), None, None
+        options = replace(self._options, budget=budget, export=export, compensation=how)
+        dense = replace(self._dense, ways=tried)
+        return Answer(options, choice, share, dense, began, cascade, () if cascade is None else sizes[cascade])
 
     def _served(self, way: DeployWay) -> TimedBudget:
         batch, sequence = next(iter(self._prepared.measured))
@@ -278,7 +296,49 @@ class Search:
             return found, low
 
         choice = self._chooser.by_keep(asked, stop=lambda: time.monotonic() > self._limit, recall=recall)
-        return _Found(way, asked, choice, self._chooser.flops_left(choice.plan.kept))
+        return _Found(way, Budget(keep=asked), choice, self._chooser.flops_left(choice.plan.kept))
+
+    def _add_cascades(
+        self, ways: Sequence[DeployWay], found: list[_Found], folder: Path
+    ) -> dict[CascadeOptions, tuple[dict[str, Any], ...]]:
+        """Add what cascades keep the promise in these ways, for a classifier; return what came of each size tried."""
+        prepared, share, tried = self._prepared, self._promise.predictions, {}
+        assert share is not None
+        like = found[0].choice if found else None
+        plain = self._options.export.unquantized.read_by("onnxruntime-cpu", "float32")
+        dense = self._dense.exports.get(plain)
+        if prepared.judged.regression or prepared.task.generative or not isinstance(dense, OnnxExport):
+            return {}
+        ways = [way for way in ways if way.runtime in CASCADED]
+        # Beside the dense model's own interval, whose end is that of a two-sided one.
+        confidence = 1 - (1 - CONFIDENCE) / 2 / max(1, len(ways) * len(FLOPS_TO_TRY))
+        if samples_of(prepared.rows.promised) < rate_rows_needed(1 - share, confidence):
+            return {}
+        exporter = Exporter(self._options.export, prepared.sample, prepared.processor)
+        answers = answers_of(prepared)
+        for way in ways:
+            if time.monotonic() > self._limit:
+                break
+            asked = CascadeOptions(
+                1 - share,
+                FLOPS_TO_TRY,
+                "int8" if way.bits == "int8" else None,
+                way.runtime.removesuffix("-int8"),
+                None if way.bits == "int8" else way.bits,
+                confidence,
+            )
+            try:
+                made, rows = try_sizes(
+                    prepared, self._chooser, exporter, dense, answers, asked, folder, self._progress, like
+                )
+            except HiesError as error:
+                logger.warning("no cascade is deployed on %s in %s: %s", way.runtime, way.bits, error)
+                continue
+            tried[asked] = tuple(rows)
+            found += [
+                _Found(way, Budget(flops=one.flops), one.choice, one.flops, asked, one.exported.folder) for one in made
+            ]
+        return tried
 
     def _fastest(self, found: Sequence[_Found], folder: Path) -> _Found:
         """Time the cuts, each in its own way, and return the fastest."""
@@ -288,10 +348,20 @@ class Search:
         exporter = Exporter(self._options.export, self._prepared.sample, self._prepared.processor)
         served = []
         for number, one in enumerate(found):
+            if one.cascade is not None and one.folder is not None:
+                served.append(Served(one.cascade.runtime, one.folder, one.cascade.dtype))
+                continue
             slim = cut_beside(self._prepared.model, one.choice.plan.kept, self._prepared.modules, one.choice.refit)
             source = exporter.source(one.way.runtime, slim, folder / f"found-{number}", one.way.bits)
             served.append(Served(one.way.runtime, source, one.way.bits))
         shape, batch = next(iter(self._prepared.measured.items()))
-        (timed,) = compare_forms(served, {shape: batch}, timing=QUICK, decode=False, progress=self._progress).values()
-        times = [1.0, *(one.ratio.median for one in timed)]
+        if any(one.cascade for one in found):
+            # What a cascade takes depends on the rows.
+            rows = {shape[0]: mixed(self._prepared.rows.promised, shape[0])}
+            (on_rows,) = time_on_rows(served, rows, progress=self._progress).values()
+            times = [1.0, *(one.ratio.median for one in on_rows[1:])]
+        else:
+            how: dict[str, Any] = {"timing": QUICK, "decode": False, "progress": self._progress}
+            (timed,) = compare_forms(served, {shape: batch}, **how).values()
+            times = [1.0, *(one.ratio.median for one in timed)]
         return min(zip(times, found, strict=True), key=lambda pair: pair[0])[1]

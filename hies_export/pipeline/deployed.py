@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from transformers import PreTrainedModel
 
+from ..data.batches import Batch
 from ..evaluate.judge import Judge
 from ..gguf.export import GgufExport
-from ..measure.compare import Served, Step, compare_forms
+from ..measure.compare import Step, compare_forms
 from ..measure.exports import Exported, ExportOptions
 from ..measure.latency import LatencyComparison
+from ..measure.on_rows import RowsTime, time_on_rows
 from ..measure.timing import Timing
 from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize
@@ -20,27 +22,37 @@ from ..progress import Progress
 from ..report.details import Form, FormTime
 from ..report.report import ExportedFile, Metric
 from ..runtimes.base import RUNTIMES
-from ..runtimes.ort import OnnxRuntime
+from ..runtimes.ort import ONNX_FILE, OnnxRuntime
+from ..runtimes.registry import Served
 from .measure import MeasureOptions
+from .options import CascadeOptions
 from .prepare import Prepared
 from .serving import predict_served
 from .sources import Sources
 
+# The folder of a cascade in that of a run.
+CASCADE = "onnx-cascade"
 # What the forms of a quantised model are compared with, and what runs them.
 _FULL = ("onnxruntime-cpu", "float32")
 _QUANTIZED = {"int8": "onnxruntime-cpu-int8", "int4": "onnxruntime-cpu"}
 
 
-def form_ways(options: MeasureOptions, quantize: Quantize | None) -> list[tuple[str, str]]:
+def form_ways(
+    options: MeasureOptions, quantize: Quantize | None, cascade: CascadeOptions | None = None
+) -> list[tuple[str, str]]:
     """Return the runtimes and bits to judge both models in: those measured, float32 and what is exported.
 
-    Nothing where all are float32.
+    Nothing where all are float32, unless a cascade is to be compared with them.
     """
     ways = [(name, dtype) for name, dtype in options.ways if dtype is not None]
     if quantize is not None:
         fewer = [way for way in ways if way[1] != "float32"]
         ways = [_FULL, (_QUANTIZED[quantize], quantize), *fewer]
-    return [] if all(dtype == "float32" for _, dtype in ways) else ways
+    if cascade is not None:
+        ways = list(dict.fromkeys([_FULL, *ways]))
+    elif all(dtype == "float32" for _, dtype in ways):
+        return []
+    return ways
 
 
 def judge_forms(
@@ -52,21 +64,25 @@ def judge_forms(
     held_out: Judge | None = None,
     *,
     same: bool = False,
+    cascades: Sequence[tuple[Served, int]] = (),
+    rows: Mapping[int, Sequence[Batch]] | None = None,
     progress: Progress,
 ) -> list[Form]:
     """Judge and time both models in several ways, all in one interleaved run; `held_out` also judges what is promised.
 
     If both are the `same`, because nothing was cut, the dense one is judged alone. Of models in several graphs no forms
-    are returned.
+    are returned. Cascades, with the size of their files, come last. All are timed on `rows`, batches by their size, if
+    these are given, and else on the batches to measure with.
     """
     if prepared.task.in_parts:
         return []
-    found: list[tuple[Literal["dense", "slim"], Served, int | None]] = []
+    found: list[tuple[Literal["dense", "slim", "cascade"], Served, int | None]] = []
     for way in ways:
         (dense, size), (slim, slim_size) = _load(sources, way)
         found.append(("dense", Served(way[0], dense, way[1]), size))
         if not same:
             found.append(("slim", Served(way[0], slim, way[1]), slim_size))
+    found += [("cascade", served, size) for served, size in cascades]
     qualities, ends = [], []
     for model, served, _ in found:
         progress.stage(f"evaluate the {model} model on {served.runtime} in {served.dtype}")
@@ -81,7 +97,12 @@ def judge_forms(
     timed = [served for _, served, _ in found]
     # A single form is timed beside itself.
     timed = timed if len(timed) > 1 else timed * 2
-    compared = compare_forms(timed, prepared.measured, timing=timing, progress=progress)
+    if rows is None:
+        compared = compare_forms(timed, prepared.measured, timing=timing, progress=progress)
+        times = [[_time(step, found, index) for step, found in compared.items()] for index in range(len(timed))]
+    else:
+        on_rows = time_on_rows(timed, rows, progress=progress)
+        times = [[_time_on_rows(size, found[index]) for size, found in on_rows.items()] for index in range(len(timed))]
     return [
         Form(
             model=model,
@@ -90,7 +111,7 @@ def judge_forms(
             bytes=size,
             quality=quality.metrics[judge.metrics[0]],
             stability=quality.stability,
-            times=[_time(step, comparisons, index) for step, comparisons in compared.items()],
+            times=times[index],
             **ends[index],
         )
         for index, ((model, served, size), quality) in enumerate(zip(found, qualities, strict=True))
@@ -116,6 +137,8 @@ def keep_file(sources: Sources, form: Form, folder: Path, *, same: bool = False)
 
     If both models are the `same`, the slim one's file is that of the dense one too.
     """
+    if form.model == "cascade":
+        return f"{CASCADE}/{ONNX_FILE}"
     dense, slim = sources.exports(_options(sources, form.runtime, form.bits))
     export = slim if same or form.model == "slim" else dense
     place = export.folder
@@ -131,6 +154,12 @@ def _time(step: Step, found: Sequence[LatencyComparison], index: int) -> FormTim
     one = found[max(0, index - 1)]
     ms, ratio = (one.slim.p50_ms, one.ratio) if index else (one.dense.p50_ms, one.control)
     return FormTime(batch, sequence, phase, ms, ratio.median, ratio.low, ratio.high, one.noisy)
+
+
+def _time_on_rows(size: int, found: RowsTime) -> FormTime:
+    """Return the time of a form on the rows; of the first, the control's ratio."""
+    ratio = found.ratio
+    return FormTime(size, found.tokens, "rows", found.ms, ratio.median, ratio.low, ratio.high, found.noisy)
 
 
 def judge_exported(exported: Exported, folder: Path, judge: Judge, forms: Sequence[Form]) -> ExportedFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Rows:
     calibration: list[Batch]  # what units are scored on
     held_out: list[Batch]  # what alpha, the criterion or the sparsity is chosen on, disjoint from `calibration`
     compensation: list[Batch]  # what cut models are refitted on, without labels of classes or numbers
+    promised: list[Batch] = field(default_factory=list)  # what a cascade's threshold is chosen on, and nothing else
 
 
 @dataclass(frozen=True)

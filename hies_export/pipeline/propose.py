@@ -12,7 +12,6 @@ import datasets
 from ..checkpoint.classes import load_config
 from ..data.rows import hub_splits, load_rows, taken_from
 from ..errors import DataError, RequestError, listed
-from ..evaluate.interval import rows_needed
 from ..recipe import PruningRecipe
 from ..tasks import TASKS, Task
 from .memory import LABELS, task_by_class, usual_columns
@@ -88,8 +87,8 @@ def propose_recipe(
     )
 
 
-def with_held_out(recipe: PruningRecipe, keep: float) -> PruningRecipe:
-    """Return a recipe that says which rows a promise is made on.
+def with_held_out(recipe: PruningRecipe, needed: int, promise: str, *, most: int = HELD_OUT) -> PruningRecipe:
+    """Return a recipe that says which rows a promise, in words, is made on; it needs so many, and `most` are enough.
 
     The model was often trained on the split that units are scored on, and is surer of those rows than of new ones. So
     where another split is evaluated and nothing is held out, two thirds of its rows are, if these are enough to tell.
@@ -99,15 +98,15 @@ def with_held_out(recipe: PruningRecipe, keep: float) -> PruningRecipe:
     if recipe.held_out is not None or not apart or recipe.evaluation.rows == "first" or TASKS[recipe.task].generative:
         return recipe
     rows = taken_from(load_rows(name=recipe.data.name, files=recipe.data.files, split=split, samples=1))
-    count = min(HELD_OUT, 2 * rows // 3)
-    if count >= rows_needed(keep):
+    count = min(most, 2 * rows // 3)
+    if count >= needed:
         return recipe.with_overrides({"held_out": {"split": split, "samples": count}})
     logger.warning(
-        "the split %r has %s rows, too few to promise %g %% on some and to check it on the others: the promise is made "
+        "the split %r has %s rows, too few to promise %s on some and to check it on the others: the promise is made "
         "on rows that the model may have been trained on, and new ones may keep less",
         split,
         f"{rows:,}",
-        100 * keep,
+        promise,
     )
     return recipe
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from ..cascade.cascade import Cascade
 from ..checkpoint.refits import RefittedLayers
 from ..data.batches import Batch
 from ..data.targets import is_regression, samples_of
@@ -163,6 +164,35 @@ class PruneResult:
             dtype=dtype,
             quantize=quantize,
             overwrite=overwrite,
+        )
+
+    def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:
+        """Leave rows that the slim model is unsure of to the dense one, so that few answers change.
+
+        The threshold is chosen on held-out rows, of which at most a share of all answers may differ from the dense
+        model's, with 95 % confidence; see `choose_threshold`. `export_onnx` of the result writes both models as one
+        graph.
+
+        Args:
+            rows: Held-out rows like those to be served, as batches or a data set, as for `prune`; of their labels
+                nothing is used. Rows that the model was trained on, or that pruning read, promise too much.
+            disagreement: Largest share of the answers that may differ, in (0, 1).
+            columns: What to read of a data set of texts or images, as for `prune`.
+
+        Raises:
+            RequestError: The model is no classifier, or the rows are too few for the promise.
+
+        Examples:
+            >>> result = prune(model, batches, criterion="his", budget={"heads": 0.5})
+            >>> cascade = result.cascade(batches, disagreement=0.4)
+            >>> cascade.promise.bound <= 0.4, cascade.logits(batches[0]).shape
+            (True, torch.Size([4, 3]))
+        """
+        prepared = self.prepared
+        read: dict[str, Any] = {"task": prepared.task, "processor": prepared.processor, "columns": columns}
+        batches = batches_of(prepared.model, rows, what="rows", **read)
+        return Cascade.choose(
+            self.model, prepared.model, batches, disagreement=disagreement, processor=prepared.processor
         )
 
     def __str__(self) -> str:

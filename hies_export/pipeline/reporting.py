@@ -15,11 +15,11 @@ from ..measure.exports import Exported
 from ..measure.machine import machine_facts
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
-from ..report.details import DataFacts, Deployment, Details, Family, Form
+from ..report.details import CascadeFacts, DataFacts, Deployment, Details, Family, Form
 from ..report.html import render_html
 from ..report.jinja import render_markdown
 from ..report.maps import head_map, neuron_counts
-from ..report.report import ExportedFile, FirstMetric, Report, plan_counts
+from ..report.report import CascadeSummary, ExportedFile, FirstMetric, Report, plan_counts
 from ..slim.config import is_slim
 from ..slim.siblings import families
 from ..tasks import TASKS
@@ -44,6 +44,7 @@ class Finished:
     deployed: ExportedFile
     forms: list[Form]
     deployment: Deployment | None
+    cascade: tuple[CascadeSummary, CascadeFacts] | None
     measured: Measurements
     processes: int
     other_work: OtherWork | None
@@ -75,6 +76,7 @@ def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float
         latency=measured.latency,
         environment={**machine_facts(), "processes": done.processes},
         exported=done.deployed,
+        cascade=done.cascade and done.cascade[0],
         details=_details(recipe, done, command),
     )
 
@@ -108,6 +110,7 @@ def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Deta
         **_export_details(done.exported),
         **({"forms": done.forms} if done.forms else {}),
         **({"deployment": done.deployment} if done.deployment else {}),
+        **({"cascade": done.cascade[1]} if done.cascade else {}),
         data=_data_facts(recipe, done),
         run=asdict(RunRecord.of(recipe, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))),
     )

@@ -70,8 +70,8 @@ def reproduce(
     On the same machine with the same versions, units and sizes must be equal, and scores, metrics and stability within
     1e-4: some processors round a product differently when it is repeated. Elsewhere units may differ by 2 % of all,
     scores by 1 % of the largest, metrics by 1 % of themselves, stability by 0.02, and sizes by 2 %. Time and the digest
-    of refitted layers are shown and not judged, and under a latency budget or a deployment what was chosen by measured
-    time.
+    of refitted layers are shown and not judged, and what was chosen by measured time is not either: under a latency
+    budget, in a deployment, or in a cascade that chose its size.
     """
     folder = folder / "run" if not (folder / "report.json").exists() and (folder / "run").is_dir() else folder
     report = Report.from_file(folder)
@@ -87,8 +87,9 @@ def reproduce(
             "the run was made with %s %s, and this is %s", name, report.environment.get(name), again.environment[name]
         )
     rows = [*_choice_rows(before, _read(output)), *_quality_rows(report, again), *_size_rows(report, again)]
-    by_latency = report.details.budget is not None and report.details.budget.kind == "latency"
-    if by_latency or report.details.deployment is not None:
+    details = report.details
+    by_latency = details.budget is not None and details.budget.kind == "latency"
+    if by_latency or details.deployment is not None or (details.cascade is not None and details.cascade.tried):
         rows = [row if row.name in _BEFORE_CHOOSING else replace(row, allowed=None) for row in rows]
     if not differ:
         rows = [row if row.allowed is None else _tightened(row) for row in rows]

@@ -9,10 +9,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 
+from ..cascade.cascade import check_classes
+from ..cascade.promise import check_rows, confidence_of_each
 from ..checkpoint.classes import load_config
 from ..data.batches import Batch, by_length
 from ..data.generation import GenerationReader
@@ -20,11 +22,13 @@ from ..data.processors import load_processor
 from ..data.reader import Columns, Reader
 from ..data.registry import reader_for
 from ..data.rows import taken_from
-from ..data.targets import is_regression
+from ..data.targets import is_regression, samples_of
 from ..errors import RequestError
+from ..evaluate.interval import rate_rows_needed
 from ..evaluate.lm_eval import check_benchmarks
 from ..evaluate.metrics import METRICS, check_metrics, default_metrics
 from ..measure.exports import ExportOptions
+from ..measure.on_rows import ROWS
 from ..measure.timing import Timing
 from ..recipe import BudgetSection, CompensationSection, PruneSection, PruningRecipe
 from ..runtimes.registry import RUNTIMES, check_dtypes, check_runtime
@@ -33,8 +37,18 @@ from ..select.constraints import Constraints
 from ..tasks import TASKS
 from .load import Source, check_device_map, load_dense, source_of, task_class
 from .measure import MeasureOptions
-from .options import Budget, DropBudget, KeepBudget, LatencyBudget, PruneOptions, RefitOptions, TimedBudget
+from .options import (
+    Budget,
+    CascadeOptions,
+    DropBudget,
+    KeepBudget,
+    LatencyBudget,
+    PruneOptions,
+    RefitOptions,
+    TimedBudget,
+)
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
+from .propose import with_held_out
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +79,11 @@ class Resolved:
     options: PruneOptions
     evaluation: list[Batch]  # shortest samples first
     evaluation_of: int  # samples that the evaluation split has
+    in_order: Callable[[int], list[Batch]]  # the same samples as they come, in batches of a size
     measure: MeasureOptions
     benchmarks: Benchmarks
     source: Source
+    cascade: CascadeOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -79,10 +95,11 @@ class Draws:
     held_out: int  # after those to score on
     compensation: int  # from the start again
     apart: bool = False  # whether held-out samples are not refitted on either, as far as there are enough
+    promised: int = 0  # of those held out, after those that anything is chosen on
 
     @classmethod
-    def of(cls, options: PruneOptions, *, samples: int) -> Draws:
-        """Return the draws of a run that scores units on so many samples."""
+    def of(cls, options: PruneOptions, *, samples: int, promised: int = 0) -> Draws:
+        """Return the draws of a run that scores units on so many samples, and promises something on others."""
         by_choice = {
             "max_drop": MAX_DROP_SAMPLES,
             "keep": 0 if options.budget.keep is None else options.budget.keep.samples,
@@ -93,9 +110,10 @@ class Draws:
         return cls(
             seed=options.seed,
             scoring=samples,
-            held_out=by_choice[options.judged_on_held_out],
+            held_out=by_choice[options.judged_on_held_out] + promised,
             compensation=0 if options.compensation is None else options.compensation.samples,
-            apart=options.criterion == AUTO,
+            apart=options.criterion == AUTO or promised > 0,
+            promised=promised,
         )
 
 
@@ -113,6 +131,10 @@ def resolve(
     All `criteria` must suit the model. What was `loaded` before is not read again.
     """
     options = options or options_of(recipe)
+    if (asked := recipe.cascade) is not None:
+        needed = rate_rows_needed(asked.disagreement, confidence_of_each(len(asked.flops)))
+        what = f"a disagreement of at most {100 * asked.disagreement:g} %"
+        recipe = with_held_out(recipe, needed, what, most=asked.samples)
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
     config = load_config(recipe.model, **hub)
     model_class = task_class(recipe.model, config, task=recipe.task, **hub)
@@ -123,9 +145,13 @@ def resolve(
     measure = MeasureOptions(_ways(recipe, names), _timing(recipe))
     check_device_map(recipe.device_map)
     reader = _reader(recipe, config)
-    draws = draws or Draws.of(options, samples=recipe.calibration.samples)
+    promised = 0 if asked is None else asked.samples
+    draws = draws or Draws.of(options, samples=recipe.calibration.samples, promised=promised)
     load = partial(reader.load, name=recipe.data.name, files=recipe.data.files)
     scoring, held_out, compensation = _draw(recipe, load, options, draws)
+    first = min(draws.held_out - draws.promised, len(held_out) // 2) if draws.promised else len(held_out)
+    places = list(range(len(held_out)))
+    held_out, apart = held_out.select(places[:first]), held_out.select(places[first:])
     if loaded is None:
         rows = _evaluated(recipe, load)
         model = load_dense(recipe.model, model_class, dtype=recipe.dtype, device_map=recipe.device_map, **hub)
@@ -143,6 +169,7 @@ def resolve(
             calibration=reader.batches(scoring, batch_size=size),
             held_out=_shortest_first(judging, held_out, size),
             compensation=reader.unlabelled().batches(compensation, batch_size=size),
+            promised=_shortest_first(judging, apart, size),
         ),
         kinds=options.modules,
         towers=options.towers,
@@ -152,12 +179,41 @@ def resolve(
         shapes=shapes,
     )
     check_options(prepared, options, criteria=criteria)
+    cascade = None
+    if asked is not None:
+        quantize: Literal["int8"] | None = "int8" if options.export.quantize else None
+        confidence = confidence_of_each(len(asked.flops))
+        cascade = CascadeOptions(asked.disagreement, asked.flops, quantize, confidence=confidence)
+        check_classes(model, model)
+        check_rows(samples_of(prepared.rows.promised), asked.disagreement, confidence)
     if loaded is not None:
         return replace(loaded, prepared=prepared, options=options)
     evaluation = _shortest_first(judging, rows, recipe.evaluation.batch_size)
     source = source_of(model, recipe.model, config, asked=recipe.save_dtype or recipe.dtype, **hub)
     benchmarks = Benchmarks(recipe.evaluation.lm_eval, recipe.evaluation.samples, recipe.evaluation.batch_size)
-    return Resolved(prepared, options, evaluation, taken_from(rows), measure, benchmarks, source)
+    return Resolved(
+        prepared,
+        options,
+        evaluation,
+        taken_from(rows),
+        _in_order(judging, rows),
+        measure,
+        benchmarks,
+        source,
+        cascade,
+    )
+
+
+def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
+    """Return what gives batches of a size, of the first 512 rows that a recipe evaluates, in their order."""
+    hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
+    reader = _reader(recipe, load_config(recipe.model, **hub))
+    rows = _evaluated(recipe, partial(reader.load, name=recipe.data.name, files=recipe.data.files))
+    return _in_order(reader, rows)
+
+
+def _in_order(reader: Reader, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
+    return lambda size: reader.batches(rows.select(range(min(len(rows), ROWS))), batch_size=size)
 
 
 def prune_options(

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from .. import processes
 from ..data.batches import Batch
 from ..evaluate.predict import Predictions, predict, predict_by
-from ..measure.compare import Served
 from ..measure.exports import Exporter
-from ..runtimes.registry import load_runtime
+from ..runtimes.registry import Served, load_runtime
 from .options import PruneOptions, TimedBudget
 from .prepare import Prepared
 from .quality import Predictor

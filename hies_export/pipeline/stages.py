@@ -24,8 +24,10 @@ from ..progress import Clock, Progress
 from ..recipe import PruningRecipe
 from ..report.details import CostOutcome
 from ..report.report import Report
+from ..runtimes.registry import Served
 from ..units import Selection
 from .answer import Answer
+from .cascade import answers_of, cascade_facts, choose_size, write_cascade
 from .choose import write_choice
 from .cut import save, warn_if_larger
 from .deployed import form_ways, judge_exported, judge_forms, keep_file
@@ -41,6 +43,8 @@ from .targets import timed_on
 
 logger = logging.getLogger(__name__)
 
+# Sizes of the batches in which a cascade is timed on the rows.
+BATCHES = (1, 8, 32)
 # A run that computes for less is not worth a warning of other work.
 LONG_SECONDS = 10.0
 
@@ -64,10 +68,15 @@ def run_stages(
     """Run all stages, and write what they return into the folder; an `answer` has chosen already what goes."""
     clock, watch = Clock(), CpuWatch()
     prepared, options = resolved.prepared, resolved.options
+    asked, sized = resolved.cascade if answer is None else answer.cascade, None
+    if asked is not None and asked.flops and answer is None:
+        with clock("score"):
+            sized = choose_size(prepared, options, asked, resolved.source.dtype, progress)
+    chosen = answer or sized
     result = prune_prepared(
         prepared,
         options,
-        choice=None if answer is None else answer.choice,
+        choice=None if chosen is None else chosen.choice,
         compensation=options.compensation,
         dtype=resolved.source.dtype,
         clock=clock,
@@ -88,6 +97,7 @@ def run_stages(
     progress.stage("evaluate both models")
     judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged), progress=progress)
     evaluation = evaluate_run(resolved, judge, result.model, uncompensated=uncompensated, progress=progress)
+    answers = None if asked is None else answers_of(prepared)
     count, others = processes.world(), _other_work(watch)
 
     def finish() -> Report:
@@ -112,15 +122,26 @@ def run_stages(
                 stored=Both(resolved.source.bytes, saved.bytes),
                 progress=progress,
             )
-            ways = form_ways(resolved.measure, options.export.quantize) if answer is None else answer.ways
+            ways = form_ways(resolved.measure, options.export.quantize, asked) if answer is None else answer.ways
+            joined, cascades, rows = None, [], None
+            if asked is not None and answers is not None:
+                progress.stage("join both models in a cascade, and compare with the two")
+                joined = write_cascade(prepared, sources, asked, answers, folder)
+                cascades.append((Served(asked.runtime, joined.folder, asked.bits), joined.bytes))
+                rows = {size: resolved.in_order(size) for size in BATCHES}
             held_out = None if answer is None else answer.dense.judge
             same = not any(kept.removed for kept in result.plan.kept.values())
             timing = resolved.measure.timing
-            forms = judge_forms(prepared, sources, judge, ways, timing, held_out, same=same, progress=progress)
+            how: dict[str, Any] = {"same": same, "cascades": cascades, "rows": rows, "progress": progress}
+            forms = judge_forms(prepared, sources, judge, ways, timing, held_out, **how)
             deployed = judge_exported(exports[options.export], folder, judge, forms)
             deployment = None
             if answer is not None:
                 deployment = answer.outcome(forms, lambda form: keep_file(sources, form, folder, same=same))
+            cascade = None
+            if asked is not None and joined is not None:
+                sizes = sized.rows if sized is not None else () if answer is None else answer.sizes
+                cascade = cascade_facts(asked, joined, sources, judge.batches, forms[-1].stability, sizes)
         done = Finished(
             resolved=resolved,
             result=_with_cost(result, prepared, options, measured, progress),
@@ -130,6 +151,7 @@ def run_stages(
             deployed=deployed,
             forms=forms,
             deployment=deployment,
+            cascade=cascade,
             measured=measured,
             processes=count,
             other_work=others,

@@ -10,10 +10,11 @@ is for `pipeline.resolve` to find out.
 """
 
 from .reading import sentences
-from .recipe import PruningRecipe
+from .recipe import FLOPS_TO_TRY, PruningRecipe
 from .sections import MOST, BudgetSection, CompensationSection, DeploySection, PruneSection
 
 __all__ = [
+    "FLOPS_TO_TRY",
     "MOST",
     "BudgetSection",
     "CompensationSection",

@@ -13,6 +13,7 @@ from ..tasks import TASKS, TaskName
 from .reading import overridden, read_fields, sentences
 from .sections import (
     CalibrationSection,
+    CascadeSection,
     DataSection,
     DeploySection,
     EvaluationSection,
@@ -26,6 +27,10 @@ from .sections import (
 
 if TYPE_CHECKING:
     from ..report.report import Report
+
+
+# What `cascade` tries where there is no budget.
+FLOPS_TO_TRY = (0.75, 0.55, 0.35)
 
 
 class PruningRecipe(Section):
@@ -49,6 +54,7 @@ class PruningRecipe(Section):
         evaluation: See `EvaluationSection`.
         prune: See `PruneSection`.
         export: See `ExportSection`.
+        cascade: See `CascadeSection`.
         measure: See `MeasureSection`.
         deploy: See `DeploySection`; with it, `prune` has no budget.
         output: Folder to write; must not exist.
@@ -75,6 +81,7 @@ class PruningRecipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     prune: PruneSection
     export: ExportSection = ExportSection()
+    cascade: CascadeSection | None = None
     measure: MeasureSection = MeasureSection()
     deploy: DeploySection | None = None
     output: Path = Path("runs/hies")
@@ -98,6 +105,38 @@ class PruningRecipe(Section):
         if budget is not None and not own:
             raise ValueError("deploy chooses how much goes, and prune.budget says it too; leave out one of them")
         return {**fields, "prune": {**prune, "budget": {"keep": keep}}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _cascade_may_choose_the_budget(cls, fields: Any) -> Any:
+        """Try the usual shares of the FLOPs where there is no budget; the budget is then the first of them."""
+        prune, asked = (fields.get(name) for name in ("prune", "cascade"))
+        if not isinstance(prune, dict) or not isinstance(asked, dict) or isinstance(fields.get("deploy"), dict):
+            return fields
+        shares, budget = asked.get("flops") or (), prune.get("budget")
+        if budget is None:
+            shares = shares or FLOPS_TO_TRY
+        # Of a recipe that was read before, the budget is the first share.
+        elif not shares or budget == {"flops": shares[0]}:
+            return fields
+        else:
+            raise ValueError("cascade.flops chooses how much goes, and prune.budget says it too; leave out one of them")
+        budgeted = {**prune, "budget": {"flops": shares[0]}}
+        return {**fields, "cascade": {**asked, "flops": shares}, "prune": budgeted}
+
+    @model_validator(mode="after")
+    def _a_cascade_is_of_encoders(self) -> PruningRecipe:
+        if self.cascade is None:
+            return self
+        export = self.export
+        if TASKS[self.task].generative:
+            raise ValueError(f"cascade is for classifiers, got task: {self.task}; leave it out")
+        if (export.format, export.provider, export.dtype) != ("onnx", "cpu", "float32"):
+            raise ValueError(
+                f"cascade needs export: onnx for provider cpu in float32, got {export.format}, {export.provider}, "
+                f"{export.dtype}; leave them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_latency_budget_has_one_dtype(self) -> PruningRecipe:

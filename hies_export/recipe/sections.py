@@ -495,6 +495,24 @@ class ExportSection(Section):
         return self
 
 
+class CascadeSection(Section):
+    """Leave the rows that the slim classifier is unsure of to the dense one, in one ONNX graph in `onnx-cascade/`.
+
+    With `quantize: int8`, its slim part is in 8 bits. The threshold is chosen on held-out rows, see
+    `HeldOutSection`; without that section, on some of the evaluated split, if they are enough.
+
+    Attributes:
+        disagreement: Largest share of the answers that may differ from the dense model's, with 95 % confidence.
+        samples: How many held-out rows to draw.
+        flops: Shares of the dense model's FLOPs to try: the one is taken whose cascade is fastest on the held-out rows,
+            in batches of 8. In place of `prune.budget`, and by default if that is left out.
+    """
+
+    disagreement: float = Field(gt=0, lt=1)
+    samples: int = Field(4096, ge=1)
+    flops: tuple[ShareOfDense, ...] = ()
+
+
 class MeasureSection(Section):
     """What is timed.
 

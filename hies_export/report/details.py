@@ -249,7 +249,10 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class FormTime:
-    """Median time of a form at a shape, and its ratio to the first form's with a 95 % interval, as in `LatencyRow`."""
+    """Median time of a form at a shape, and its ratio to the first form's with a 95 % interval, as in `LatencyRow`.
+
+    On rows, it is the mean time of a batch, and `sequence` the mean number of tokens of a row.
+    """
 
     batch: int
     sequence: int
@@ -266,9 +269,10 @@ class Form:
     """A model as a runtime serves it, judged on the evaluation rows and timed beside the others.
 
     Attributes:
-        model: "dense" or "slim".
+        model: "dense", "slim", or "cascade": the slim one, and the dense one for the rows that it is unsure of.
         runtime: Name of the runtime.
-        bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8".
+        bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8"; of a cascade, those of
+            its slim part.
         bytes: Size of the exported file; None where the runtime reads no export.
         quality: The first metric.
         stability: Share of predictions that equal the dense model's.
@@ -278,7 +282,7 @@ class Form:
             lower end of its 95 % interval.
     """
 
-    model: Literal["dense", "slim"]
+    model: Literal["dense", "slim", "cascade"]
     runtime: str
     bits: str
     bytes: Size | None
@@ -343,6 +347,32 @@ class Deployment:
     file: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class CascadeFacts:
+    """What a cascade is made of, and what its promise rests on.
+
+    Attributes:
+        file: The graph, in the run's folder.
+        quantize: "int8" where the slim part is in 8 bits.
+        parts: Sizes of the files of both models alone; `shared_bytes` of what they share is in the cascade once.
+        held_out_passed_on: Share of the held-out rows that went on to the dense part.
+        differ: Number of them that got another answer than the dense model's.
+        bound: Upper end of the interval of that share.
+        max_abs: Largest difference from the logits of both graphs, over all held-out rows.
+        tried: Where the size of the cut was chosen: what came of each share of the FLOPs.
+    """
+
+    file: str
+    quantize: str | None
+    parts: Both[Size]
+    shared_bytes: Size
+    held_out_passed_on: float
+    differ: Count
+    bound: float
+    max_abs: float
+    tried: tuple[Mapping[str, Any], ...] = ()
+
+
 class Details(BaseModel):
     """What the renderings show beyond the summary, in the order of report.json.
 
@@ -356,6 +386,7 @@ class Details(BaseModel):
         stability_tolerance: Largest difference of equal predictions of a regression.
         custom_code: Whether transformers needs `modeling_hies.py` to load the slim model, as its `auto_class`.
         deployment: Which form to deploy; None where that was not asked.
+        cascade: What the cascade is made of; None where none was asked for.
         forms: Both models in float32 and in fewer bits; the dense one in float32 comes first.
         run: How to repeat the run, a `RunRecord`.
     """
@@ -382,6 +413,7 @@ class Details(BaseModel):
     gguf: dict[str, Any] | None = None
     forms: list[Form] = Field(default_factory=list)
     deployment: Deployment | None = None
+    cascade: CascadeFacts | None = None
     data: DataFacts
     run: dict[str, Any] | None = None
 

@@ -134,7 +134,7 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
             same=form.stability,
             time_ends=(form.times[step].ratio_low, form.times[step].ratio_high),
             same_ends=_same_ends(form),
-            kind="slim" if form.model == "slim" else "other",
+            kind="other" if form.model == "dense" else "slim",
             shape=runtimes.index(_runtime(form)),
             note=f"{form_name(form, forms)}: {time:.2f} of the time, {form.stability:.1%} same",
             chosen=number == chosen,

@@ -7,7 +7,8 @@ import statistics
 from ..evaluate.metrics import quality_loss
 from ..measure.rows import LatencyRow
 from .details import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome, relative_times
-from .report import Report
+from .report import FirstMetric, Report
+from .rows import form_step
 from .text import runtime_name
 
 # How metrics are written in a sentence, where their names in a recipe are not.
@@ -21,7 +22,8 @@ def lead_text(report: Report) -> str:
     An example is "0.82 of the time on ONNX Runtime at 8 x 128; 97 % of the predictions stay; Pearson 0.903 → 0.901;
     budget kept." A value that was not measured is left out.
     """
-    parts = [_deployed(report) or _time(report), _agreement(report), _quality(report), _budget(report)]
+    parts = [_deployed(report) or _cascade(report) or _time(report)]
+    parts += [_agreement(report), _quality(report), _budget(report)]
     return "; ".join(filter(None, parts)) + "."
 
 
@@ -34,8 +36,21 @@ def _deployed(report: Report) -> str:
     at, ratio = form.times[found.step], relative_times(report.details.forms, found.step)[found.form]
     return (
         f"Deploy the {form.model} model in {form.bits} on {runtime_name(form.runtime.removesuffix('-int8'))}: "
-        f"{ratio:.2f} of the time of dense {report.details.forms[0].bits} at {at.batch} x {at.sequence}"
+        f"{ratio:.2f} of the time of dense {report.details.forms[0].bits} at {form_step(at)}"
     )
+
+
+def _cascade(report: Report) -> str:
+    """Return the time of a cascade in batches of several rows; empty where none was asked for."""
+    if report.cascade is None:
+        return ""
+    forms = report.details.forms
+    quiet = [step for step, at in enumerate(forms[0].times) if not at.noisy]
+    if not quiet:
+        return "Cascade of both models, time too noisy to tell"
+    step = next((step for step in quiet if forms[0].times[step].batch > 1), quiet[0])
+    ratio, at = relative_times(forms, step)[-1], form_step(forms[0].times[step])
+    return f"Cascade of both models: {ratio:.2f} of the time of dense {forms[0].bits} at {at}"
 
 
 def asked_row(report: Report) -> LatencyRow | None:
@@ -77,17 +92,20 @@ def _agreement(report: Report) -> str:
     """Return how many predictions stay, and for a regression within which tolerance."""
     what, tolerance = report.details.stability_of, report.details.stability_tolerance
     within = "" if tolerance is None else f" within {tolerance:g}"
-    if report.stability == 1:
+    stability = report.stability if report.cascade is None else report.cascade.stability
+    if stability == 1:
         return f"all {what}s stay{within}"
     # Not all, so never rounded to all.
-    digits = 0 if report.stability < 0.99 else 1
-    share = min(100 * report.stability, 99.9)
+    digits = 0 if stability < 0.99 else 1
+    share = min(100 * stability, 99.9)
     return f"{share:.{digits}f} % of the {what}s stay{within}"
 
 
 def _quality(report: Report) -> str:
     """Return the first metric of both models."""
     quality = report.quality
+    if report.cascade is not None:
+        quality = FirstMetric(quality.metric, quality.dense, report.details.forms[-1].quality)
     return f"{_WRITTEN.get(quality.metric, quality.metric)} {_number(quality.dense)} → {_number(quality.slim)}"
 
 

@@ -95,6 +95,29 @@ class ExportedFile(Record):
     float_neurons: Count | None
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CascadeSummary(Record):
+    """The slim and the dense model in one file, and what it promises.
+
+    Attributes:
+        disagreement: Largest share of the answers that may differ from the dense model's.
+        confidence: The probability that this holds.
+        threshold: Rows whose margin, the distance of the two largest logits, is at most this go on to the dense part.
+        rows: Number of held-out rows that it was chosen on.
+        passed_on: Share of the evaluation rows that go on.
+        stability: Share of their answers that equal the dense model's.
+        bytes: Size of the file.
+    """
+
+    disagreement: float
+    confidence: float
+    threshold: float
+    rows: Count
+    passed_on: float
+    stability: float
+    bytes: Size
+
+
 @dataclass(frozen=True)
 class Report:
     """What a run removed, and the quality, size and time of both models.
@@ -126,6 +149,7 @@ class Report:
         environment: Hardware and library versions that the numbers were measured with.
         cache_bytes_per_token: Bytes that a token adds to the key/value cache; None for a model without a cache.
         exported: The exported file, judged as it is deployed; None in reports of older versions.
+        cascade: The cascade of both models; None where none was asked for.
         details: What the renderings show beyond the summary.
     """
 
@@ -150,6 +174,7 @@ class Report:
     environment: Mapping[str, Any]
     cache_bytes_per_token: Both[Size] | None = None
     exported: ExportedFile | None = None
+    cascade: CascadeSummary | None = None
     details: Details = field(kw_only=True)
 
     @model_validator(mode="after")
@@ -167,10 +192,11 @@ class Report:
     def summary(self) -> dict[str, Any]:
         """Return everything but `details`, as plain values.
 
-        `neurons` is there only where the run could remove some, and what is said of a GGUF file where it wrote one.
+        `neurons` is there only where the run could remove some, what is said of a GGUF file where it wrote one, and
+        `cascade` where there is one.
         """
         values = asdict(self)
-        left_out = {"details"} | ({"neurons"} if not self.neurons else set())
+        left_out = {"details"} | {name for name in ("neurons", "cascade") if not values[name]}
         if self.bytes.gguf is None:
             left_out.add("gguf_max_abs")
             del values["bytes"]["gguf"]

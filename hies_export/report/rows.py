@@ -10,7 +10,7 @@ from ..measure.counts import Both, LayerFlops
 from ..measure.rows import LatencyRow
 from .details import Form, FormTime, Tried
 from .report import FirstMetric, Report
-from .text import agreement, named_units, runtime_name
+from .text import agreement, named_units, runtime_name, si
 
 # Parts of a layer's FLOPs, and what the table calls them.
 FLOP_PARTS = {
@@ -117,8 +117,10 @@ def form_name(form: Form, forms: Sequence[Form]) -> str:
     return f"{form.model} {form.bits}{on}"
 
 
-def form_step(time: FormTime) -> str:
-    """Return the shape of a time, and its phase where a model generates: "8 x 128", "1 x 128 decode"."""
+def form_step(time: FormTime | LatencyRow) -> str:
+    """Return the shape of a time, and its phase where a model generates: "8 x 128", "1 x 128 decode", "8 rows"."""
+    if time.phase == "rows":
+        return f"{time.batch} {'row' if time.batch == 1 else 'rows'}"
     return f"{time.batch} x {time.sequence}" + ("" if time.phase == "forward" else f" {time.phase}")
 
 
@@ -231,9 +233,8 @@ def layer_table(dense: Sequence[LayerFlops], slim: Sequence[LayerFlops] | None =
 
 def row_name(row: LatencyRow) -> str:
     """Return runtime and shape of a row, its phase where a model generates, its precision if it is not float32."""
-    phase = "" if row.phase == "forward" else f" {row.phase}"
     dtype = "" if row.dtype == "float32" else f" {row.dtype}"
-    return f"{row.runtime} {row.batch} x {row.sequence}{phase}{dtype}"
+    return f"{row.runtime} {form_step(row)}{dtype}"
 
 
 def ratio_text(row: LatencyRow) -> str:
@@ -245,14 +246,6 @@ def pair_text(values: Both[Any] | None, *, scale: float = 1.0) -> str:
     """Return "dense → slim" of two numbers, multiplied by `scale`; empty without numbers."""
     numbers = [values.dense * scale, values.slim * scale] if values else []
     return " → ".join(f"{number:.0f}" if number >= 100 else f"{number:.3g}" for number in numbers)
-
-
-def si(number: float) -> str:
-    """Return a number with three significant digits and an SI prefix; whole numbers below 1,000 as they are."""
-    power = min(max(0, (len(str(int(number))) - 1) // 3), 4)
-    scaled = number / 1000**power
-    digits = 0 if power == 0 and number == int(number) else max(0, 3 - len(str(int(scaled))))
-    return f"{scaled:.{digits}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
 
 
 def _control(row: LatencyRow) -> str:

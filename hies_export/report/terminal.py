@@ -12,7 +12,16 @@ from .lead import lead_text
 from .maps import CUT, KEPT, UnitMap, unit_maps
 from .report import Report
 from .rows import comparison_table, forms_table, latency_table, tried_table
-from .text import alpha_text, budget_text, family_text, forms_text, held_out_rows, latency_text, tried_text
+from .text import (
+    alpha_text,
+    budget_text,
+    cascade_text,
+    family_text,
+    forms_text,
+    held_out_rows,
+    latency_text,
+    tried_text,
+)
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -43,6 +52,8 @@ def print_report(report: Report, console: Console) -> None:
         console.print()
         console.print(plain_table(*forms))
         console.print(forms_text(report), markup=False, style="dim")
+    if report.cascade:
+        console.print(f"\n{cascade_text(report)}", markup=False)
 
 
 def map_text(units: UnitMap) -> Text:

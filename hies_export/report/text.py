@@ -66,6 +66,14 @@ def runtime_name(name: str) -> str:
     return f"ONNX Runtime ({kind})" if kind else "ONNX Runtime"
 
 
+def si(number: float) -> str:
+    """Return a number with three significant digits and an SI prefix; whole numbers below 1,000 as they are."""
+    power = min(max(0, (len(str(int(number))) - 1) // 3), 4)
+    scaled = number / 1000**power
+    digits = 0 if power == 0 and number == int(number) else max(0, 3 - len(str(int(scaled))))
+    return f"{scaled:.{digits}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
+
+
 def agreement(report: Report) -> str:
     """Return the name of the stability: when two predictions count as the same."""
     word, tolerance = report.details.stability_of, report.details.stability_tolerance
@@ -126,9 +134,31 @@ def forms_text(report: Report) -> str:
     if layers:
         bits, count = next(iter(layers.items()))
         counts = f" Of the slim model, {count} linear layers are in {bits}, {layers['float32']} small ones in float32."
+    on_rows = any(time.phase == "rows" for time in forms[0].times)
+    timed = " on these rows as they come" if on_rows else ""
     return (
-        "Every form ran the evaluation rows itself. All were timed interleaved in one process; time is relative to "
-        f"{forms[0].model} {forms[0].bits}, whose own row is that of a second copy, the control.{counts}"
+        f"Every form ran the evaluation rows itself. All were timed{timed}, interleaved in one process; time is "
+        f"relative to {forms[0].model} {forms[0].bits}, whose own row is that of a second copy, the control.{counts}"
+    )
+
+
+def cascade_text(report: Report) -> str:
+    """Return what a cascade promises, on what grounds, and what came of it; empty without one."""
+    found, facts = report.cascade, report.details.cascade
+    if found is None or facts is None:
+        return ""
+    kept = "as promised" if 1 - found.stability <= found.disagreement else "fewer than promised"
+    tried = ""
+    if facts.tried:
+        shares = ", ".join(f"{row['flops']:.2f}" for row in facts.tried)
+        tried = f" Cascades with {shares} of the FLOPs were tried; this one was the fastest."
+    return (
+        f"Cascade: at most {100 * found.disagreement:g} % of the answers differ from the dense model's, with "
+        f"{100 * found.confidence:g} % confidence (Clopper-Pearson, {found.rows:,} held-out rows, {facts.differ} of "
+        f"which differ). Rows whose two largest logits are at most {found.threshold:.3f} apart go on to the dense "
+        f"part: {100 * found.passed_on:.1f} % of the evaluated rows. Of these rows, {100 * found.stability:.2f} % keep "
+        f"their answer, {kept}. The file has {si(found.bytes)}B; the dense model alone has "
+        f"{si(facts.parts.dense)}B, the slim one {si(facts.parts.slim)}B.{tried}"
     )
 
 
@@ -252,9 +282,12 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     loads = dict.fromkeys(f"{row.loads} times on {row.runtime}" for row in rows if row.loads > 1)
     loaded = f"The models were loaded anew {' and '.join(loads)}. " if loads else ""
     apart = ", on llamacpp in a process for each," if any(row.runtime == "llamacpp" for row in rows) else ""
+    how = "the median of paired ratios to their mean, and its 95 % interval is that of a bootstrap over loads, "
+    how += "copies and runs"
+    if all(row.phase == "rows" for row in rows):
+        how = "that of total times to their mean, and its 95 % interval is that of a bootstrap over batches"
     sentences = [
-        f"Timed interleaved in one process{apart} with two copies of {first}; the ratio is the median of paired ratios "
-        f"to their mean, and its 95 % interval is that of a bootstrap over loads, copies and runs. {loaded}"
+        f"Timed interleaved in one process{apart} with two copies of {first}; the ratio is {how}. {loaded}"
         f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."
     ]
     if any(row.noisy for row in rows):

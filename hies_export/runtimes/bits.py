@@ -29,13 +29,14 @@ _LOWEST = {"BiasGelu": 0.17, "FastGelu": 0.171, "Gelu": 0.17, "Relu": 1e-30}
 _OPSET = 23
 
 
-def quantize_graph(graph: Any, *, bits: int = 8, smallest: int = SMALLEST) -> dict[str, int]:
+def quantize_graph(graph: Any, *, bits: int = 8, smallest: int = SMALLEST, tables: bool = True) -> dict[str, int]:
     """Quantise the layers of an `onnx_ir.Graph` in place: MatMul and Gemm by a constant, Gather from a table.
 
     Args:
         graph: The graph, in float32.
         bits: 8 or 4, of the weights of linear layers; embeddings and the layer that the graph ends in take 8.
         smallest: Layers and tables of fewer weights stay as they are.
+        tables: Whether embeddings are quantised too.
 
     Returns:
         Number of linear layers by dtype: `int8`, `int4` where there are some, and `float32` for those too small
@@ -56,7 +57,7 @@ def quantize_graph(graph: Any, *, bits: int = 8, smallest: int = SMALLEST) -> di
             _quantize_projection(graph, node, batches)
         else:
             _quantize_layer(graph, node, tokens)
-    for node in [node for node in graph if node.op_type == "Gather" and _is_table(node, smallest)]:
+    for node in [node for node in graph if tables and node.op_type == "Gather" and _is_table(node, smallest)]:
         _quantize_table(graph, node)
     drop_unused(graph)
     graph.sort()

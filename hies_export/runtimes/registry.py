@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +14,15 @@ from ..errors import RecipeError, RequestError, did_you_mean
 # Imported because their decorators register the runtimes.
 from . import llamacpp, openvino, ort, ort_gpu, pytorch  # noqa: F401
 from .base import RUNTIMES, Runtime
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model as a runtime serves it: what the runtime loads, and the dtype to compute in, as in `load_runtime`."""
+
+    runtime: str
+    source: PreTrainedModel | Path
+    dtype: str | None = None
 
 
 def check_runtime(name: str, *, task: str | None = None) -> None:

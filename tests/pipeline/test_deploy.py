@@ -23,7 +23,6 @@ from hies_export import (
     deploy,
 )
 from hies_export.cli.deploy import minutes
-from hies_export.measure.compare import Served
 from hies_export.pipeline import deploy as deploy_module
 from hies_export.pipeline import serving, targets
 from hies_export.pipeline.answer import Answer
@@ -32,6 +31,7 @@ from hies_export.pipeline.propose import propose_recipe, with_held_out
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import HeldOut
 from hies_export.recipe import PruningRecipe
+from hies_export.runtimes.registry import Served
 from hies_export.units import Units
 
 
@@ -71,7 +71,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     times = {0: 1.0, 1: slim.times[found.step].ratio}
     keeping = [number for number, form in enumerate((dense, slim)) if form.at_least >= 0.4]
     assert found.form == min(keeping, key=lambda number: times[number])
-    rows = resolve(with_held_out(recipe_of(folder, tmp_path / "out"), 0.4)).prepared.rows.held_out
+    rows = resolve(with_held_out(recipe_of(folder, tmp_path / "out"), 5, "40 %")).prepared.rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
     low = binomtest(sum(same), len(same)).proportion_ci(0.95, method="exact").low
     assert slim.kept == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
@@ -239,13 +239,13 @@ def test_several_processes_are_refused(folder: Path, monkeypatch: pytest.MonkeyP
 def test_a_promise_is_made_on_rows_that_are_not_scored_on(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = PruningRecipe.from_yaml(folder / "recipe.yaml")
     count = len((folder / "validation.jsonl").read_text().splitlines())
-    found = with_held_out(recipe, 0.5).held_out
+    found = with_held_out(recipe, 6, "50 %").held_out
     assert found is not None
     assert (found.split, found.samples) == ("validation", 2 * count // 3)
-    assert with_held_out(recipe, 0.99) == recipe
+    assert with_held_out(recipe, 368, "99 %") == recipe
     assert f"the split 'validation' has {count} rows, too few to promise 99 % on some" in caplog.text
     for kept in ({"held_out": {"split": "train[50%:]"}}, {"evaluation.split": "train[50%:]"}):
-        assert with_held_out(other := recipe.with_overrides(kept), 0.5) == other
+        assert with_held_out(other := recipe.with_overrides(kept), 6, "50 %") == other
 
 
 def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,172 @@
+"""Write two exported classifiers as one ONNX graph whose answers keep a promise, and prove that they do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from ..checkpoint.folders import new_folder, refuse_existing
+from ..data.batches import Batch
+from ..errors import ParityError, RequestError
+from ..evaluate.interval import CONFIDENCE
+from ..evaluate.predict import predict_by
+from ..onnx.export import OnnxExport, save_program
+from ..onnx.quantize import Quantize
+from ..runtimes.bits import quantize_graph
+from ..runtimes.ort import ONNX_FILE
+from ..runtimes.registry import load_runtime
+from .graph import join_graphs
+from .promise import Promise, choose_threshold, margins
+
+# Metadata of a joined graph: its promise, as JSON.
+PROMISE = "hies_export.cascade"
+# How far the joined graph may be from the two graphs by hand: float32, and what computes in fewer bits, relative to the
+# largest logit. Rows that go on are computed in another batch, and without columns that are padding in all of them.
+TOLERANCE, TOLERANCE_BITS = 1e-3, 5e-2
+# Margins nearer to the threshold may fall on either side of it in another run.
+NEAR = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeExport:
+    """A slim and a dense classifier in one graph.
+
+    Attributes:
+        folder: The folder, with the graph, config.json and the processor's files.
+        file: The graph, `model.onnx`.
+        bytes: Size of graph and weights in bytes.
+        shared_bytes: Size of the weights that both models use, which are stored once.
+        promise: The threshold, and what it promises of the answers of this file.
+        max_abs: Largest difference from the logits of the two graphs, over all held-out rows.
+        quantize: "int8" where the linear layers of the slim part are in 8 bits.
+    """
+
+    folder: Path
+    file: Path
+    bytes: int
+    shared_bytes: int
+    promise: Promise
+    max_abs: float
+    quantize: str | None
+
+
+def export_cascade(
+    slim: OnnxExport,
+    dense: OnnxExport,
+    folder: str | Path,
+    *,
+    batches: Sequence[Batch],
+    answers: torch.Tensor,
+    disagreement: float,
+    quantize: Quantize | None = None,
+    runtime: str = "onnxruntime-cpu",
+    dtype: str | None = None,
+    confidence: float = CONFIDENCE,
+    overwrite: bool = False,
+) -> CascadeExport:
+    """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
+
+    The threshold is chosen by the logits of these graphs on the runtime that is to serve them. The written file then
+    answers all held-out rows, and must do so as the two graphs do.
+
+    Args:
+        slim, dense: Exports of two encoders with the same inputs and classes, for provider cpu in float32.
+        folder: Where to write; appears only when everything is written and checked.
+        batches: Held-out rows, like those to be served.
+        answers: Logits of the dense model in torch of these rows, (rows, classes), which the promise is about.
+        disagreement: Largest share of answers that may differ, in (0, 1).
+        quantize: "int8" writes the linear layers of the slim part in 8 bits. Embeddings stay in float32: the dense
+            part reads them too.
+        runtime, dtype: What serves the file, as in `load_runtime`.
+        confidence: The probability that the promise holds.
+        overwrite: Replace an existing folder.
+
+    Raises:
+        OutputExistsError: The folder exists and `overwrite` is off.
+        RequestError: The exports differ in inputs or are of another kind, or the rows are too few for the promise.
+        PlanError: The dense graph, as it is served, changes too many answers itself.
+        ParityError: The file differs from the two graphs; nothing is kept.
+    """
+    import onnx_ir
+
+    folder = Path(folder)
+    refuse_existing(folder, overwrite=overwrite)
+    _check(slim, dense, quantize)
+    graphs = [onnx_ir.load(export.file) for export in (slim, dense)]
+    if quantize:
+        quantize_graph(graphs[0].graph, tables=False)
+
+    def logits(file: Path) -> torch.Tensor:
+        found = predict_by(load_runtime(runtime, file, dtype=dtype).logits, batches)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    with new_folder(folder, overwrite=overwrite) as staging, TemporaryDirectory() as temporary:
+        sure, certain = Path(temporary) / ONNX_FILE, logits(dense.file)
+        save_program(graphs[0], sure)
+        found = logits(sure)
+        promise = choose_threshold(found, answers, disagreement, passed_on=certain, confidence=confidence)
+        program = onnx_ir.load(sure)
+        shared = join_graphs(program.graph, graphs[1].graph, promise.threshold)
+        program.metadata_props[PROMISE] = json.dumps(asdict(promise))
+        for file in slim.folder.iterdir():
+            if not file.name.startswith(slim.file.name):
+                shutil.copy(file, staging)
+        save_program(program, staging / ONNX_FILE)
+        apart = margins(found) - promise.threshold
+        by_hand = torch.where((apart <= 0)[:, None], certain, found)
+        # Of a row at the threshold either answer is right.
+        clear = apart.abs() > NEAR
+        joined = logits(staging / ONNX_FILE)
+        max_abs = _compared(joined[clear], by_hand[clear], exact=dtype in (None, "float32"))
+        size = sum(file.stat().st_size for file in staging.glob(f"{ONNX_FILE}*"))
+    return CascadeExport(
+        folder=folder,
+        file=folder / ONNX_FILE,
+        bytes=size,
+        shared_bytes=shared,
+        promise=promise,
+        max_abs=max_abs,
+        quantize=quantize,
+    )
+
+
+def _check(slim: OnnxExport, dense: OnnxExport, quantize: str | None) -> None:
+    """Refuse exports that cannot be joined."""
+    if slim.inputs != dense.inputs:
+        raise RequestError(
+            f"both models of a cascade must take the same inputs, got {', '.join(slim.inputs)} and "
+            f"{', '.join(dense.inputs)}; export both with the same batch"
+        )
+    for export in (slim, dense):
+        decodes = any(name.startswith("past_key_values.") for name in export.inputs)
+        if len(export.files) > 1 or decodes or export.quantize:
+            raise RequestError(
+                f"a cascade joins two encoders in float32, got {', '.join(export.files)} in {export.folder}; export "
+                "two classifiers without quantize"
+            )
+        if (export.provider, export.dtype) != ("cpu", "float32"):
+            raise RequestError(
+                f"a cascade needs provider cpu and dtype float32, got {export.provider} and {export.dtype}; leave them "
+                "out"
+            )
+    if quantize not in (None, "int8"):
+        raise RequestError(f"quantize: {quantize} is for models that generate, got a cascade of encoders; use int8")
+
+
+def _compared(found: torch.Tensor, by_hand: torch.Tensor, *, exact: bool) -> float:
+    """Return the largest difference of the joined graph from the two graphs by hand, if it is tolerable."""
+    worst = (found - by_hand).abs().max().item() if len(found) else 0.0
+    tolerance = TOLERANCE if exact else TOLERANCE_BITS * max(1.0, by_hand.abs().max().item())
+    if not worst <= tolerance:
+        raise ParityError(
+            f"the graph of a cascade must answer as its two models do, and differs by {worst:.2e}, where "
+            f"{tolerance:.2e} is allowed; report the model"
+        )
+    return worst

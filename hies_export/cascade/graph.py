@@ -1,0 +1,132 @@
+"""Join the ONNX graphs of two classifiers: the second one runs only for the rows that the first is unsure of."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..runtimes.graphs import add_constant, drop_unused, read_instead
+
+# The outputs of a joined graph: logits, and which rows went on to the dense model.
+LOGITS, PASSED_ON = "logits", "passed_on"
+
+
+def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
+    """Let rows whose margin is at most a threshold go through the dense graph; both graphs are changed in place.
+
+    The slim graph becomes the whole one, with the dense graph in a branch of an If. Weights that both have are stored
+    once. Columns of tokens that are padding in all rows that go on are left out.
+
+    Args:
+        slim, dense: The graphs, `onnx_ir.Graph`, with the same inputs and the output `logits`, (rows, classes).
+        threshold: Of the margin, the distance of the two largest logits.
+
+    Returns:
+        Size of the weights that both graphs have, in bytes.
+    """
+    import onnx_ir
+
+    shared = _share_weights(slim, dense)
+    (logits,) = (output for output in slim.outputs if output.name == LOGITS)
+    logits.name = "slim_logits"
+    new = _Builder(slim, slim)
+    unsure = new("LessOrEqual", _margin(new, logits), new.constant(np.float32(threshold)))
+    rows = new("Transpose", new("NonZero", unsure), perm=[1, 0])  # (rows that go on, 1)
+    some = new("Greater", new("Size", rows), new.constant(np.int64(0)))
+    then = onnx_ir.Graph([], [], nodes=[], name="pass_on")
+    answers = _answers_of(dense, _Builder(then, slim), {value.name: value for value in slim.inputs}, rows)
+    then.outputs.append(_Builder(then, slim)("ScatterND", logits, rows, answers))
+    otherwise = onnx_ir.Graph([], [], nodes=[], name="all_sure")
+    otherwise.outputs.append(_Builder(otherwise, slim)("Identity", logits))
+    for branch in (then, otherwise):
+        branch.outputs[0].dtype, branch.outputs[0].shape = logits.dtype, logits.shape
+    result = new("If", some, then_branch=then, else_branch=otherwise)
+    result.name, result.dtype, result.shape = LOGITS, logits.dtype, logits.shape
+    unsure.name, unsure.dtype, unsure.shape = PASSED_ON, onnx_ir.DataType.BOOL, onnx_ir.Shape(logits.shape[:1])
+    slim.outputs[:] = [result, unsure]
+    for domain, version in dense.opset_imports.items():
+        slim.opset_imports[domain] = max(version, slim.opset_imports.get(domain, version))
+    drop_unused(slim)
+    return shared
+
+
+class _Builder:
+    """Adds nodes at the end of a graph; constants and free names are those of the outermost graph."""
+
+    def __init__(self, graph: Any, outermost: Any):
+        self._graph, self._outermost = graph, outermost
+
+    def __call__(self, op_type: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
+        """Add a node, and return its first output."""
+        import onnx_ir
+
+        node = onnx_ir.node(op_type, inputs, attributes=attributes, num_outputs=outputs)
+        node.name = f"cascade_{self._graph.name or 'graph'}_{len(self._graph)}"
+        for index, output in enumerate(node.outputs):
+            output.name = f"{node.name}_{index}"
+        self._graph.append(node)
+        return node.outputs[0]
+
+    def append(self, node: Any) -> None:
+        """Add a node of another graph."""
+        self._graph.append(node)
+
+    def constant(self, array: Any) -> Any:
+        """Add a constant to the outermost graph, and return it."""
+        return add_constant(self._outermost, f"cascade_constant_{len(self._outermost.initializers)}", np.asarray(array))
+
+
+def _margin(new: _Builder, logits: Any) -> Any:
+    """Return the distance of the largest logit of every row to the next one, (rows,)."""
+    first, second, end, columns = (new.constant(np.array([number])) for number in (0, 1, 2, 1))
+    largest = new("TopK", logits, end, outputs=2)  # (rows, 2)
+    apart = new("Sub", new("Slice", largest, first, second, columns), new("Slice", largest, second, end, columns))
+    return new("Squeeze", apart, columns)
+
+
+def _answers_of(dense: Any, new: _Builder, inputs: Mapping[str, Any], rows: Any) -> Any:
+    """Move the nodes of the dense graph to where `new` builds, for some rows of the inputs; return their logits."""
+    columns = new.constant(np.array([1]))
+    index = new("Squeeze", rows, columns)
+    taken = {name: new("Gather", value, index, axis=0) for name, value in inputs.items()}
+    if "attention_mask" in taken:
+        used = new("Transpose", new("NonZero", taken["attention_mask"]), perm=[1, 0])  # (tokens, 2)
+        last = new("ReduceMax", new("Gather", used, columns, axis=1), keepdims=0)
+        length = new("Reshape", new("Add", last, new.constant(np.int64(1))), columns)
+        start = new.constant(np.array([0]))
+        taken = {name: new("Slice", value, start, length, columns) for name, value in taken.items()}
+    for value in dense.inputs:
+        read_instead(value, taken[value.name])
+    (answers,) = (output for output in dense.outputs if output.name == LOGITS)
+    dense.outputs.clear()
+    for node in list(dense):
+        dense.remove(node)
+        node.name = f"dense_{node.name}"
+        for output in node.outputs:
+            output.name = output.name and f"dense_{output.name}"
+        new.append(node)
+    return answers
+
+
+def _share_weights(slim: Any, dense: Any) -> int:
+    """Move the dense graph's weights to the slim graph but for those that it has; return the size of these in bytes."""
+    known = {_content(value): value for value in slim.initializers.values()}
+    shared = 0
+    for value in list(dense.initializers.values()):
+        del dense.initializers[value.name]
+        same = known.get(_content(value))
+        if same is None:
+            value.name = f"dense_{value.name}"
+            slim.register_initializer(value)
+        else:
+            read_instead(value, same)
+            shared += value.const_value.nbytes
+    return shared
+
+
+def _content(value: Any) -> tuple[Any, ...]:
+    tensor = value.const_value
+    return tensor.dtype, tuple(tensor.shape), hashlib.sha256(tensor.tobytes()).digest()

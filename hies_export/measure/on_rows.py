@@ -1,0 +1,112 @@
+"""Time models on the rows of a data set as they come: where the time depends on the rows, random ones tell nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..progress import SILENT, Progress
+from ..runtimes.base import RUNTIMES, Runtime
+from ..runtimes.registry import Served, load_runtime
+from .ratios import BOOTSTRAP_SAMPLES, Ratio, is_noisy
+from .timing import collecting_paused, rotated
+
+# How many rows are timed in each size of batch.
+ROWS = 512
+# Least number of batches that are timed; fewer are run again.
+LEAST = 48
+# Batches that a model runs after it was loaded, before it is timed.
+WARMUP = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsTime:
+    """The mean time of a batch in ms, and its ratio to the first model's; of the first, that of its control.
+
+    A row has about so many `tokens`, padding included; 1 for images.
+    """
+
+    ms: float
+    ratio: Ratio
+    control: Ratio
+    tokens: int
+    batches: int
+    loads: int
+    threads: int
+    provider: str
+    dtype: str
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the control shows too much noise for the ratio to be trusted."""
+        return is_noisy(self.control.low, self.control.high)
+
+
+def time_on_rows(
+    forms: Sequence[Served], batches: Mapping[int, Sequence[Mapping[str, Any]]], *, progress: Progress = SILENT
+) -> dict[int, list[RowsTime]]:
+    """Time models on the same batches, interleaved; return the times of each model by the size of the batches.
+
+    A ratio is that of total times, so that what few rows cost counts as often as it comes. Its interval is a bootstrap
+    over batches. All models are loaded as often as the runtime among them that asks for most loads, the first one twice
+    (the control), and each load runs a part of the batches.
+    """
+    loads = max(RUNTIMES[form.runtime].loads for form in forms)
+    count = len(forms) + 1
+    # By size of batch: a row of times in ns for each batch, of all models and the control.
+    found: dict[int, list[list[int]]] = {size: [] for size in batches}
+    steps = [(load, size) for load in range(loads) for size in batches]
+    runners: dict[int, Runtime] = {}
+    for load, size in progress.track(steps, "time on the rows"):
+        if size == next(iter(batches)):
+            runners.clear()
+            for index in rotated(count, load):
+                form = [*forms, forms[0]][index]
+                runners[index] = load_runtime(form.runtime, form.source, dtype=form.dtype)
+        given = batches[size]
+        own = [given[place % len(given)] for place in range(load, max(LEAST, len(given)), loads)]
+        for batch in own[:WARMUP]:
+            for runner in runners.values():
+                runner.run(runner.prepare(batch))
+        with collecting_paused():
+            for number, batch in enumerate(own):
+                times = [0] * count
+                for index in rotated(count, number // 2)[:: -1 if number % 2 else 1]:
+                    times[index] = runners[index].time_ns(runners[index].prepare(batch))
+                found[size].append(times)
+    return {size: _compared(np.array(found[size]) / 1e6, batches[size], runners, loads) for size in batches}
+
+
+def _compared(
+    times: np.ndarray, batches: Sequence[Mapping[str, Any]], runners: Mapping[int, Runtime], loads: int
+) -> list[RowsTime]:
+    """Compare the times of all models and the control, (batches, models + 1), in ms."""
+    random = np.random.default_rng(0)
+    drawn = times[random.integers(len(times), size=(BOOTSTRAP_SAMPLES, len(times)))].sum(axis=1)
+    sums = np.concatenate([times.sum(axis=0, keepdims=True), drawn])  # (1 + bootstrap samples, models + 1)
+    base = (sums[:, 0] + sums[:, -1]) / 2
+    control = _ratio(sums[:, -1] / sums[:, 0])
+    tokens = round(np.mean([batch["input_ids"].shape[1] if "input_ids" in batch else 1 for batch in batches]))
+    return [
+        RowsTime(
+            ms=float(times[:, index].mean()),
+            ratio=_ratio(sums[:, index] / base) if index else control,
+            control=control,
+            tokens=tokens,
+            batches=len(times),
+            loads=loads,
+            threads=runners[index].threads,
+            provider=runners[index].provider,
+            dtype=runners[index].dtype,
+        )
+        for index in range(times.shape[1] - 1)
+    ]
+
+
+def _ratio(values: np.ndarray) -> Ratio:
+    """Return the first value, with the interval of the others."""
+    low, high = np.percentile(values[1:], (2.5, 97.5))
+    return Ratio(float(values[0]), float(low), float(high))

@@ -1,0 +1,203 @@
+"""Join the slim and the dense model of a run in one file, and choose how much to cut for it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import processes
+from ..cascade.export import CascadeExport, export_cascade
+from ..cascade.graph import PASSED_ON
+from ..data.batches import Batch
+from ..errors import PlanError
+from ..evaluate.interval import CONFIDENCE
+from ..evaluate.predict import predict
+from ..measure.counts import Both
+from ..measure.exports import Exporter
+from ..measure.on_rows import time_on_rows
+from ..onnx.export import OnnxExport
+from ..progress import Progress
+from ..report.details import CascadeFacts
+from ..report.report import CascadeSummary
+from ..runtimes.registry import Served, load_runtime
+from .choose import Choice, Chooser
+from .deployed import CASCADE
+from .options import CascadeOptions, PruneOptions
+from .prepare import Prepared
+from .quality import cut_beside
+from .sources import Sources
+
+# Rows in a batch where the times of cuts are compared, and how many are timed.
+BATCH, ROWS = 8, 512
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A cascade that was tried: its cut, the share of the FLOPs that this leaves, and its file."""
+
+    choice: Choice
+    flops: float
+    exported: CascadeExport
+
+
+@dataclass(frozen=True)
+class Sized:
+    """The choice of the fastest cascade, and what came of all shares of the FLOPs that were tried."""
+
+    choice: Choice
+    rows: tuple[dict[str, Any], ...]
+
+
+def answers_of(prepared: Prepared) -> torch.Tensor:
+    """Return the dense model's logits of the rows that a promise is made on, (rows, classes)."""
+    found = predict(prepared.model, prepared.rows.promised)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def choose_size(
+    prepared: Prepared, options: PruneOptions, asked: CascadeOptions, dtype: torch.dtype | None, progress: Progress
+) -> Sized:
+    """Choose the share of the FLOPs whose cascade answers the held-out rows fastest; statistics are computed once.
+
+    Raises PlanError if no share has a cascade that keeps the promise.
+    """
+    processes.refuse_several("a cascade that chooses its size")
+    chooser = Chooser(prepared, options, progress, dtype)
+    exporter = Exporter(options.export.unquantized, prepared.sample, prepared.processor)
+    with tempfile.TemporaryDirectory(prefix="hies-sizes-") as temporary:
+        folder = Path(temporary)
+        dense = _onnx(exporter, prepared.model, folder / "dense")
+        tried, rows = try_sizes(prepared, chooser, exporter, dense, answers_of(prepared), asked, folder, progress)
+        if not tried:
+            raise PlanError(f"no cascade keeps the promise: {rows[-1]['problem']}")
+        progress.stage("time the cascades on the held-out rows")
+        forms = [Served(asked.runtime, found.exported.folder, asked.dtype) for found in tried]
+        batches = {BATCH: mixed(prepared.rows.promised, BATCH)}
+        (times,) = time_on_rows([Served(asked.runtime, dense.folder), *forms], batches, progress=progress).values()
+    ratios = {found.flops: one.ratio.median for found, one in zip(tried, times[1:], strict=True)}
+    rows = [row | ({"time": ratios[row["flops"]]} if row["flops"] in ratios else {}) for row in rows]
+    best = min(tried, key=lambda found: ratios[found.flops])
+    return Sized(best.choice, tuple(rows))
+
+
+def try_sizes(
+    prepared: Prepared,
+    chooser: Chooser,
+    exporter: Exporter,
+    dense: OnnxExport,
+    answers: torch.Tensor,
+    asked: CascadeOptions,
+    folder: Path,
+    progress: Progress,
+    like: Choice | None = None,
+) -> tuple[list[Candidate], list[dict[str, Any]]]:
+    """Export a cascade for each share of the FLOPs into the folder; return them, and what came of every share.
+
+    `like` is as for `Chooser.at`.
+    """
+    found, rows = [], []
+    for number, share in enumerate(asked.flops):
+        progress.stage(f"try a cascade with {share:g} of the FLOPs on {asked.runtime} in {asked.bits}")
+        choice = chooser.at(share, like)
+        slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)
+        row: dict[str, Any] = {"flops": chooser.flops_left(choice.plan.kept)}
+        place = folder / f"{asked.runtime}-{asked.bits}-{number}"
+        try:
+            exported = _join(asked, _onnx(exporter, slim, place / "slim"), dense, prepared, answers, place / "cascade")
+        except PlanError as error:
+            rows.append(row | {"problem": str(error)})
+            continue
+        rows.append(row | {"passed_on": exported.promise.passed_on, "differ": exported.promise.differ})
+        found.append(Candidate(choice, row["flops"], exported))
+    return found, rows
+
+
+def _onnx(exporter: Exporter, model: Any, folder: Path) -> OnnxExport:
+    exported = exporter.export(model, folder, exporter.options.unquantized)
+    assert isinstance(exported, OnnxExport)
+    return exported
+
+
+def _join(
+    asked: CascadeOptions, slim: OnnxExport, dense: OnnxExport, prepared: Prepared, answers: torch.Tensor, folder: Path
+) -> CascadeExport:
+    return export_cascade(
+        slim,
+        dense,
+        folder,
+        batches=prepared.rows.promised,
+        answers=answers,
+        disagreement=asked.disagreement,
+        quantize=asked.quantize,
+        runtime=asked.runtime,
+        dtype=asked.dtype,
+        confidence=asked.confidence,
+    )
+
+
+def mixed(batches: Sequence[Batch], size: int) -> list[Batch]:
+    """Return 512 rows at most in batches of a size, cut out of larger ones, in an order that is not by length."""
+    parts = [
+        {name: value[start : start + size] for name, value in batch.items()}
+        for batch in batches
+        for start in range(0, len(next(iter(batch.values()))), size)
+    ]
+    order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(0))
+    return [parts[place] for place in order.tolist()][: ROWS // size]
+
+
+def write_cascade(
+    prepared: Prepared, sources: Sources, asked: CascadeOptions, answers: torch.Tensor, folder: Path
+) -> CascadeExport:
+    """Write `onnx-cascade/` into the folder of a run."""
+    dense, slim = sources.exports(sources.exporter.options.unquantized)
+    assert isinstance(dense, OnnxExport)
+    assert isinstance(slim, OnnxExport)
+    return _join(asked, slim, dense, prepared, answers, folder / CASCADE)
+
+
+def cascade_facts(
+    asked: CascadeOptions,
+    exported: CascadeExport,
+    sources: Sources,
+    batches: Sequence[Batch],
+    stability: float,
+    tried: Sequence[Mapping[str, Any]],
+) -> tuple[CascadeSummary, CascadeFacts]:
+    """Return what a report says of a cascade with this share of answers that stay on the evaluation batches."""
+    promise, plain = exported.promise, sources.exporter.options.unquantized
+    parts = Both(sources.exports(plain)[0].bytes, sources.exports(replace(plain, quantize=asked.quantize))[1].bytes)
+    summary = CascadeSummary(
+        disagreement=promise.disagreement,
+        confidence=CONFIDENCE,
+        threshold=promise.threshold,
+        rows=promise.rows,
+        passed_on=_passed_on(asked, exported, batches),
+        stability=stability,
+        bytes=exported.bytes,
+    )
+    facts = CascadeFacts(
+        file=f"{exported.folder.name}/{exported.file.name}",
+        quantize=exported.quantize,
+        parts=parts,
+        shared_bytes=exported.shared_bytes,
+        held_out_passed_on=promise.passed_on,
+        differ=promise.differ,
+        bound=promise.bound,
+        max_abs=exported.max_abs,
+        tried=tuple(tried),
+    )
+    return summary, facts
+
+
+def _passed_on(asked: CascadeOptions, exported: CascadeExport, batches: Sequence[Batch]) -> float:
+    """Return the share of rows that go on to the dense part."""
+    runtime = load_runtime(asked.runtime, exported.folder, dtype=asked.dtype)
+    found = [runtime.fetch(runtime.run(runtime.prepare(batch)))[PASSED_ON] for batch in batches]
+    return float(sum(part.sum() for part in found) / sum(part.size for part in found))

@@ -1,0 +1,202 @@
+"""Cascades answer as their two models do: in memory, and as one file in plain ONNX Runtime and in OpenVINO."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from support.models import cut_bert
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hies_export import Cascade, load_runtime
+from hies_export.cascade import export as export_module
+from hies_export.cascade.export import CascadeExport, export_cascade
+from hies_export.cascade.promise import margins
+from hies_export.errors import ParityError, RequestError
+from hies_export.evaluate.predict import predict
+from hies_export.onnx.export import export_onnx
+
+Batches = list[dict[str, torch.Tensor]]
+
+
+def bert(labels: int = 3, **more: Any) -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 192, "num_hidden_layers": 2}
+    fields = {**shape, "vocab_size": 200, "max_position_embeddings": 32, "initializer_range": 0.2, **more}
+    return BertForSequenceClassification(BertConfig(**fields, num_labels=labels)).eval()
+
+
+def texts(rows: int = 48, size: int = 8) -> Batches:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(1, 200, (rows, 14), generator=generator)
+    lengths = torch.randint(3, 15, (rows, 1), generator=generator)
+    mask = (torch.arange(14) < lengths).long()
+    return [{"input_ids": (i * m), "attention_mask": m} for i, m in zip(ids.split(size), mask.split(size), strict=True)]
+
+
+def noisy(model: PreTrainedModel, share: float = 0.02) -> PreTrainedModel:
+    """A model of the same shapes with other answers for some rows; its embeddings stay."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "embeddings" not in name:
+            parameter.data += share * parameter.data.std().nan_to_num(0.0) * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The slim model has fewer heads in each layer."""
+    return cut_bert(bert(), (6, 7)), bert()
+
+
+@pytest.fixture(scope="module")
+def exported(models: Any, tmp_path_factory: pytest.TempPathFactory) -> CascadeExport:
+    cascade = Cascade.choose(*models, texts(), disagreement=0.2)
+    return cascade.export_onnx(tmp_path_factory.mktemp("cascade") / "onnx")
+
+
+def by_hand(models: Any, batch: dict[str, torch.Tensor], threshold: float) -> torch.Tensor:
+    slim, dense = (predict(model, [batch]) for model in models)
+    assert isinstance(slim, torch.Tensor)
+    return torch.where((margins(slim) <= threshold)[:, None], dense, slim)  # type: ignore[arg-type]
+
+
+def run(file: Path, batch: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """ONNX Runtime as its own users run it."""
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    given = {**batch}
+    if "input_ids" in batch:
+        given["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(
+        zip(names, session.run(None, {n.name: given[n.name].numpy() for n in session.get_inputs()}), strict=True)
+    )
+
+
+def three_batches(models: Any, batches: Batches, threshold: float) -> dict[str, dict[str, torch.Tensor]]:
+    """Batches of which no, some and all rows are passed on."""
+    width = max(batch["input_ids"].shape[1] for batch in batches) if "input_ids" in batches[0] else 0
+    rows = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    assert all(value.shape[1] == width for value in rows.values()) or not width
+    order = margins(predict(models[0], batches)).argsort()  # type: ignore[arg-type]
+    unsure = int((margins(predict(models[0], batches)) <= threshold).sum())  # type: ignore[arg-type]
+    assert 3 <= unsure <= len(order) - 3
+    picked = {"none": order[-3:], "some": order[unsure - 2 : unsure + 3], "all": order[:3]}
+    return {name: {key: value[index] for key, value in rows.items()} for name, index in picked.items()}
+
+
+def test_unsure_rows_are_answered_by_the_dense_model(models: Any) -> None:
+    batches = texts()
+    sure = margins(predict(models[0], batches))  # type: ignore[arg-type]
+    for threshold in (0.0, sure.median().item(), 1e9):
+        cascade = Cascade(*models, threshold=threshold)
+        for batch in batches:
+            torch.testing.assert_close(cascade.logits(batch), by_hand(models, batch, threshold), atol=1e-5, rtol=0)
+        assert cascade.rows == 48
+        assert cascade.passed_on == int((sure <= threshold).sum())
+
+
+def test_any_two_runtimes(models: Any, tmp_path: Path) -> None:
+    batch = texts()[0]
+    export = export_onnx(models[0], tmp_path / "slim", batch=batch)
+    cascade = Cascade(load_runtime("onnxruntime-cpu", export.folder), models[1], threshold=1.0)
+    torch.testing.assert_close(cascade.logits(batch), by_hand(models, batch, 1.0), atol=1e-4, rtol=0)
+    with pytest.raises(RequestError, match=r"from two PyTorch models and held-out rows"):
+        cascade.export_onnx(tmp_path / "cascade")
+
+
+def test_one_file_answers_as_both_models(models: Any, exported: CascadeExport) -> None:
+    threshold = exported.promise.threshold
+    for name, batch in three_batches(models, texts(), threshold).items():
+        found = run(exported.file, batch)
+        np.testing.assert_allclose(found["logits"], by_hand(models, batch, threshold), atol=1e-4, err_msg=name)
+        unsure = margins(predict(models[0], [batch])) <= threshold  # type: ignore[arg-type]
+        assert found["passed_on"].tolist() == unsure.tolist()
+    assert exported.bytes == exported.file.stat().st_size
+    # The embeddings, which both models read, are in the file once.
+    assert exported.shared_bytes >= 4 * (200 + 32) * 128
+
+
+def test_one_file_in_8_bits(models: Any, tmp_path: Path) -> None:
+    cascade = Cascade.choose(*models, texts(), disagreement=0.2)
+    exported = cascade.export_onnx(tmp_path / "onnx", quantize="int8")
+    session = onnxruntime.InferenceSession(str(exported.file))
+    assert session.get_modelmeta().custom_metadata_map["hies_export.cascade"].startswith('{"disagreement": 0.2')
+    answers = np.concatenate([run(exported.file, batch)["logits"] for batch in texts()]).argmax(-1)
+    wanted = torch.cat([predict(models[1], [batch]) for batch in texts()]).argmax(-1).numpy()  # type: ignore[arg-type]
+    assert (answers != wanted).sum() <= exported.promise.differ
+    assert exported.quantize == "int8"
+
+
+def test_images(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = ViTConfig(**shape, image_size=16, patch_size=4, num_labels=4, initializer_range=0.2)
+    dense = ViTForImageClassification(config).eval()
+    slim = ViTForImageClassification(config).eval()
+    slim.load_state_dict(dense.state_dict())
+    pair = noisy(slim, 0.6), dense
+    batches = [{"pixel_values": pixels} for pixels in torch.randn(40, 3, 16, 16).split(8)]
+    exported = Cascade.choose(*pair, batches, disagreement=0.2).export_onnx(tmp_path / "onnx")
+    for name, batch in three_batches(pair, batches, exported.promise.threshold).items():
+        wanted = by_hand(pair, batch, exported.promise.threshold)
+        np.testing.assert_allclose(run(exported.file, batch)["logits"], wanted, atol=1e-4, err_msg=name)
+
+
+def test_in_openvino(models: Any, exported: CascadeExport) -> None:
+    pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    runtime = load_runtime("openvino", exported.file)
+    for name, batch in three_batches(models, texts(), exported.promise.threshold).items():
+        wanted = by_hand(models, batch, exported.promise.threshold)
+        np.testing.assert_allclose(runtime.logits(batch), wanted, atol=1e-3, err_msg=name)
+
+
+def test_a_file_that_answers_otherwise_is_not_kept(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = export_module.join_graphs
+    monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, threshold: joined(slim, dense, 1e9))
+    cascade = Cascade.choose(*models, texts(), disagreement=0.2)
+    with pytest.raises(ParityError, match="must answer as its two models do"):
+        cascade.export_onnx(tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_what_cannot_be_a_cascade_is_refused(models: Any, tmp_path: Path) -> None:
+    slim, dense = models
+    llama = LlamaForCausalLM(
+        LlamaConfig(vocab_size=50, hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16)
+    )
+    for other, said in (
+        (bert(labels=1), "BertForSequenceClassification with no classes"),
+        (bert(labels=2), "with 3 classes and BertForSequenceClassification with 2 classes"),
+        (llama, "LlamaForCausalLM with no classes"),
+    ):
+        with pytest.raises(RequestError, match=rf"two classifiers of the same classes.*{said}"):
+            Cascade(slim, other, threshold=0.5)
+    with pytest.raises(RequestError, match=r"from 299 held-out rows or more, and there are 1; give more rows"):
+        Cascade.choose(slim, dense, texts(rows=1, size=1), disagreement=0.01)
+    batch = texts()[0]
+    typed = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
+    text = export_onnx(dense, tmp_path / "text", batch=typed)
+    vit = ViTForImageClassification(
+        ViTConfig(
+            hidden_size=16, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1, image_size=8, patch_size=4
+        )
+    )
+    image = export_onnx(vit, tmp_path / "image", batch={"pixel_values": torch.zeros(2, 3, 8, 8)})
+    how: dict[str, Any] = {"batches": [batch], "answers": torch.zeros(8, 3), "disagreement": 0.5}
+    with pytest.raises(RequestError, match=r"must take the same inputs, got pixel_values and input_ids"):
+        export_cascade(image, text, tmp_path / "cascade", **how)
+    with pytest.raises(RequestError, match=r"int4 is for models that generate"):
+        export_cascade(text, text, tmp_path / "cascade", **how, quantize="int4")

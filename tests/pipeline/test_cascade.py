@@ -1,0 +1,237 @@
+"""Cascades of a recipe and of a result in memory, judged by hand on the rows that the run evaluated."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from support.models import save_project, save_regressor, save_stories, save_text_model
+from support.runs import hies
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from hies_export import prune
+from hies_export.cascade.cascade import Cascade
+from hies_export.errors import RequestError
+from hies_export.hub.push import _contents
+from hies_export.measure.on_rows import time_on_rows
+from hies_export.measure.ratios import Ratio
+from hies_export.pipeline import cascade as cascade_module
+from hies_export.pipeline import deploy as deploy_module
+from hies_export.pipeline import targets
+from hies_export.pipeline.cascade import choose_size
+from hies_export.pipeline.resolve import resolve, rows_in_order
+from hies_export.progress import SILENT
+from hies_export.recipe import PruningRecipe
+from hies_export.report.report import Report
+
+SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192, "initializer_range": 0.1}
+
+
+def make_project(folder: Path, **sections: object) -> Path:
+    """Write a project whose model has layers of more than 16,384 weights, and return its recipe."""
+    usual: dict[str, object] = {
+        "calibration": {"samples": 8, "batch_size": 4},
+        "evaluation": {"batch_size": 5},
+        "prune": {"alpha": 0.5, "budget": {"heads": 0.5}, "allocation": "uniform"},
+        "cascade": {"disagreement": 0.2},
+        "measure": {"shapes": [[2, 16]], "repeats": 2, "runtimes": []},
+    }
+    save_project(folder, train=24, validation=60, **(usual | sections))
+    torch.manual_seed(0)
+    save_text_model(folder / "model", **SHAPE)
+    return folder / "recipe.yaml"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in 8 bits."""
+    recipe = make_project(tmp_path_factory.mktemp("cascade"), export={"quantize": "int8"})
+    assert hies("run", recipe) == 0
+    return recipe.parent / "out"
+
+
+def test_a_run_judges_its_cascade_on_the_evaluated_rows(folder: Path) -> None:
+    summary = json.loads((folder / "report.json").read_text())
+    found, file = summary["cascade"], folder / "onnx-cascade" / "model.onnx"
+    evaluated = resolve(PruningRecipe.from_yaml(folder.parent / "recipe.yaml"))
+    dense = AutoModelForSequenceClassification.from_pretrained(folder.parent / "model")
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    same, passed = [], []
+    for batch in evaluated.evaluation:
+        usual = {"token_type_ids": torch.zeros_like(batch["input_ids"]), **batch}
+        given = {node.name: usual[node.name].numpy() for node in session.get_inputs()}
+        logits, unsure = session.run(["logits", "passed_on"], given)
+        with torch.no_grad():
+            wanted = dense(**{name: value for name, value in batch.items() if name != "labels"}).logits
+        same += (logits.argmax(-1) == wanted.argmax(-1).numpy()).tolist()
+        passed += unsure.tolist()
+    # Two thirds of the rows make the promise.
+    assert (found["rows"], len(same)) == (40, 20)
+    assert found["stability"] == pytest.approx(np.mean(same))
+    assert found["passed_on"] == pytest.approx(np.mean(passed))
+    assert (found["disagreement"], found["confidence"]) == (0.2, 0.95)
+    assert found["bytes"] == file.stat().st_size
+    facts = summary["details"]["cascade"]
+    assert facts["bound"] <= 0.2
+    assert facts["max_abs"] < 1e-3
+    assert facts["parts"]["slim"] == (folder / "onnx-int8" / "model_quantized.onnx").stat().st_size
+    # Embeddings of the dense part are the slim one's.
+    assert found["bytes"] < facts["parts"]["dense"] + facts["parts"]["slim"]
+
+
+def test_it_stands_beside_both_models_in_every_rendering(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report.from_file(folder)
+    assert [(form.model, form.bits) for form in report.details.forms] == [
+        *(("dense", "float32"), ("slim", "float32"), ("dense", "int8"), ("slim", "int8"), ("cascade", "int8"))
+    ]
+    for form in report.details.forms:
+        assert [(at.batch, at.phase) for at in form.times] == [(1, "rows"), (8, "rows"), (32, "rows")]
+    assert hies("report", folder) == 0
+    page, card = (folder / "report.html").read_text(), (folder / "slim" / "README.md").read_text()
+    for text in (capsys.readouterr().out, page, card, (folder / "report.md").read_text()):
+        shown = " ".join(text.split())
+        assert "cascade int8" in shown
+        assert "of the answers differ from the dense model" in shown
+    assert "onnx-cascade/model.onnx" in _contents(folder, report, "somebody/model", None, {})
+
+
+def test_rows_that_something_else_was_chosen_on_make_no_promise(tmp_path: Path) -> None:
+    recipe = make_project(tmp_path, prune={"alpha": "auto", "budget": {"heads": 0.5}})
+    rows = resolve(PruningRecipe.from_yaml(recipe)).prepared.rows
+    counts = [sum(len(batch["input_ids"]) for batch in part) for part in (rows.held_out, rows.promised)]
+    assert counts == [20, 20]
+    without = resolve(PruningRecipe.from_yaml(make_project(tmp_path))).prepared.rows
+    assert without.held_out == []
+    assert sum(len(batch["input_ids"]) for batch in without.promised) == 40
+
+
+def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {"prune": {"alpha": 0.5, "modules": ["attention", "mlp"]}, "cascade": {"disagreement": 0.3}}
+    recipe = make_project(tmp_path, **sections)
+    resolved = resolve(PruningRecipe.from_yaml(recipe))
+    assert resolved.cascade is not None
+    assert resolved.cascade.flops == (0.75, 0.55, 0.35)
+    timed: list[list[float]] = []
+
+    def remembered(*args: Any, **named: Any) -> Any:
+        found = time_on_rows(*args, **named)
+        timed.extend([one.ratio.median for one in times] for times in found.values())
+        return found
+
+    monkeypatch.setattr(cascade_module, "time_on_rows", remembered)
+    prepared, options = resolved.prepared, resolved.options
+    tried = choose_size(prepared, options, resolved.cascade, torch.float32, SILENT)
+    assert [row["time"] for row in tried.rows] == timed[0][1:]
+    best = min(tried.rows, key=lambda row: row["time"])
+    heads, neurons = (tried.choice.plan.of_kind(kind) for kind in ("attention", "mlp"))
+    kept = sum(len(kept.units) for part in (heads, neurons) for kept in part.values())
+    again = [row["flops"] for row in tried.rows]
+    assert again == sorted(again, reverse=True)
+    assert all(flops <= share + 1e-9 for flops, share in zip(again, resolved.cascade.flops, strict=True))
+    assert tried.choice.budget.details()["predicted"] == pytest.approx(best["flops"])
+    assert kept < sum(kept.total for part in (heads, neurons) for kept in part.values())
+
+
+def test_in_memory(tmp_path: Path) -> None:
+    recipe = make_project(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    batches = rows_in_order(PruningRecipe.from_yaml(recipe))(10)
+    result = prune(model, batches[:2], processor=tokenizer, criterion="l2", budget={"heads": 0.5})
+    cascade = result.cascade(batches[2:], disagreement=0.2)
+    assert isinstance(cascade, Cascade)
+    assert cascade.promise is not None
+    assert cascade.promise.rows == 40
+    exported = cascade.export_onnx(tmp_path / "onnx")
+    assert (exported.folder / "tokenizer.json").is_file()
+    assert exported.promise.threshold == pytest.approx(cascade.promise.threshold, abs=1e-4)
+    with pytest.raises(RequestError, match=r"from 299 held-out rows or more, and there are 40"):
+        result.cascade(batches[2:], disagreement=0.01)
+
+
+def test_bench_on_the_rows_of_a_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = folder.parent / "recipe.yaml"
+    assert hies("bench", folder / "onnx", folder / "onnx-cascade", "--rows", recipe, "--shape", "4", "--json") == 0
+    printed = capsys.readouterr().out
+    (row,) = json.loads(printed.splitlines()[-1])["latency"]
+    assert (row["runtime"], row["phase"], row["batch"], row["repeats"]) == ("onnxruntime-cpu", "rows", 4, 48)
+    assert row["slim_ms"] / row["dense_ms"] == pytest.approx(row["ratio"], rel=0.5)
+    assert "4 rows" in printed
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "too few rows": ({"cascade": {"disagreement": 0.01}}, "from 299 held-out rows or more, and there are 16"),
+    "no share": ({"cascade": {"disagreement": 0}}, "cascade.disagreement must be greater than 0, got 0"),
+    "half": ({"export": {"dtype": "float16"}}, "cascade needs export: onnx for provider cpu in float32"),
+    "int4": ({"export": {"quantize": "int4"}}, "quantize: int4 is for models that generate"),
+    "two sizes": (
+        {"cascade": {"disagreement": 0.2, "flops": [0.5]}},
+        "cascade.flops chooses how much goes, and prune.budget says it too; leave out one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize(("sections", "said"), REFUSED.values(), ids=REFUSED)
+def test_a_recipe_that_cannot_be_met_is_refused(
+    tmp_path: Path, sections: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hies("run", make_project(tmp_path, **sections)) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_and_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "numbers").mkdir()
+    save_regressor(tmp_path / "numbers", prune={"budget": {"heads": 0.5}}, cascade={"disagreement": 0.2})
+    assert hies("run", tmp_path / "numbers" / "recipe.yaml") == 2
+    assert "two classifiers of the same classes, got BertForSequenceClassification with no classes" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    (tmp_path / "tokens").mkdir()
+    asked: dict[str, Any] = {"prune": {"budget": {"heads": 0.5}}, "cascade": {"disagreement": 0.2}}
+    recipe = save_stories(tmp_path / "tokens", lines=20, **asked)
+    assert hies("run", recipe) == 2
+    assert "cascade is for classifiers, got task: text-generation; leave it out" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+@pytest.mark.slow
+def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "SIZES", 3)
+    monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
+    monkeypatch.setattr(deploy_module, "FLOPS_TO_TRY", (0.8, 0.6))
+
+    def timed(forms: Any, batches: Any, **_: Any) -> Any:
+        """Take the last one for the fastest."""
+        found = time_on_rows(forms, batches)
+        assert [*batches] == [2]
+        ratios = [Ratio(1 - index / 10, 0.0, 1.0) for index in range(len(forms))]
+        return {2: [replace(one, ratio=ratio) for one, ratio in zip(found[2], ratios, strict=True)]}
+
+    monkeypatch.setattr(deploy_module, "time_on_rows", timed)
+    prune_section = {"modules": ["attention", "mlp"], "criterion": "fisher"}
+    recipe = make_project(tmp_path, prune=prune_section, cascade=None, deploy={"keep": 0.6})
+    report = PruningRecipe.from_yaml(recipe).run()
+    found, facts, deployment = report.cascade, report.details.cascade, report.details.deployment
+    assert found is not None
+    assert facts is not None
+    assert deployment is not None
+    assert found.disagreement == pytest.approx(0.4)
+    assert [round(row["flops"], 1) for row in facts.tried] == [0.8, 0.6]
+    assert report.flops.ratio == pytest.approx(facts.tried[1]["flops"], abs=0.01)
+    *_, cascade = report.details.forms
+    assert (cascade.model, cascade.bits) == ("cascade", "float32")
+    assert cascade.at_least is not None
+    assert cascade.at_least >= 0.6
+    assert deployment.form is not None
+    # The dense form may be the fastest of models so small.
+    named = {"cascade": "onnx-cascade/model.onnx"}.get(report.details.forms[deployment.form].model, deployment.file)
+    assert deployment.file == named
+    assert (tmp_path / "out" / str(deployment.file)).is_file()
+    with pytest.raises(RequestError, match="deploy tries cascades by itself, got a section cascade; leave it out"):
+        PruningRecipe.from_yaml(recipe, {"cascade": {"disagreement": 0.1}}).run()
