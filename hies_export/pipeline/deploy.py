@@ -258,7 +258,7 @@ class Search:
             assert isinstance(one.choice.budget, KeepOutcome)
             tried[tried.index(way)] = replace(way, judged=one.choice.budget.judged, flops=one.flops)
             found.append(one)
-        sizes = self._add_cascades(order[:SEARCHED], found, folder)
+        sizes = self._add_cascades(found, folder)
         quantize: Quantize | None = "int8" if any(way.bits == "int8" and not way.problem for way in tried) else None
         export = replace(self._options.export, quantize=quantize)
         if found:
@@ -298,10 +298,11 @@ class Search:
         choice = self._chooser.by_keep(asked, stop=lambda: time.monotonic() > self._limit, recall=recall)
         return _Found(way, Budget(keep=asked), choice, self._chooser.flops_left(choice.plan.kept))
 
-    def _add_cascades(
-        self, ways: Sequence[DeployWay], found: list[_Found], folder: Path
-    ) -> dict[CascadeOptions, tuple[dict[str, Any], ...]]:
-        """Add what cascades keep the promise in these ways, for a classifier; return what came of each size tried."""
+    def _add_cascades(self, found: list[_Found], folder: Path) -> dict[CascadeOptions, tuple[dict[str, Any], ...]]:
+        """Add what cascades of a classifier keep the promise in the fastest ways; return what came of each size tried.
+
+        In 8 bits, the dense model alone need not keep it: the dense part is in float32.
+        """
         prepared, share, tried = self._prepared, self._promise.predictions, {}
         assert share is not None
         like = found[0].choice if found else None
@@ -309,7 +310,8 @@ class Search:
         dense = self._dense.exports.get(plain)
         if prepared.judged.regression or prepared.task.generative or not isinstance(dense, OnnxExport):
             return {}
-        ways = [way for way in ways if way.runtime in CASCADED]
+        able = [way for way in self._dense.ways if way.runtime in CASCADED and way.problem is None]
+        ways = sorted(able, key=lambda way: way.dense_ratio or 0.0)[:SEARCHED]
         # Beside the dense model's own interval, whose end is that of a two-sided one.
         confidence = 1 - (1 - CONFIDENCE) / 2 / max(1, len(ways) * len(FLOPS_TO_TRY))
         if samples_of(prepared.rows.promised) < rate_rows_needed(1 - share, confidence):
