@@ -220,10 +220,15 @@ def test_what_accelerate_starts_on_cpus(tmp_path: Path, count: int, multi_gpu: s
         pytest.skip("with several GPUs accelerate starts what it is told to")
     script = tmp_path / "script.py"
     script.write_text(
-        "import logging\nlogging.basicConfig()\nfrom hies_export import processes\n"
-        "with processes.together():\n    print('of', processes.world())\n"
+        "import logging, os\nlogging.basicConfig()\nfrom hies_export import processes\n"
+        "with processes.together():\n"
+        "    rank = os.environ.get('RANK', '0')\n"
+        "    open('of-' + rank, 'w').write(str(processes.world()))\n"
     )
     launch = [sys.executable, "-m", "accelerate.commands.launch", f"--num_processes={count}", *multi_gpu.split()]
-    done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.count(f"of {worlds}") == worlds
+    done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path)
+    # A file a process: what two processes print into one pipe can interleave.
+    assert {file.name: file.read_text() for file in tmp_path.glob("of-*")} == {
+        f"of-{rank}": str(worlds) for rank in range(worlds)
+    }
     assert ("was asked for several processes and started one" in done.stderr) is warned
