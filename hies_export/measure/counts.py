@@ -22,6 +22,9 @@ Shape = tuple[int, int]  # (batch, sequence)
 # Bounds of numbers that are read from files: a larger one counts nothing, and cannot be made a float.
 Count = Annotated[int, Field(ge=0, le=10**18)]
 Size = Annotated[int, Field(gt=0, le=10**18)]
+Share = Annotated[float, Field(ge=0, le=1)]
+# Of times, relative to another model's.
+Ratio = Annotated[float, Field(ge=0, le=1000)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic import ConfigDict
 
 from .contention import OtherWork
-from .counts import Both, FlopCount, Shape, Size
+from .counts import Both, FlopCount, Ratio, Shape, Size
 from .latency import LatencyComparison
 from .on_rows import RowsTime
 from .ratios import WIDEST_CONTROL, realised_share
@@ -53,9 +53,9 @@ class LatencyRow(Record):
     sequence: int
     dense_ms: float
     slim_ms: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    ratio: Ratio
+    ratio_low: Ratio
+    ratio_high: Ratio
     realised: float | None = None
     flops_ratio: float | None = None
     tokens_per_second: Both[float] | None = None
@@ -63,9 +63,9 @@ class LatencyRow(Record):
     dense_p99_ms: float | None = None
     slim_p90_ms: float | None = None
     slim_p99_ms: float | None = None
-    control_ratio: float
-    control_low: float
-    control_high: float
+    control_ratio: Ratio
+    control_low: Ratio
+    control_high: Ratio
     noisy: bool = False
     repeats: int | None = None
     loads: int = 1

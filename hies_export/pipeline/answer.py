@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..evaluate.judge import Judge
 from ..measure.exports import Exported, ExportOptions
-from ..report.details import Deployment, DeployWay, Form, deciding_step, relative_times
+from ..report.details import Deployment, DeployWay, Form, SizeTried, deciding_step, relative_times
 from .choose import Choice
 from .options import CascadeOptions, PruneOptions
 
@@ -37,7 +36,7 @@ class Answer:
     dense: DenseForms
     began: float  # by time.monotonic
     cascade: CascadeOptions | None = None  # what to join both models by, where a cascade was the fastest
-    sizes: tuple[Mapping[str, Any], ...] = ()  # what came of the cascades that were tried
+    sizes: tuple[SizeTried, ...] = ()  # those of cascades that were tried
 
     @property
     def ways(self) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..measure.exports import Exporter
 from ..measure.on_rows import time_on_rows
 from ..onnx.export import OnnxExport
 from ..progress import Progress
-from ..report.details import CascadeFacts
+from ..report.details import CascadeFacts, SizeTried
 from ..report.report import CascadeSummary
 from ..runtimes.registry import Served, load_runtime
 from .choose import Choice, Chooser
@@ -50,7 +50,7 @@ class Sized:
     """The choice of the fastest cascade, and what came of all shares of the FLOPs that were tried."""
 
     choice: Choice
-    rows: tuple[dict[str, Any], ...]
+    sizes: tuple[SizeTried, ...]
 
 
 def answers_of(prepared: Prepared) -> torch.Tensor:
@@ -73,17 +73,17 @@ def choose_size(
     with tempfile.TemporaryDirectory(prefix="hies-sizes-") as temporary:
         folder = Path(temporary)
         dense = _onnx(exporter, prepared.model, folder / "dense")
-        tried, rows = try_sizes(prepared, chooser, exporter, dense, answers_of(prepared), asked, folder, progress)
+        tried, sizes = try_sizes(prepared, chooser, exporter, dense, answers_of(prepared), asked, folder, progress)
         if not tried:
-            raise PlanError(f"no cascade keeps the promise: {rows[-1]['problem']}")
+            raise PlanError(f"no cascade keeps the promise: {sizes[-1].problem}")
         progress.stage("time the cascades on the held-out rows")
         forms = [Served(asked.runtime, found.exported.folder, asked.dtype) for found in tried]
         batches = {BATCH: mixed(prepared.rows.promised, BATCH)}
         (times,) = time_on_rows([Served(asked.runtime, dense.folder), *forms], batches, progress=progress).values()
     ratios = {found.flops: one.ratio.median for found, one in zip(tried, times[1:], strict=True)}
-    rows = [row | ({"time": ratios[row["flops"]]} if row["flops"] in ratios else {}) for row in rows]
+    sizes = [replace(size, time=ratios.get(size.flops)) for size in sizes]
     best = min(tried, key=lambda found: ratios[found.flops])
-    return Sized(best.choice, tuple(rows))
+    return Sized(best.choice, tuple(sizes))
 
 
 def try_sizes(
@@ -96,26 +96,26 @@ def try_sizes(
     folder: Path,
     progress: Progress,
     like: Choice | None = None,
-) -> tuple[list[Candidate], list[dict[str, Any]]]:
-    """Export a cascade for each share of the FLOPs into the folder; return them, and what came of every share.
+) -> tuple[list[Candidate], list[SizeTried]]:
+    """Export a cascade for each share of the FLOPs into the folder; return them, and all shares that were tried.
 
     `like` is as for `Chooser.at`.
     """
-    found, rows = [], []
+    found, sizes = [], []
     for number, share in enumerate(asked.flops):
         progress.stage(f"try a cascade with {share:g} of the FLOPs on {asked.runtime} in {asked.bits}")
         choice = chooser.at(share, like)
         slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)
-        row: dict[str, Any] = {"flops": chooser.flops_left(choice.plan.kept)}
+        size = SizeTried(flops=chooser.flops_left(choice.plan.kept))
         place = folder / f"{asked.runtime}-{asked.bits}-{number}"
         try:
             exported = _join(asked, _onnx(exporter, slim, place / "slim"), dense, prepared, answers, place / "cascade")
         except PlanError as error:
-            rows.append(row | {"problem": str(error)})
+            sizes.append(replace(size, problem=str(error)))
             continue
-        rows.append(row | {"passed_on": exported.promise.passed_on, "differ": exported.promise.differ})
-        found.append(Candidate(choice, row["flops"], exported))
-    return found, rows
+        sizes.append(replace(size, passed_on=exported.promise.passed_on, differ=exported.promise.differ))
+        found.append(Candidate(choice, size.flops, exported))
+    return found, sizes
 
 
 def _onnx(exporter: Exporter, model: Any, folder: Path) -> OnnxExport:
@@ -168,7 +168,7 @@ def cascade_facts(
     sources: Sources,
     batches: Sequence[Batch],
     stability: float,
-    tried: Sequence[Mapping[str, Any]],
+    tried: Sequence[SizeTried],
 ) -> tuple[CascadeSummary, CascadeFacts]:
     """Return what a report says of a cascade with this share of answers that stay on the evaluation batches."""
     promise, plain = exported.promise, sources.exporter.options.unquantized

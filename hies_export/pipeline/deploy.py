@@ -25,7 +25,7 @@ from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize, check_quantizable
 from ..progress import SILENT, Progress
 from ..recipe import FLOPS_TO_TRY, PruningRecipe
-from ..report.details import DeployWay, KeepOutcome
+from ..report.details import DeployWay, KeepOutcome, SizeTried
 from ..report.report import Report
 from ..runtimes.base import RUNTIMES
 from ..runtimes.registry import Served, check_runtime
@@ -298,8 +298,8 @@ class Search:
         choice = self._chooser.by_keep(asked, stop=lambda: time.monotonic() > self._limit, recall=recall)
         return _Found(way, Budget(keep=asked), choice, self._chooser.flops_left(choice.plan.kept))
 
-    def _add_cascades(self, found: list[_Found], folder: Path) -> dict[CascadeOptions, tuple[dict[str, Any], ...]]:
-        """Add what cascades of a classifier keep the promise in the fastest ways; return what came of each size tried.
+    def _add_cascades(self, found: list[_Found], folder: Path) -> dict[CascadeOptions, tuple[SizeTried, ...]]:
+        """Add what cascades of a classifier keep the promise in the fastest ways; return the sizes tried for each.
 
         In 8 bits, the dense model alone need not keep it: the dense part is in float32.
         """
@@ -330,13 +330,13 @@ class Search:
                 confidence,
             )
             try:
-                made, rows = try_sizes(
+                made, sizes = try_sizes(
                     prepared, self._chooser, exporter, dense, answers, asked, folder, self._progress, like
                 )
             except HiesError as error:
                 logger.warning("no cascade is deployed on %s in %s: %s", way.runtime, way.bits, error)
                 continue
-            tried[asked] = tuple(rows)
+            tried[asked] = tuple(sizes)
             found += [
                 _Found(way, Budget(flops=one.flops), one.choice, one.flops, asked, one.exported.folder) for one in made
             ]

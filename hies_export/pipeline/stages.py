@@ -140,7 +140,7 @@ def run_stages(
                 deployment = answer.outcome(forms, lambda form: keep_file(sources, form, folder, same=same))
             cascade = None
             if asked is not None and joined is not None:
-                sizes = sized.rows if sized is not None else () if answer is None else answer.sizes
+                sizes = sized.sizes if sized is not None else () if answer is None else answer.sizes
                 cascade = cascade_facts(asked, joined, sources, judge.batches, forms[-1].stability, sizes)
         done = Finished(
             resolved=resolved,

@@ -114,6 +114,8 @@ class PruningRecipe(Section):
         if not isinstance(prune, dict) or not isinstance(asked, dict) or isinstance(fields.get("deploy"), dict):
             return fields
         shares, budget = asked.get("flops") or (), prune.get("budget")
+        if not isinstance(shares, list | tuple):
+            return fields
         if budget is None:
             shares = shares or FLOPS_TO_TRY
         # Of a recipe that was read before, the budget is the first share.

@@ -11,7 +11,7 @@ from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, 
 from ..evaluate.judge import Quality
 from ..evaluate.metrics import quality_loss
 from ..measure.contention import OtherWork
-from ..measure.counts import Both, Count, FlopCount, LayerFlops, Shape, Size
+from ..measure.counts import Both, Count, FlopCount, LayerFlops, Ratio, Shape, Share, Size
 from ..measure.rows import LatencyRow
 from ..measure.timing import Phase
 from ..slim.refit import LayerFit
@@ -144,6 +144,10 @@ class KeepOutcome(BudgetOutcome):
     sequence: int | None = None
     dtype: str | None = None
 
+    def __post_init__(self) -> None:
+        if (self.predictions is None) == (self.metric is None) or (self.metric is None) != (self.by is None):
+            raise ValueError("keep must have predictions, or metric and by")
+
     @property
     def met(self) -> bool:
         """Whether the slim model keeps the promise."""
@@ -257,11 +261,15 @@ class FormTime:
     batch: int
     sequence: int
     phase: Phase
-    ms: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    ms: FiniteFloat
+    ratio: Ratio
+    ratio_low: Ratio
+    ratio_high: Ratio
     noisy: bool
+
+    def __post_init__(self) -> None:
+        if self.ratio_low > self.ratio_high:
+            raise ValueError(f"ratio_low must be at most ratio_high, got {self.ratio_low} and {self.ratio_high}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,12 +295,12 @@ class Form:
     bits: str
     bytes: Size | None
     quality: float
-    stability: FiniteFloat
+    stability: Share
     times: list[FormTime]
-    stability_low: float | None = None
-    stability_high: float | None = None
-    kept: float | None = None
-    at_least: float | None = None
+    stability_low: Share | None = None
+    stability_high: Share | None = None
+    kept: Share | None = None
+    at_least: Share | None = None
 
 
 def deciding_step(forms: Sequence[Form]) -> int | None:
@@ -339,12 +347,31 @@ class Deployment:
     first that are not noisy; `seconds` is what finding it took; `file` is the form's file in the run's folder.
     """
 
-    promise: float
+    promise: Share
     form: int | None
     step: int
     ways: list[DeployWay]
     seconds: float
     file: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeTried:
+    """A share of the FLOPs that was tried for a cascade, and what came of it.
+
+    Attributes:
+        flops: Share that the cut leaves.
+        passed_on: Share of the held-out rows that go on to the dense part.
+        differ: Number of them that get another answer than the dense model's.
+        time: Time of the cascade relative to the dense model's; None where only one size was left to time.
+        problem: Why it has no cascade.
+    """
+
+    flops: Share
+    passed_on: Share | None = None
+    differ: Count | None = None
+    time: float | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,18 +386,18 @@ class CascadeFacts:
         differ: Number of them that got another answer than the dense model's.
         bound: Upper end of the interval of that share.
         max_abs: Largest difference from the logits of both graphs, over all held-out rows.
-        tried: Where the size of the cut was chosen: what came of each share of the FLOPs.
+        tried: The sizes among which this one was chosen, if it was.
     """
 
     file: str
     quantize: str | None
     parts: Both[Size]
     shared_bytes: Size
-    held_out_passed_on: float
+    held_out_passed_on: Share
     differ: Count
-    bound: float
+    bound: Share
     max_abs: float
-    tried: tuple[Mapping[str, Any], ...] = ()
+    tried: tuple[SizeTried, ...] = ()
 
 
 class Details(BaseModel):
@@ -427,4 +454,18 @@ class Details(BaseModel):
             raise ValueError("budget.measured is missing")
         if isinstance(self.budget, MaxDropOutcome | KeepOutcome) and self.budget.slim is None:
             raise ValueError("budget.slim is missing")
+        if isinstance(self.budget, KeepOutcome) and self.budget.slim_end is None:
+            raise ValueError("budget.slim_end is missing")
+        return self
+
+    @model_validator(mode="after")
+    def _forms_fit(self) -> Details:
+        steps = {len(form.times) for form in self.forms}
+        if len(steps) > 1:
+            raise ValueError("every one of forms must have as many times as the first")
+        found = self.deployment
+        if found is None or found.form is None:
+            return self
+        if not (0 <= found.form < len(self.forms) and 0 <= found.step < max(steps)):
+            raise ValueError("deployment.form and deployment.step must be places in forms and their times")
         return self

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from ..files import Rule, check, read_json
 from ..kinds import ATTENTION, MLP
-from ..measure.counts import Both, Count, FlopCount, Size, StoredBytes
+from ..measure.counts import Both, Count, FlopCount, Share, Size, StoredBytes
 from ..measure.record import Record
 from ..measure.rows import LatencyRow
 from ..units import Selection
@@ -109,12 +109,12 @@ class CascadeSummary(Record):
         bytes: Size of the file.
     """
 
-    disagreement: float
-    confidence: float
+    disagreement: Share
+    confidence: Share
     threshold: float
     rows: Count
-    passed_on: float
-    stability: float
+    passed_on: Share
+    stability: Share
     bytes: Size
 
 
@@ -182,6 +182,12 @@ class Report:
         before, metric = self.details.uncompensated, self.quality.metric
         if before is not None and metric not in before.metrics:
             raise ValueError(f"details.uncompensated.metrics must have the first metric, {metric!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _cascade_is_whole(self) -> Report:
+        if self.cascade is not None and (self.details.cascade is None or not self.details.forms):
+            raise ValueError("a report with cascade must have details.cascade and details.forms")
         return self
 
     @property

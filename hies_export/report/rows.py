@@ -103,7 +103,7 @@ def forms_table(report: Report) -> Table | None:
         report.quality.metric: lambda form: f"{form.quality:.4f}",
     }
     if any(form.at_least is not None for form in forms):
-        columns["held out ≥"] = lambda form: f"{form.at_least:.2%}"
+        columns["held out ≥"] = lambda form: "" if form.at_least is None else f"{form.at_least:.2%}"
     columns |= {
         f"time {form_step(at)} ({at.ms:.3g} ms)": partial(_form_ratio, index=i) for i, at in enumerate(forms[0].times)
     }

@@ -150,7 +150,7 @@ def cascade_text(report: Report) -> str:
     kept = "as promised" if 1 - found.stability <= found.disagreement else "fewer than promised"
     tried = ""
     if facts.tried:
-        shares = ", ".join(f"{row['flops']:.2f}" for row in facts.tried)
+        shares = ", ".join(f"{size.flops:.2f}" for size in facts.tried)
         tried = f" Cascades with {shares} of the FLOPs were tried; this one was the fastest."
     return (
         f"Cascade: at most {100 * found.disagreement:g} % of the answers differ from the dense model's, with "

@@ -125,14 +125,14 @@ def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypat
     monkeypatch.setattr(cascade_module, "time_on_rows", remembered)
     prepared, options = resolved.prepared, resolved.options
     tried = choose_size(prepared, options, resolved.cascade, torch.float32, SILENT)
-    assert [row["time"] for row in tried.rows] == timed[0][1:]
-    best = min(tried.rows, key=lambda row: row["time"])
+    assert [size.time for size in tried.sizes] == timed[0][1:]
+    best = min(tried.sizes, key=lambda size: size.time)
     heads, neurons = (tried.choice.plan.of_kind(kind) for kind in ("attention", "mlp"))
     kept = sum(len(kept.units) for part in (heads, neurons) for kept in part.values())
-    again = [row["flops"] for row in tried.rows]
+    again = [size.flops for size in tried.sizes]
     assert again == sorted(again, reverse=True)
     assert all(flops <= share + 1e-9 for flops, share in zip(again, resolved.cascade.flops, strict=True))
-    assert tried.choice.budget.details()["predicted"] == pytest.approx(best["flops"])
+    assert tried.choice.budget.details()["predicted"] == pytest.approx(best.flops)
     assert kept < sum(kept.total for part in (heads, neurons) for kept in part.values())
 
 
@@ -222,8 +222,8 @@ def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert facts is not None
     assert deployment is not None
     assert found.disagreement == pytest.approx(0.4)
-    assert [round(row["flops"], 1) for row in facts.tried] == [0.8, 0.6]
-    assert report.flops.ratio == pytest.approx(facts.tried[1]["flops"], abs=0.01)
+    assert [round(size.flops, 1) for size in facts.tried] == [0.8, 0.6]
+    assert report.flops.ratio == pytest.approx(facts.tried[1].flops, abs=0.01)
     *_, cascade = report.details.forms
     assert (cascade.model, cascade.bits) == ("cascade", "float32")
     assert cascade.at_least is not None

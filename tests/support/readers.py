@@ -29,6 +29,8 @@ from hies_export.data.processors import load_processor
 from hies_export.errors import HiesError
 from hies_export.generate.questions import read_questions
 from hies_export.onnx.generator import _generation_config
+from hies_export.pipeline.journal import CutJournal
+from hies_export.recipe import PruningRecipe
 from hies_export.report.bench import print_bench, read_report, render_bench
 from hies_export.report.card import read_card, render_card
 from hies_export.report.figures import draw_report
@@ -52,7 +54,7 @@ from hies_export.values import PruningPlan
 from support.cuts import random_cut
 from support.models import bert, causal_lm, cut_bert, generative_tokenizer, save_text_model, text_batch, vit, write_rows
 from support.mutations import damaged, damaged_setting
-from support.reports import DATA, TRIED, make_report
+from support.reports import CASCADE, DATA, SERVED, TRIED, make_report
 from support.sweeps import sweep_row, write_sweep
 
 LONGEST_MESSAGE = 5000
@@ -244,6 +246,8 @@ def _runs(folder: Path) -> list[Read]:
         **{"samples": 8, "labels": "data", "fingerprint": "f"},
     }
     (run / "scores.json").write_text(json.dumps(scores))
+    served = folder / "served.json"
+    served.write_text(json.dumps(json.loads(make_report(**SERVED).to_json()) | {"cascade": CASCADE}))
     bench = {"a": "one", "b": "other", "environment": {"cpu": "c"}}
     bench |= {"latency": [asdict(row) for row in report.latency[:2]]}
     (folder / "bench.json").write_text(json.dumps(bench))
@@ -271,6 +275,7 @@ def _runs(folder: Path) -> list[Read]:
 
     return [
         Read("report.json, shown", "json", alone, lambda: show(alone), 20),
+        Read("report.json of a deployment", "json", served, lambda: show(served), 15),
         Read("report.json, figures", "json", drawn, draw, 1),
         Read("bench --json", "json", folder / "bench.json", lambda: show(folder / "bench.json"), 12),
         Read("bench of bench/gpu.py", "json", folder / "gpu.json", lambda: show(folder / "gpu.json"), 8),
@@ -397,14 +402,33 @@ def _recipes(folder: Path) -> list[Read]:
         "measure: {runtimes: [torch], shapes: [[1, 8]]}\noutput: out\n"
     )
     setting.write_text("prune.alpha=0.5")
+    served = project / "served.yaml"
+    served.write_text(
+        recipe.read_text().replace("  budget: {heads: 0.5}\n", "").replace("out\n", "served\n")
+        + "held_out: {split: validation, samples: 4}\nexport: {quantize: int8}\n"
+        "cascade: {disagreement: 0.9, samples: 4, flops: [0.7, 0.5]}\n"
+    )
+    asked = PruningRecipe.from_yaml(recipe)
+    journal = CutJournal(asked)
+    cut = {"a": Kept((0, 2), 4)}
+    journal.recall(cut, ("torch", None, "float32"), lambda: (0.99, 0.98))
 
-    def read(*overrides: str) -> None:
-        read_recipe(argparse.Namespace(recipe=str(recipe), overrides=overrides, output=None))
+    def read(file: Path, *overrides: str) -> None:
+        read_recipe(argparse.Namespace(recipe=str(file), overrides=overrides, output=None))
 
     def override() -> None:
-        read(setting.read_bytes().decode(errors="replace"))
+        read(recipe, setting.read_bytes().decode(errors="replace"))
 
-    return [Read("recipe", "yaml", recipe, read, 25), Read("--set", "setting", setting, override, 20)]
+    def resume() -> None:
+        found, low = CutJournal(asked).recall(cut, ("torch", None, "float32"), lambda: (0.99, 0.98))
+        float(found), float(low)
+
+    return [
+        Read("recipe", "yaml", recipe, lambda: read(recipe), 25),
+        Read("recipe of a cascade", "yaml", served, lambda: read(served), 10),
+        Read("--set", "setting", setting, override, 20),
+        Read("journal of deploy", "lines", journal.path, resume, 5),
+    ]
 
 
 MAKERS = (_plans, _checkpoints, _older, _generation, _processors, _runs, _sweeps, _small, _recipes)

@@ -18,6 +18,50 @@ DATA: dict[str, Any] = {
 }
 TRIED: dict[str, Any] = {"candidate": 0, "steps": 1, "token_weights": 1.0, "alpha": None, "chosen": False}
 
+# What a deployment found, with a cascade among the forms.
+_TIME = {"batch": 8, "sequence": 20, "phase": "rows", "ms": 3.0, "ratio_low": 0.4, "ratio_high": 0.5, "noisy": False}
+_JUDGED = {"flops": 0.7, "kept": 0.995, "at_least": 0.99, "removed": 7}
+_WAY = {
+    "runtime": "onnxruntime-cpu",
+    "bits": "float32",
+    "kept": 1.0,
+    "at_least": 0.995,
+    "dense_ratio": 1.0,
+    "flops": 0.7,
+}
+CASCADE: dict[str, Any] = {
+    **{"disagreement": 0.01, "confidence": 0.95, "threshold": 0.4, "rows": 1821, "passed_on": 0.05},
+    **{"stability": 0.995, "bytes": 4100},
+}
+SERVED: dict[str, Any] = {
+    "forms": [
+        {
+            **{"model": model, "runtime": "onnxruntime-cpu", "bits": bits, "bytes": 4000, "quality": 0.9},
+            **{"stability": kept, "stability_low": kept - 0.01, "stability_high": 1.0, "kept": kept, "at_least": 0.99},
+            "times": [_TIME | {"ratio": ratio}],
+        }
+        for model, bits, kept, ratio in (
+            ("dense", "float32", 1.0, 1.0),
+            ("slim", "int8", 0.995, 0.45),
+            ("cascade", "int8", 0.999, 0.48),
+        )
+    ],
+    "deployment": {
+        **{"promise": 0.99, "form": 1, "step": 0, "seconds": 60.0, "file": "onnx-int8/model.onnx"},
+        "ways": [_WAY | {"judged": [_JUDGED]}, {"runtime": "openvino", "bits": "float32", "problem": "not installed"}],
+    },
+    "cascade": {
+        **{"file": "onnx-cascade/model.onnx", "quantize": "int8", "parts": {"dense": 4000, "slim": 1200}},
+        **{"shared_bytes": 900, "held_out_passed_on": 0.06, "differ": 9, "bound": 0.0098, "max_abs": 1e-6},
+        "tried": [{"flops": 0.7, "passed_on": 0.06, "differ": 9, "time": 0.48}, {"flops": 0.5, "problem": "too many"}],
+    },
+    "budget": {
+        **{"kind": "keep", "target": 0.99, "predictions": 0.99, "samples": 581, "judged": [_JUDGED]},
+        **{"slim": 0.997, "slim_end": 0.991, "predicted": 0.45, "runtime": "onnxruntime-cpu", "batch": 8},
+        **{"sequence": 128, "dtype": "float32"},
+    },
+}
+
 
 def latency_row(runtime: str, ratio: float, **other: Any) -> dict[str, Any]:
     row = {
