@@ -41,13 +41,14 @@ def _effective_size(same: torch.Tensor, samples: torch.Tensor, share: float) -> 
     _, place, sizes = samples.unique(return_inverse=True, return_counts=True)
     groups = len(sizes)
     apart = torch.zeros(groups, dtype=torch.float64).index_add(0, place, same - share)
-    variance = apart.square().sum().item() * groups / max(1, groups - 1) / len(same) ** 2
-    if variance == 0:
-        # All predictions agree: nothing says that those of a sample are independent.
+    spread = apart.square().sum().item()
+    if groups == 1 or spread == 0:
+        # One sample, or all predictions agree: nothing says that those of a sample are independent.
         return float(groups)
+    variance = spread * groups / (groups - 1) / len(same) ** 2
     size = min(share * (1 - share) / variance, float(len(same)))
     tail = (1 + CONFIDENCE) / 2
-    return float(size * (stats.t.ppf(tail, len(same) - 1) / stats.t.ppf(tail, max(1, groups - 1))) ** 2)
+    return float(size * (stats.t.ppf(tail, len(same) - 1) / stats.t.ppf(tail, groups - 1)) ** 2)
 
 
 def upper_rate(count: int, rows: int, confidence: float = CONFIDENCE) -> float:

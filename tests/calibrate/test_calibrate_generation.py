@@ -88,7 +88,7 @@ def test_gradient_checkpointing_saves_activations_and_changes_nothing(reentrant:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            found = collect_statistics(model, batches, sites)
+            found = collect_statistics(model, batches, sites, needs=("his", "entropy", "activation_l2"))
         return sum(kept.values()), found
 
     plain, expected = saved_elements()
@@ -102,6 +102,7 @@ def test_gradient_checkpointing_saves_activations_and_changes_nothing(reentrant:
     assert calls == [False, False]  # once, and once more in the backward pass; never with dropout
     assert_equal_scores(found["his"], expected["his"])
     assert_equal_scores(found["entropy"], expected["entropy"])
+    assert_equal_scores(found["activation_l2"], expected["activation_l2"])
     assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
     assert not any(m.training for m in model.modules())
     assert model.config.use_cache

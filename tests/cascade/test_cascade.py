@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir
 import onnxruntime
 import pytest
 import torch
@@ -21,6 +23,7 @@ from transformers import (
 from hies_export import Cascade, load_runtime
 from hies_export.cascade import export as export_module
 from hies_export.cascade.export import CascadeExport, export_cascade
+from hies_export.cascade.graph import join_graphs
 from hies_export.cascade.promise import margins
 from hies_export.errors import ParityError, RequestError
 from hies_export.evaluate.predict import predict
@@ -125,6 +128,40 @@ def test_one_file_answers_as_both_models(models: Any, exported: CascadeExport) -
     assert exported.bytes == exported.file.stat().st_size
     # The embeddings, which both models read, are in the file once.
     assert exported.shared_bytes >= 4 * (200 + 32) * 128
+
+
+def test_weights_of_both_graphs_are_stored_once_whatever_their_names(models: Any, tmp_path: Path) -> None:
+    batch = texts()[0]
+    files = [export_onnx(model, tmp_path / name, batch=batch).file for name, model in zip("sd", models, strict=True)]
+    weights = [
+        {one.name: onnx.numpy_helper.to_array(one) for one in onnx.load(file).graph.initializer} for file in files
+    ]
+    both = sum(
+        array.nbytes
+        for array in weights[1].values()
+        if any(array.dtype == other.dtype and np.array_equal(array, other) for other in weights[0].values())
+    )
+    slim, dense = (onnx_ir.load(file) for file in files)
+    for number, value in enumerate(list(slim.graph.initializers.values())):
+        value.name = f"renamed_{number}"
+    threshold = margins(predict(models[0], [batch])).median().item()  # type: ignore[arg-type]
+    assert join_graphs(slim.graph, dense.graph, threshold) == both
+    onnx_ir.save(slim, tmp_path / "joined.onnx")
+    joined = onnx.load(tmp_path / "joined.onnx")
+    onnx.checker.check_model(joined, full_check=True)
+    stored = sum(onnx.numpy_helper.to_array(one).nbytes for one in joined.graph.initializer)
+    alone = sum(array.nbytes for each in weights for array in each.values())
+    assert abs(stored - (alone - both)) < 500  # the constants that join them
+    names = [node.name for node in [*joined.graph.node, *inner_nodes(joined.graph)]]
+    assert len(set(names)) == len(names)
+    found = run(tmp_path / "joined.onnx", batch)["logits"]
+    np.testing.assert_allclose(found, by_hand(models, batch, threshold), atol=1e-4)
+
+
+def inner_nodes(graph: Any) -> list[Any]:
+    """The nodes in the branches of a graph."""
+    branches = [a.g for node in graph.node for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    return [node for branch in branches for node in [*branch.node, *inner_nodes(branch)]]
 
 
 def test_one_file_in_8_bits(models: Any, tmp_path: Path) -> None:

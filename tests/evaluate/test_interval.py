@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binomtest
+from scipy.stats import beta, binomtest, t
 
-from hies_export.evaluate.interval import lower_share, rows_needed, share_ends
+from hies_export.evaluate.interval import lower_share, rows_needed, share_ends, upper_rate
 
 
 def exact(right: int, count: int) -> float:
@@ -41,6 +41,31 @@ def test_tokens_that_agree_within_a_text_count_as_one() -> None:
     # Independent tokens count one by one.
     mixed = once.repeat(16)[torch.randperm(3200, generator=torch.Generator().manual_seed(0))]
     assert lower_share(mixed, samples) == pytest.approx(exact(2880, 3200), abs=0.004)
+
+
+def test_the_interval_of_clusters_by_hand() -> None:
+    texts = [[1, 1, 0], [1, 1, 1, 1], [0, 0], [1, 0, 1, 1, 1]]
+    flat = [token for text in texts for token in text]
+    samples = torch.tensor([number for number, text in enumerate(texts) for _ in text])
+    share, tokens = sum(flat) / len(flat), len(flat)
+    between = sum(sum(token - share for token in text) ** 2 for text in texts)
+    size = share * (1 - share) / (len(texts) / (len(texts) - 1) * between / tokens**2)
+    assert size < tokens
+    size *= (t.ppf(0.975, tokens - 1) / t.ppf(0.975, len(texts) - 1)) ** 2
+    expected = beta.ppf(0.025, share * size, (1 - share) * size + 1)
+    assert lower_share(torch.tensor(flat) == 1, samples) == pytest.approx(expected, rel=1e-9)
+
+
+def test_tokens_of_a_single_text_count_as_one() -> None:
+    for right in (1, 9, 90):
+        share = right / 90
+        expected = beta.ppf(0.025, share, 2 - share)
+        assert lower_share(flags(right, 90), torch.zeros(90, dtype=torch.int64)) == pytest.approx(expected)
+
+
+def test_a_rate_of_all_rows_is_one() -> None:
+    assert upper_rate(5, 5) == 1.0
+    assert 0.98 < upper_rate(4, 5) < 1.0
 
 
 def test_the_interval_of_clusters_holds_as_often_as_it_says() -> None:

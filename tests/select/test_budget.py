@@ -116,6 +116,10 @@ def test_multiple_of_is_kept_by_a_budget_of_heads(allocation: str) -> None:
     assert set(kept) <= {4, 8}
     with pytest.raises(PlanError, match="multiple_of 4 allows no such number"):
         plan_of(scores, sites, heads=0.1, allocation=allocation, multiple_of=4)
+    for seed in range(5):
+        drawn = scores_of(torch.rand(3, 8, generator=torch.Generator().manual_seed(seed)))
+        found = plan_of(drawn, sites, heads=0.5, allocation=allocation, multiple_of=2)
+        assert [len(k.units) % 2 for k in found.kept.values()] == [0, 0, 0]
     # Of all choices that keep 4 or 8 in every layer, the one that loses least.
     if allocation == "global":
         lost = [float(row.sort().values[:4].sum()) for row in scores.scores.values()]

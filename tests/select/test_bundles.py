@@ -125,6 +125,18 @@ def test_a_budget_of_cost_counts_query_heads_of_every_group() -> None:
         assert bundles_lost(found, modules, unit="query") == {m: k for m, k in zip("gh", counts, strict=True) if k}
 
 
+def test_chains_say_the_order_within_a_budget_of_cost_only() -> None:
+    """Heads that `compensated` ranks go in the order of its chains; a share of heads goes by the scores."""
+    found = {"s": torch.tensor([0.0, 1.0, 2.0, 3.0])}
+    chain = tuple(Removal("s", (unit,), float(4 - unit)) for unit in (3, 2, 1))
+    scores = Scores("compensated", {}, found, found, chains=(chain,))
+    uniform = Constraints(allocation="uniform")
+    table = CostTable("FLOPs", {"s": (0.0, 0.1, 0.2, 0.3)})
+    assert select_units(scores, [SINGLE], heads=0.5, constraints=uniform)["s"].removed == (0, 1)
+    assert select_units(scores, [SINGLE], counts=[2], constraints=uniform)["s"].removed == (0, 1)
+    assert select_units(scores, [SINGLE], table=table, ratio=0.8, constraints=uniform)["s"].removed == (2, 3)
+
+
 def test_chains_of_queries_add_up_effects_of_all_their_units() -> None:
     chain = (Removal("g", (2, 5), 3.0), Removal("g", (1, 3), 6.0), Removal("g", (0, 4), 16.0))
     assert chains_of(scores_of(g=VALUES.tolist()), [GROUPED], unit="query") == (chain,)

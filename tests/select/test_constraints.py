@@ -79,7 +79,7 @@ def test_what_may_go_is_by_kind() -> None:
     found = removable_counts(MODULES, Constraints(multiple_of=2, neurons_multiple_of=16))
     assert found == [[0, 2, 4, 6, 8, 10], [0, 2], [0, 16, 32, 48], [0, 16, 32]]
     assert removable_counts(MODULES, Constraints(unit="query", multiple_of=8))[1] == [0, 1]
-    assert removable_counts(MODULES[:2], Constraints()) == [[*range(12)], [0, 1, 2, 3]]
+    assert removable_counts(MODULES, Constraints()) == [[*range(12)], [0, 1, 2, 3], [*range(64)], [*range(48)]]
 
 
 def test_a_layer_beyond_the_larger_kind_is_refused() -> None:

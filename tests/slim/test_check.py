@@ -70,6 +70,9 @@ def test_an_output_is_the_first_in_evaluation_mode_and_labels_are_left_out() -> 
         expected = model.eval()(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits
     assert_near(found, expected)
     assert first_output(model.to(torch.bfloat16), batch).dtype == torch.float32
+    # Of an encoder alone, hidden states come before what is pooled of them.
+    found = first_output(bert().base_model, {name: batch[name] for name in ("input_ids", "attention_mask")})
+    assert found.shape[:2] == batch["input_ids"].shape
 
 
 def test_the_largest_difference_of_tensors() -> None:
@@ -90,6 +93,8 @@ def test_a_plan_of_other_weights_is_not_cut_by_and_a_selection_is() -> None:
     with pytest.raises(PlanError, match="make a plan for this model"):
         prune_units(other, plan, sites)
     prune_units(other, plan.kept, sites)
+    with pytest.raises(PlanError, match="a plan must name the attention modules of its model"):
+        prune_units(other, dict(reversed(plan.kept.items())), sites)
     # Without weights there are no norms to compare.
     prune_units(dense.to("meta"), plan, sites)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.cuts import random_cut, random_plan
 from support.families import decoder
-from support.models import bert, image_batch, text_batch, vit
+from support.models import bert, image_batch, llama, text_batch, vit
+from support.neurons import neurons
 from support.tolerance import assert_near
 from transformers import PreTrainedModel
 
@@ -62,6 +63,23 @@ def test_a_slim_config_says_what_its_modules_have(make: Callable[[], PreTrainedM
             assert said.get("parameters", {}).get(f"{name}.sinks", [site.units]) == [len(kept)]
     assert changed > 0 or make is gpt_oss
     assert compare_cut(dense, slim, plan, sites, batch) < 1e-4
+
+
+def test_a_uniform_cut_is_in_plain_fields_and_any_other_in_one_block() -> None:
+    dense, batch = llama(), text_batch(padding=False)
+    heads, blocks = find_attention(dense, batch), neurons(dense)
+    modules = [*heads, *blocks]
+    even = {module.name: module.kept(range(module.units // 2)) for module in modules}
+    slim = prune_units(dense, even, modules)
+    assert type(slim) is type(dense)
+    assert getattr(slim.config, "hies_export", None) is None
+    assert slim.config.intermediate_size == dense.config.intermediate_size // 2
+    # Heads are cut first: their block then describes the neurons too, though these would fit into a field.
+    uneven = {**even, heads[0].name: heads[0].kept(range(heads[0].units))}
+    slim = prune_units(dense, uneven, modules)
+    assert slim.config.intermediate_size == dense.config.intermediate_size
+    assert any("mlp" in name for name in slim.config.hies_export["linear"])
+    assert compare_cut(dense, slim, uneven, modules, batch) < 1e-4
 
 
 def test_dtype_device_and_frozen_weights_are_kept() -> None:

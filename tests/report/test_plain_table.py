@@ -1,0 +1,57 @@
+"""Tables on terminals of any width: no cell is lost, cut short or folded where it can stand whole."""
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from hies_export.report.terminal import PlainTable
+
+HEADER = ("", "file", "same prediction", "time 1 row (3.82 ms)", "time 8 rows (23.1 ms)")
+ROWS = [
+    ("dense float32, ONNX Runtime", "90.9 MB", "100.0%", "0.996 [0.988, 1.003]", "0.974 [0.933, 1.001]"),
+    ("cascade int8, ONNX Runtime", "99.1 MB", "99.9%", "0.673 [0.645, 0.704]", "0.558 [0.525, 0.590]"),
+]
+
+
+def printed(width: int, rows: list[tuple[str, ...]] = ROWS) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width).print(PlainTable(HEADER, rows))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [52, 60, 80, 100, 120, 200])
+def test_every_cell_is_whole_and_no_line_is_wider_than_the_terminal(width: int) -> None:
+    lines = printed(width)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for cell in (*HEADER[1:], *(cell for row in ROWS for cell in row[1:])):
+        assert cell in text
+
+
+def test_a_wide_terminal_has_one_table_and_a_narrow_one_repeats_the_names() -> None:
+    assert len(printed(200)) == 3
+    blocks = "\n".join(printed(60)).split("\n\n")
+    assert len(blocks) > 1
+    assert all(block.count("dense float32, ONNX Runtime") == 1 for block in blocks)
+
+
+def test_names_are_folded_if_one_table_then_fits() -> None:
+    width = len(printed(200)[0])
+    folded = printed(width - 10)
+    assert len(folded) == 5
+    assert [line.split("  ")[0] for line in folded[1:]] == [
+        "dense float32,",
+        "ONNX Runtime",
+        "cascade int8,",
+        "ONNX Runtime",
+    ]
+
+
+def test_brackets_are_text_and_marks_stay() -> None:
+    out = io.StringIO()
+    table = PlainTable(("", "a"), [("[bold]", Text.from_markup("[bold]1[/bold]"))])
+    Console(file=out, width=80, force_terminal=True, color_system="standard").print(table)
+    assert "[bold]" in out.getvalue()
+    assert "\x1b[1m1" in out.getvalue()
