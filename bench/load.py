@@ -41,7 +41,7 @@ from hies_export.data.reader import Columns
 from hies_export.data.registry import reader_for
 from hies_export.evaluate.judge import Judge
 from hies_export.pipeline.quality import predict_pruned
-from hies_export.report.terminal import plain_table
+from hies_export.report.terminal import PlainTable
 
 SAMPLES = 256
 WORDS = [f"word{number}" for number in range(1000)]
@@ -170,7 +170,7 @@ def rows_table(counts: list[int], console: Console) -> None:
                     (task, ending, f"{count:,}", f"{found['samples']:.0f}", *numbers, f"{found['seconds']:.1f}")
                 )
     header = ("task", "file", "rows", "samples", "after, MB", "anonymous, MB", "peak, MB", "seconds")
-    console.print(plain_table(header, lines))
+    console.print(PlainTable(header, lines))
 
 
 def plans_table(plans: int, console: Console) -> None:
@@ -195,7 +195,7 @@ def plans_table(plans: int, console: Console) -> None:
             lines.append(
                 (f"{number:,}", f"{memory('VmRSS'):.1f}", f"{objects:,}", f"{time.perf_counter() - started:.0f}")
             )
-    console.print(plain_table(("plans", "resident, MB", "Python's objects", "seconds"), lines))
+    console.print(PlainTable(("plans", "resident, MB", "Python's objects", "seconds"), lines))
 
 
 def tokens_table(lengths: list[int], console: Console) -> None:
@@ -204,7 +204,7 @@ def tokens_table(lengths: list[int], console: Console) -> None:
         found = run_case("tokens", length)
         grown = found["peak"] - found["before"]
         lines.append((f"{length:,}", f"{grown:.0f}", f"{1024 * grown / length:.1f}", f"{found['seconds']:.1f}"))
-    console.print(plain_table(("tokens", "peak over before, MB", "KB per token", "seconds"), lines))
+    console.print(PlainTable(("tokens", "peak over before, MB", "KB per token", "seconds"), lines))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hies_export.pipeline.quickstart import prepare_quickstart
-from hies_export.report.terminal import plain_table
+from hies_export.report.terminal import PlainTable
 
 GRID = ("--criteria", "hies,his,l2,random", "--alphas", "0.5", "--sparsities", "0.2,0.4,0.6", "--seeds", "0,1,2,3")
 GRID = (*GRID, "--compensations", "none,least_squares", "--modules", "attention", "--no-figures")
@@ -90,7 +90,7 @@ def show(
         for number, (worker, found) in enumerate(zip(workers, keys, strict=True))
     ]
     console = Console(width=100)
-    console.print(plain_table(("process", "rows", "exit code", ""), lines))
+    console.print(PlainTable(("process", "rows", "exit code", ""), lines))
     every = [key for found in keys for key in found]
     total = len(json.loads((alone / "sweep.json").read_text()))
     console.print(

@@ -13,7 +13,9 @@ from .arguments import add_json
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the model types."""
-    parser.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="as in config.json; default: all")
+    parser.add_argument(
+        "model_types", metavar="MODEL_TYPE", nargs="*", help="`model_type` of a config.json (default: all)"
+    )
     add_json(parser)
 
 
@@ -24,7 +26,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..prunable.architectures import NEURON_STEPS, STEPS, counts, neurons_in_short, neurons_of, read_table, why_not
 
     table = read_table(options.model_types)
-    # Not report.plain_table: this command answers at once, without torch.
+    # Not PlainTable: this command answers at once, without torch.
     lines = Table("model type", "class", *STEPS, "neurons", box=None, pad_edge=False, header_style="bold")
     for name, entry in table["types"].items():
         without = "not run" if entry["kind"] == "tried" else entry["kind"]

@@ -1,4 +1,4 @@
-"""Show the heads and neurons of a checkpoint and whether they can be cut, or what a plan or a run cut."""
+"""Show the heads and neurons of a checkpoint and whether they can be cut, or what a plan or run cut."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         type=a_path_or_id,
-        help="checkpoint folder, run or Hub id; a plan.json; a recipe with --theory",
+        help="checkpoint folder, run or Hub id; a plan.json; with --theory, a recipe",
     )
     parser.add_argument(
         "--theory",
         action="store_true",
-        help="evaluate HIES's theory on a recipe's calibration rows: orthogonality, bound and increase of the loss, "
-        "entropy deficits",
+        help="check the theory of the HIES paper on a recipe's calibration rows: orthogonality, bound and increase of "
+        "the loss, entropy deficits",
     )
     add_json(parser)
 
@@ -120,20 +120,20 @@ def _print_units(
     found: Sequence[PrunableModule], refused: Mapping[str, UnsupportedModelError], console: Console
 ) -> dict[str, Any]:
     """Print a table for each kind of module, or why it cannot be cut; return the modules by kind for --json."""
-    from ..report.terminal import plain_table
+    from ..report.terminal import PlainTable
 
     heads = [m for m in found if m.kind == ATTENTION]
     neurons = [m for m in found if m.kind == MLP]
     by_kind: dict[str, Any] = {}
     if heads:
         lines = [(m.name, str(m.units), str(m.groups), str(m.key_width)) for m in heads]
-        console.print(plain_table(("attention module", "heads", "key/value", "head width"), lines))
+        console.print(PlainTable(("attention module", "heads", "key/value", "head width"), lines))
         console.print(f"{sum(m.units for m in heads):,} heads; all of them can be scored and cut")
         by_kind[ATTENTION] = [{"name": m.name, "heads": m.units, "key_value_heads": m.groups} for m in heads]
     if heads and neurons:
         console.print()
     if neurons:
-        console.print(plain_table(("feed-forward block", "neurons"), [(m.name, f"{m.units:,}") for m in neurons]))
+        console.print(PlainTable(("feed-forward block", "neurons"), [(m.name, f"{m.units:,}") for m in neurons]))
         console.print(f"{sum(m.units for m in neurons):,} neurons; all of them can be scored and cut")
         by_kind[MLP] = [{"name": m.name, "neurons": m.units} for m in neurons]
     for kind, error in refused.items():
@@ -147,20 +147,20 @@ def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], consol
     from ..measure.shapes import model_shapes
     from ..model.tokens import synthetic_batch
     from ..report.rows import layer_table
-    from ..report.terminal import plain_table
+    from ..report.terminal import PlainTable
 
     size, sequence = model_shapes(model, ())[0]
     batch = synthetic_batch(model, batch=size, sequence=sequence)
     layers = flops_per_layer(model, batch, found)
     console.print(f"\nfloating-point operations at {size} x {sequence}")
-    console.print(plain_table(*layer_table(layers)))
+    console.print(PlainTable(*layer_table(layers)))
     return [asdict(layer) for layer in layers]
 
 
 def _inspect_theory(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     from ..pipeline.resolve import resolve
     from ..recipe import PruningRecipe
-    from ..report.terminal import plain_table
+    from ..report.terminal import PlainTable
     from ..studies.theory import theory
     from ..values import dump_json
 
@@ -177,7 +177,7 @@ def _inspect_theory(options: Namespace, console: Console, progress: Progress) ->
         deficit = f"{n.deficit.min():.2f} to {n.deficit.max():.2f}"
         lines.append((name, f"{n.output:.3g}", f"{n.blocks.max():.3g}", f"{n.activation.mean():.3g}", deficit))
     head = ("attention module", "|W_O|", "largest |W_O,h|", "mean |A_h|^2", "entropy deficit of heads")
-    console.print(plain_table(head, lines))
+    console.print(PlainTable(head, lines))
     o = found.orthogonality
     console.print(
         f"\nHIS (u, sum 1) and entropy (v): mean u {o.mean_u:.3g}, mean v {o.mean_v:.3g}, covariance "
@@ -189,6 +189,6 @@ def _inspect_theory(options: Namespace, console: Console, progress: Progress) ->
         numbers = (f"{value:.4g}" for value in (i.first_order, i.quadratic, i.quadratic_blocks, i.measured))
         rows.append((f"{i.criterion}, {i.share:.0%}", *numbers))
     head = ("heads removed by", "sum of HIS", "+ quadratic", "(by blocks)", "measured increase")
-    console.print(plain_table(head, rows))
+    console.print(PlainTable(head, rows))
     console.print(f"of the {found.loss}; the bound takes W_O for the model's last layer")
     return {"model": recipe.model, **json.loads(dump_json(asdict(found)))}

@@ -1,4 +1,4 @@
-"""Run again what a run recorded in its report, and compare plan, scores, metrics and sizes."""
+"""Repeat a run from its report, and compare plan, scores, metrics and sizes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .arguments import add_output
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the run's folder and the new one."""
-    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run or of a quickstart")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run or quickstart")
     add_output(parser, help="folder to write (default: RUN-again)")
 
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Repeat the run, print the comparison, and fail if something came out different."""
     from ..pipeline.reproduce import Compared, reproduce
-    from ..report.terminal import plain_table
+    from ..report.terminal import PlainTable
 
     folder = options.folder.absolute()
     found = reproduce(
@@ -36,7 +36,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> None:
         verdict = "shown only" if row.allowed is None else "yes" if row.holds else "NO"
         return (row.name, row.recorded, row.again, *numbers, verdict)
 
-    console.print(plain_table(("", "recorded", "again", "difference", "allowed", "holds"), [*map(cells, found.rows)]))
+    console.print(PlainTable(("", "recorded", "again", "difference", "allowed", "holds"), [*map(cells, found.rows)]))
     where = "the same machine and versions: units must be equal, and numbers to rounding"
     if not found.same_machine:
         where = "another machine or other versions: small differences are allowed"

@@ -285,14 +285,20 @@ class Search:
         def recall(
             selection: Selection, runtime: str | None, weights: float, judge: Callable[[], tuple[float, float]]
         ) -> tuple[float, float]:
-            served = runtime == way.runtime
-            found, low = self._journal.recall(selection, (runtime, way.bits if served else None, weights), judge)
+            served, judged_now = runtime == way.runtime, []
+
+            def judged() -> tuple[float, float]:
+                judged_now.append(judge())
+                return judged_now[0]
+
+            found, low = self._journal.recall(selection, (runtime, way.bits if served else None, weights), judged)
             left = self._chooser.flops_left(selection)
             if served and share is not None and low >= share:
                 self._best = min(self._best, (way.dense_ratio or 1.0) * left)
-            best = "" if self._best == math.inf else f"; best so far about {self._best:.2f} of the time"
-            shown = f"{100 * found:.2f} % stay, at least {100 * low:.2f} %"
-            self._progress.stage(f"{left:.2f} of the FLOPs on {runtime}: {shown}{best}")
+            if judged_now:  # and not for the way before this one, or before an interruption
+                best = "" if self._best == math.inf else f"; best so far: about {self._best:.2f} of the time"
+                shown = f"{100 * found:.2f} % of the answers stay, at least {100 * low:.2f} %"
+                self._progress.stage(f"{left:.2f} of the FLOPs on {runtime}: {shown}{best}")
             return found, low
 
         choice = self._chooser.by_keep(asked, stop=lambda: time.monotonic() > self._limit, recall=recall)

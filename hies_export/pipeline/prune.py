@@ -31,7 +31,7 @@ from ..report.details import BudgetOutcome
 from ..report.maps import plan_maps
 from ..report.report import plan_counts
 from ..report.rows import Table, change, quality_row, si
-from ..report.terminal import map_text, plain_table
+from ..report.terminal import PlainTable, map_text
 from ..runtimes.base import Provider
 from ..runtimes.registry import check_dtypes, check_runtime
 from ..slim.refit import LayerFit
@@ -200,7 +200,7 @@ class PruneResult:
         for units in plan_maps(self.plan):
             console.print(map_text(units))
             console.print()
-        console.print(plain_table(*self._table()))
+        console.print(PlainTable(*self._table()))
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))
 

@@ -15,7 +15,7 @@ from .drawing import latency_scale
 from .jinja import render
 from .report import REPORT, Report
 from .rows import environment_table, latency_table
-from .terminal import plain_table
+from .terminal import PlainTable
 from .text import environment_text, latency_text
 
 
@@ -76,7 +76,7 @@ def print_bench(bench: Bench, console: Console) -> None:
     for part in bench.tables:
         if part.rows:
             console.print(f"\n{part.title}", markup=False)
-            console.print(plain_table(*latency_table(part.rows, part.names)))
+            console.print(PlainTable(*latency_table(part.rows, part.names)))
             console.print(latency_text(part.rows, part.names), markup=False, style="dim")
     for sentence in bench.missing:
         console.print(f"not measured: {sentence}", markup=False, soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +23,9 @@ from .text import (
     tried_text,
 )
 
+# Spaces between two columns.
+GAP = 2
+
 
 def print_report(report: Report, console: Console) -> None:
     """Print the sentence that leads, the maps of what was cut, and the tables."""
@@ -31,11 +34,11 @@ def print_report(report: Report, console: Console) -> None:
         console.print()
         console.print(map_text(units))
     console.print()
-    console.print(plain_table(*comparison_table(report)))
+    console.print(PlainTable(*comparison_table(report)))
     tried = tried_table(report)
     if tried:
         console.print(f"\nwhat was tried, on {held_out_rows(report)}", markup=False)
-        console.print(plain_table(*tried))
+        console.print(PlainTable(*tried))
         console.print(tried_text(report), markup=False, style="dim", soft_wrap=True)
     if alpha_text(report):
         console.print(f"\non {held_out_rows(report)}: {alpha_text(report)}", markup=False, soft_wrap=True)
@@ -45,12 +48,12 @@ def print_report(report: Report, console: Console) -> None:
         console.print(f"\n{family_text(report)}", markup=False)
     if report.latency:
         console.print()
-        console.print(plain_table(*latency_table(report.latency)))
+        console.print(PlainTable(*latency_table(report.latency)))
         console.print(latency_text(report.latency), markup=False, style="dim")
     forms = forms_table(report)
     if forms:
         console.print()
-        console.print(plain_table(*forms))
+        console.print(PlainTable(*forms))
         console.print(forms_text(report), markup=False, style="dim")
     if report.cascade:
         console.print(f"\n{cascade_text(report)}", markup=False)
@@ -71,12 +74,45 @@ def map_text(units: UnitMap) -> Text:
     return text
 
 
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
-    """Return a table for the terminal, without a frame; a string is shown as it is, brackets included."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if index else "left", no_wrap=bool(index))
-    for row in rows:
+class PlainTable:
+    """A table without a frame; a string is shown as it is, brackets included.
+
+    Columns that do not fit side by side follow below, where the first column stands again.
+    """
+
+    def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
         # A table would take "[bold]" in a string for markup.
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        lines = [[Text(cell) if isinstance(cell, str) else cell for cell in line] for line in (header, *rows)]
+        self._columns = list(zip(*lines, strict=True))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names, *columns = self._columns
+        widths = [GAP + max(cell.cell_len for cell in column) for column in columns]
+        longest_name = max(cell.cell_len for cell in names)
+        longest_word = max((len(word) for cell in names for word in cell.plain.split()), default=0)
+        # Names are folded if all columns then fit side by side.
+        room = options.max_width - sum(widths)
+        left = min(longest_name, room if room >= longest_word else max(longest_word, options.max_width // 2))
+        parts: list[list[Sequence[Text]]] = [[]]
+        used = left
+        for column, width in zip(columns, widths, strict=True):
+            if parts[-1] and used + width > options.max_width:
+                parts.append([])
+                used = left
+            parts[-1].append(column)
+            used += width
+        for index, part in enumerate(parts):
+            if index:
+                yield Text()
+            yield _table(names, left, part)
+
+
+def _table(names: Sequence[Text], width: int, columns: Sequence[Sequence[Text]]) -> Table:
+    """Return one table: `names` folded to `width` characters, then the columns, each headed by its first text."""
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    table.add_column(names[0], width=width)
+    for header, *_ in columns:
+        table.add_column(header, justify="right")
+    for row in zip(names[1:], *(column[1:] for column in columns), strict=True):
+        table.add_row(*row)
     return table

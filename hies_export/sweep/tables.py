@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
 from rich.text import Text
 
 from ..baselines.names import DIFFERENCES, OWN_SAMPLES
 from ..checkpoint.folders import replace_file
 from ..evaluate.metrics import higher_is_better
 from ..report.jinja import escape_markdown
-from ..report.terminal import plain_table
+from ..report.terminal import PlainTable
 from ..values import dump_json
 
 Row = Mapping[str, Any]
@@ -260,14 +259,14 @@ def render_latex(tables: Sequence[SweepTable]) -> str:
     return "\n".join(parts)
 
 
-def terminal_table(table: SweepTable) -> Table:
+def terminal_table(table: SweepTable) -> PlainTable:
     """Return a table for the terminal; in every column the best value is bold, the second best underlined."""
     marks: dict[int | None, Callable[[str], str]] = {
         0: lambda text: f"[bold]{text}[/bold]",
         1: lambda text: f"[underline]{text}[/underline]",
         None: lambda text: text,
     }
-    return plain_table(
+    return PlainTable(
         (table.budget, *(f"{s:.0%}" for s in table.budgets)),
         [(method, *map(Text.from_markup, cells)) for method, cells in _cells(table, marks, "±", "–")],
     )
