@@ -31,7 +31,7 @@ def main() -> None:
             f"{100 * found.promise:g} %",
             f"{form.model} {form.bits}, {form.runtime}",
             f"{found.file}, {(form.bytes or 0) / 1e6:.2f} MB",
-            f"{report.flops.ratio:.3f}" if form.model == "slim" else "1",
+            "1" if form.model == "dense" else f"{report.flops.ratio:.3f}",
             f"{100 * (form.kept or 0):.2f} %",
             f"{100 * (form.at_least or 0):.2f} %",
             f"{100 * form.stability:.2f} %",

@@ -14,7 +14,7 @@ from .paths import checkpoint_in, plan_in
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the plan, the checkpoint and the folder."""
-    parser.add_argument("plan", metavar="PLAN", type=a_path, help="a plan.json, or a run, whose plan it is")
+    parser.add_argument("plan", metavar="PLAN", type=a_path, help="a plan.json, or the folder of a run")
     parser.add_argument(
         "model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id, with safetensors"
     )

@@ -91,10 +91,10 @@ def add_plan_options(parser: ArgumentParser) -> None:
     """Add what is done with the refitted layers of a plan, and with one for other weights."""
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
-        "--refit", metavar="FILE", type=a_path, help="refitted layers (default: refit.safetensors beside the plan)"
+        "--refit", metavar="FILE", type=a_path, help="the plan's refitted layers (default: refit.safetensors beside it)"
     )
-    choice.add_argument("--no-refit", action="store_true", help="cut by the plan of a compensated model without them")
-    parser.add_argument("--force", action="store_true", help="apply a plan to other weights than it was made for")
+    choice.add_argument("--no-refit", action="store_true", help="cut without the plan's refitted layers")
+    parser.add_argument("--force", action="store_true", help="allow a plan that was made for other weights")
 
 
 def find_refit(options: Namespace, plan: PruningPlan, file: Path) -> Path | None:

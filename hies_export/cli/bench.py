@@ -19,40 +19,47 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the two models and how to time them."""
     add = parser.add_argument
     parser.epilog = (
-        "Noisy rows were measured too, so the exit code is 0: read `noisy` in the rows of --json. Save that JSON in a "
-        "file, and hies-export report shows it again."
+        "The exit code is 0 even if rows are noisy; the rows of --json say which are. Save that JSON in a file to see "
+        "it again with hies-export report."
     )
-    add("first", metavar="A", type=a_path, help="the model that ratios are relative to, or a run")
+    add("first", metavar="A", type=a_path, help="the model that times are relative to, or a run")
     add(
         "second",
         metavar="B",
         type=a_path,
         nargs="?",
-        help="default: of a run A, its slim model beside its dense one; else A again, which measures the noise",
+        help="the model to compare with A (default: if A is a run, its slim model with its dense one; else A itself, "
+        "which measures the noise)",
     )
     repeated: dict[str, Any] = {"action": "append", "default": []}
-    add("--runtime", dest="runtimes", metavar="RUNTIME", help=f"of {RUNTIMES}; repeatable", **repeated)
-    add("--shape", dest="shapes", metavar="SHAPE", help="BATCHxSEQUENCE, or BATCH for images; repeatable", **repeated)
+    add("--runtime", dest="runtimes", metavar="RUNTIME", help=f"one of {RUNTIMES}; may be repeated", **repeated)
+    add(
+        "--shape",
+        dest="shapes",
+        metavar="SHAPE",
+        help="BATCHxSEQUENCE, or BATCH for images; may be repeated",
+        **repeated,
+    )
     add(
         "--dtype",
         dest="dtypes",
         metavar="DTYPE",
-        help="what checkpoints run in: float32 (the default), float16, bfloat16; q8_0, q4_0 on llamacpp; repeatable",
+        help="what checkpoints run in: float32 (the default), float16, bfloat16; on llamacpp q8_0, q4_0; repeatable",
         **repeated,
     )
-    add("--repeats", metavar="N", type=a_number(int, 1), default=30, help="timed runs of each (default: 30)")
+    add("--repeats", metavar="N", type=a_number(int, 1), default=30, help="timed runs of each model (default: 30)")
     add(
         "--min-seconds",
         metavar="S",
         type=a_number(float, 0),
         default=0.0,
-        help="go on until a shape was timed this long",
+        help="time every shape for at least so many seconds",
     )
     add(
         "--rows",
         metavar="RECIPE",
         type=a_path,
-        help="time on the evaluation rows of this recipe as they come, in place of random ones, in batches of 1, 8, 32",
+        help="time on this recipe's evaluation rows as they come, in batches of 1, 8, 32, instead of random inputs",
     )
     add_json(parser)
 

@@ -1,4 +1,4 @@
-"""Find the fastest form of a model, in all bits and on all runtimes here, that keeps a share of its answers."""
+"""Find the fastest form of a model on this machine that keeps a share of its answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, or the model and its data, the promise, and what may be tried for how long."""
     parser.add_argument(
-        "recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help="a recipe, YAML; or a checkpoint folder or Hub id"
+        "recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help="a recipe, YAML, or a checkpoint folder or Hub id"
     )
     parser.add_argument(
         "--data",
@@ -28,13 +28,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         type=a_text,
-        help="rows for a model: SPLIT=FILE for every split, or the name of a Hub data set",
+        help="rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set",
     )
     parser.add_argument(
-        "--text", metavar="COLUMN", action="append", default=[], help="text column, where it is not plain which"
+        "--text",
+        metavar="COLUMN",
+        action="append",
+        default=[],
+        help="column of texts, if there is a choice; may be repeated for pairs",
     )
-    parser.add_argument("--image", metavar="COLUMN", help="image column, likewise")
-    parser.add_argument("--label", metavar="COLUMN", help="label column, likewise; rows without labels will do")
+    parser.add_argument("--image", metavar="COLUMN", help="column of images, if there is a choice")
+    parser.add_argument("--label", metavar="COLUMN", help="column of labels, if there is a choice; rows need no labels")
     add_changes(parser)
     parser.add_argument(
         "--keep",
@@ -47,13 +51,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="RUNTIME",
         dest="runtimes",
         action="append",
-        help="what may be deployed on (default: the recipe's, or all that is installed here); repeatable",
+        help="runtime to choose from (default: the recipe's, or all that are installed); may be repeated",
     )
     parser.add_argument(
         "--within",
         metavar="TIME",
         type=minutes,
-        help="judge no further cut after so long, such as 30m or 2h; timing and writing the result come on top",
+        help="start no further cut after this time, such as 30m or 2h; timing and writing the result come on top",
     )
     add_json(parser)
 

@@ -22,9 +22,12 @@ def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
     else:
         add_output(parser, output)
     add(
-        "--format", choices=("onnx", "gguf"), default="onnx", help="onnx (the default), or gguf for llama.cpp: decoders"
+        "--format",
+        choices=("onnx", "gguf"),
+        default="onnx",
+        help="onnx (the default), or gguf for llama.cpp (decoders only)",
     )
-    add("--provider", help="what to fuse ONNX for: cpu (the default), cuda or tensorrt")
+    add("--provider", help="execution provider to fuse the ONNX graph for: cpu (the default), cuda or tensorrt")
     add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0, q4_0")
     add("--quantize", choices=("int8", "int4"), help="write the ONNX model with its linear layers in 8 or 4 bits")
     add_json(parser)

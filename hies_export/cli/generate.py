@@ -16,21 +16,28 @@ from .paths import checkpoint_in
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the model, and prompts or questions."""
     add = parser.add_argument
-    add("folder", metavar="FOLDER", type=a_path_or_id, help="ONNX folder; or a checkpoint or a run, which run in torch")
+    add("folder", metavar="FOLDER", type=a_path_or_id, help="ONNX folder; or a checkpoint or run, for PyTorch")
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", dest="prompts", metavar="TEXT", type=a_text, action="append", help="may be repeated")
+    asked.add_argument(
+        "--prompt",
+        dest="prompts",
+        metavar="TEXT",
+        type=a_text,
+        action="append",
+        help="text to continue; may be repeated",
+    )
     asked.add_argument(
         "--questions",
         metavar="FILE",
         type=a_path,
-        help="MM-Vet's or VizWiz's JSON; --image is then the folder of images",
+        help="JSON file of questions, as in MM-Vet or VizWiz; --image is then the folder of images",
     )
     add(
         "-o",
         "--output",
         metavar="FILE",
         type=a_path,
-        help="file for the answers to --questions, as MM-Vet's grader reads",
+        help="file for the answers to --questions, in the format of MM-Vet's grader",
     )
     add(
         "--image",
@@ -39,9 +46,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=a_path,
         action="append",
         default=[],
-        help="one, or one per prompt",
+        help="image for all prompts, or one for each",
     )
-    add("--max-new-tokens", metavar="N", type=a_number(int, 1), default=20, help="at most (default: 20)")
+    add("--max-new-tokens", metavar="N", type=a_number(int, 1), default=20, help="most tokens to write (default: 20)")
     add_json(parser)
 
 

@@ -21,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe, `--plan`, and the options about that plan."""
     add_recipe(parser)
     parser.add_argument(
-        "--plan", metavar="FILE", type=a_path, help="cut by this plan, or this run's, instead of scoring"
+        "--plan", metavar="FILE", type=a_path, help="plan.json, or folder of a run, to cut by instead of scoring"
     )
     add_plan_options(parser)
 

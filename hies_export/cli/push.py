@@ -16,13 +16,13 @@ from .paths import refuse_other_than
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the run, the repository and what its card says."""
     add = parser.add_argument
-    add("folder", metavar="RUN", type=a_path, help="a run's folder")
-    add("repository", metavar="USER/REPO", type=a_text, help="made if there is none")
+    add("folder", metavar="RUN", type=a_path, help="folder of a run")
+    add("repository", metavar="USER/REPO", type=a_text, help="repository; created if missing")
     add("--private", action="store_true", help="make the repository private")
     add("--revision", metavar="BRANCH", type=a_text, default="main", help="branch to commit to (default: main)")
     add("--message", metavar="TEXT", type=a_text, help="commit message (default: the report's headline)")
-    add("--license", metavar="ID", type=a_text, help="of the model, where the dense model's card names none")
-    add("--base-model", metavar="ID", type=a_text, help="Hub id of the dense model, where it was read from a folder")
+    add("--license", metavar="ID", type=a_text, help="license of the model, if the dense model's card names none")
+    add("--base-model", metavar="ID", type=a_text, help="Hub id of the dense model, if it was read from a folder")
     add("--overwrite", action="store_true", help="replace whatever the repository holds")
     add_json(parser)
 

@@ -1,4 +1,4 @@
-"""Show a finished run or sweep, or the saved JSON of a bench, again."""
+"""Show a finished run, sweep or bench again, and draw its figures."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         "folder",
         metavar="DIR",
         type=a_path,
-        help="the folder of a run or a sweep, or a file with what `bench --json` printed",
+        help="folder of a run or sweep, or file with the output of `bench --json`",
     )
-    add("--figures", metavar="DIR", type=a_path, help="draw the figures of a run or a sweep as SVG")
+    add("--figures", metavar="DIR", type=a_path, help="draw the figures of a run or sweep here, as SVG")
     add(
         "--html",
         metavar="FILE",
         type=a_path,
-        help="write it as one self-contained page (of a sweep, by default its sweep.html)",
+        help="write one self-contained page (default for a sweep: its sweep.html)",
     )
     add_json(parser)
 

@@ -1,4 +1,4 @@
-"""Score heads, and neurons if asked to, and write scores.json and plan.json."""
+"""Score heads, and neurons if the recipe prunes them, and write scores.json and plan.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judge many ways to prune, in tables and figures; a sweep that was stopped resumes."""
+"""Compare many ways to prune, in tables and figures. A sweep that was stopped resumes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe and the grid."""
     add = parser.add_argument
     add_recipe(parser)
-    add("--criteria", metavar="A,B,...", help=f"of {CRITERIA} (default: hies,his,ad,l2,random)")
-    add("--alphas", metavar="A,B,...", help="numbers, auto (per sparsity), auto-area; default: auto")
+    add("--criteria", metavar="A,B,...", help=f"some of {CRITERIA} (default: hies,his,ad,l2,random)")
+    add("--alphas", metavar="A,B,...", help="numbers, auto (one for each sparsity) or auto-area (default: auto)")
     add("--sparsities", metavar="S,T,...", help="shares of heads to remove (default: 0.1,0.3,0.5,0.7)")
-    add("--flops", metavar="F,G,...", help="instead: shares of the dense model's FLOPs to leave, e.g. 0.8,0.6")
+    add("--flops", metavar="F,G,...", help="instead of --sparsities: shares of the dense FLOPs to leave, e.g. 0.8,0.6")
     add("--modules", metavar="A,B,...", help="attention, mlp, both (default: the recipe's)")
-    add("--seeds", metavar="M,N,...", help="of the calibration rows (default: 0,1,2)")
-    add("--calibration-sizes", metavar="M,N,...", help="rows (default: the recipe's)")
+    add("--seeds", metavar="M,N,...", help="seeds that draw the calibration rows (default: 0,1,2)")
+    add("--calibration-sizes", metavar="M,N,...", help="numbers of calibration rows (default: the recipe's)")
     add("--compensations", metavar="A,B,...", help="none, bias, scalars, least_squares, weighted (default: none)")
     add(
         "--latency",

@@ -1,4 +1,4 @@
-"""Explore measured and other plans of a finished run or sweep in the browser."""
+"""Explore the plans of a finished run or sweep in the browser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .paths import refuse_other_than
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and how to serve it."""
     add = parser.add_argument
-    add("folder", metavar="DIR", type=a_path, help="a run's or a sweep's folder")
+    add("folder", metavar="DIR", type=a_path, help="folder of a run or sweep")
     add("--port", metavar="N", type=a_number(int, 1, 65535), help="where to listen (default: a free one from 7860)")
     add("--no-browser", action="store_true", help="do not open the page, only serve it")
 

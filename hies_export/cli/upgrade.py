@@ -1,4 +1,4 @@
-"""Make a checkpoint whose heads transformers 4 pruned, and which transformers 5 cannot load, a slim one."""
+"""Convert a checkpoint with heads pruned by transformers 4, which transformers 5 cannot load."""
 
 from __future__ import annotations
 
