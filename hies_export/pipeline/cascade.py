@@ -75,7 +75,8 @@ def choose_size(
         dense = _onnx(exporter, prepared.model, folder / "dense")
         tried, sizes = try_sizes(prepared, chooser, exporter, dense, answers_of(prepared), asked, folder, progress)
         if not tried:
-            raise PlanError(f"no cascade keeps the promise: {sizes[-1].problem}")
+            problems = "; ".join(f"with {size.flops:.2f} of the FLOPs, {size.problem}" for size in sizes)
+            raise PlanError(f"no cascade keeps the promise: {problems}")
         progress.stage("time the cascades on the held-out rows")
         forms = [Served(asked.runtime, found.exported.folder, asked.dtype) for found in tried]
         batches = {BATCH: mixed(prepared.rows.promised, BATCH)}
@@ -104,11 +105,12 @@ def try_sizes(
     found, sizes = [], []
     for number, share in enumerate(asked.flops):
         progress.stage(f"try a cascade with {share:g} of the FLOPs on {asked.runtime} in {asked.bits}")
-        choice = chooser.at(share, like)
-        slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)
-        size = SizeTried(flops=chooser.flops_left(choice.plan.kept))
+        size = SizeTried(flops=share)
         place = folder / f"{asked.runtime}-{asked.bits}-{number}"
         try:
+            choice = chooser.at(share, like)
+            size = SizeTried(flops=chooser.flops_left(choice.plan.kept))
+            slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)
             exported = _join(asked, _onnx(exporter, slim, place / "slim"), dense, prepared, answers, place / "cascade")
         except PlanError as error:
             sizes.append(replace(size, problem=str(error)))

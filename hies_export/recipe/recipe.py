@@ -109,7 +109,7 @@ class PruningRecipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _cascade_may_choose_the_budget(cls, fields: Any) -> Any:
-        """Try the usual shares of the FLOPs where there is no budget; the budget is then the first of them."""
+        """Try the usual shares of the FLOPs where there is no budget; the budget is then the largest of them."""
         prune, asked = (fields.get(name) for name in ("prune", "cascade"))
         if not isinstance(prune, dict) or not isinstance(asked, dict) or isinstance(fields.get("deploy"), dict):
             return fields
@@ -118,12 +118,15 @@ class PruningRecipe(Section):
             return fields
         if budget is None:
             shares = shares or FLOPS_TO_TRY
-        # Of a recipe that was read before, the budget is the first share.
-        elif not shares or budget == {"flops": shares[0]}:
+        largest = max((share for share in shares if isinstance(share, int | float)), default=None)
+        if largest is None:
             return fields
-        else:
+        # A recipe that was read before has it already.
+        if budget == {"flops": largest}:
+            return fields
+        if budget is not None:
             raise ValueError("cascade.flops chooses how much goes, and prune.budget says it too; leave out one of them")
-        budgeted = {**prune, "budget": {"flops": shares[0]}}
+        budgeted = {**prune, "budget": {"flops": largest}}
         return {**fields, "cascade": {**asked, "flops": shares}, "prune": budgeted}
 
     @model_validator(mode="after")

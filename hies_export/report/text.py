@@ -150,14 +150,17 @@ def cascade_text(report: Report) -> str:
     kept = "as promised" if 1 - found.stability <= found.disagreement else "fewer than promised"
     tried = ""
     if facts.tried:
-        shares = ", ".join(f"{size.flops:.2f}" for size in facts.tried)
-        tried = f" Cascades with {shares} of the FLOPs were tried; this one was the fastest."
+        shares = ", ".join(f"{size.flops:.2f}" for size in facts.tried if size.problem is None)
+        tried = f" Cascades with {shares} of the FLOPs were tried, and this one is the fastest of them."
+        tried += "".join(
+            f" With {size.flops:.2f} there is none: {size.problem}." for size in facts.tried if size.problem
+        )
     return (
         f"Cascade: at most {100 * found.disagreement:g} % of the answers differ from the dense model's, with "
         f"{100 * found.confidence:g} % confidence (Clopper-Pearson, {found.rows:,} held-out rows, {facts.differ} of "
         f"which differ). Rows whose two largest logits are at most {found.threshold:.3f} apart go on to the dense "
-        f"part: {100 * found.passed_on:.1f} % of the evaluated rows. Of these rows, {100 * found.stability:.2f} % keep "
-        f"their answer, {kept}. The file has {si(found.bytes)}B; the dense model alone has "
+        f"part: {100 * found.passed_on:.1f} % of the evaluated rows. Of all of these, {100 * found.stability:.2f} % "
+        f"keep their answer, {kept}. The file has {si(found.bytes)}B; the dense model alone has "
         f"{si(facts.parts.dense)}B, the slim one {si(facts.parts.slim)}B.{tried}"
     )
 

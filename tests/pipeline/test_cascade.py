@@ -136,6 +136,24 @@ def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypat
     assert kept < sum(kept.total for part in (heads, neurons) for kept in part.values())
 
 
+def test_a_size_that_cannot_be_cut_is_left_out_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Heads alone do not reach the deepest cut."""
+    cascade = {"disagreement": 0.3, "flops": [0.35, 0.9]}
+    recipe = make_project(tmp_path, prune={"alpha": 0.5}, cascade=cascade)
+    assert hies("run", recipe) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of the FLOPs were tried, and this one is the fastest of them." in shown
+    assert "With 0.35 there is none: the budget asks for FLOPs at most 0.35 of dense" in shown
+    tried = Report.from_file(tmp_path / "out").details.cascade.tried  # type: ignore[union-attr]
+    assert [(size.time is None, size.problem is None) for size in tried] == [(True, False), (False, True)]
+    recipe = make_project(tmp_path, prune={"alpha": 0.5}, cascade={**cascade, "flops": [0.2, 0.35]})
+    assert hies("run", recipe, "--overwrite") == 2
+    # The milder one is checked before anything is scored.
+    assert "the budget asks for FLOPs at most 0.35 of dense" in capsys.readouterr().err
+
+
 def test_in_memory(tmp_path: Path) -> None:
     recipe = make_project(tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
