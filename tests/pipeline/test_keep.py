@@ -86,7 +86,7 @@ def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], mon
     assert isinstance(confirmed, KeepOutcome)
     assert confirmed.met
     with pytest.raises(DropError, match=r"keep asks for .* on the held-out rows. The model that was judged kept to it"):
-        confirm(prepared, slim, replace(choice.budget, predictions=1.0, metric=None), progress=Silent())
+        confirm(prepared, slim, replace(choice.budget, predictions=1.0, metric=None, by=None), progress=Silent())
 
 
 def test_a_run_says_what_was_promised_and_what_came_of_it(folder: Path, tmp_path: Path) -> None:
