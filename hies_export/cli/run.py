@@ -31,6 +31,7 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         print_answer(report, recipe, console)
         return report.summary()
     exports = f"{recipe.export.format}/" + (f", onnx-{recipe.export.quantize}/" if recipe.export.quantize else "")
+    exports += ", onnx-cascade/" if recipe.cascade else ""
     refit = "" if recipe.prune.compensation is None else ", refit.safetensors"
     console.print(
         f"\nwritten to {recipe.output}: slim/ (checkpoint), {exports}, report.html, report.md, "

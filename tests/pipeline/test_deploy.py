@@ -31,6 +31,7 @@ from hies_export.pipeline.propose import propose_recipe, with_held_out
 from hies_export.pipeline.resolve import resolve
 from hies_export.pipeline.search import HeldOut
 from hies_export.recipe import PruningRecipe
+from hies_export.report.report import Report
 from hies_export.runtimes.registry import Served
 from hies_export.units import Units
 
@@ -58,7 +59,9 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     monkeypatch.setattr(targets, "SIZES", 3)
     monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",), "onnxruntime-cpu-int8": ("int8",)})
     # All heads stay, and yet the models are not the same.
-    report = deploy(recipe_of(folder, tmp_path / "out").with_overrides({"prune.modules": ["mlp"]}), keep=0.4)
+    recipe, out = folder / "recipe.yaml", tmp_path / "out"
+    assert hies("deploy", recipe, "--set", "prune.modules=[mlp]", "--keep", "0.4", "-o", out) == 0
+    report = Report.from_file(out)
     found = report.details.deployment
     assert found is not None
     served, refused = found.ways
@@ -89,13 +92,16 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
 
 
 def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
     asked = {"keep": 0.5, "minutes": 0, "runtimes": ["onnxruntime-cpu"]}
-    report = recipe_of(folder, tmp_path / "out").with_overrides({"prune.budget": None, "deploy": asked}).run()
+    fields = ("--set", "prune.budget=null", "--set", f"deploy={json.dumps(asked)}")
+    assert hies("run", folder / "recipe.yaml", *fields, "-o", tmp_path / "out") == 0
+    report = Report.from_file(tmp_path / "out")
     assert report.details.run["recipe"]["deploy"] == asked
     found = report.details.deployment
+    assert f"deploy {tmp_path / 'out' / found.file}" in capsys.readouterr().out.splitlines()
     assert found.promise == report.details.budget.predictions == 0.5
     assert (found.form, [form.model for form in report.details.forms]) == (0, ["dense"])
     assert "keep needs time" in found.ways[0].search
