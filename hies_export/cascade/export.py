@@ -14,7 +14,7 @@ import torch
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..data.batches import Batch
 from ..errors import ParityError, RequestError
-from ..evaluate.interval import CONFIDENCE
+from ..evaluate.interval import CONFIDENCE, upper_rate
 from ..evaluate.predict import predict_by
 from ..onnx.export import OnnxExport, save_program
 from ..onnx.quantize import Quantize
@@ -29,8 +29,9 @@ PROMISE = "hies_export.cascade"
 # How far the joined graph may be from the two graphs by hand: float32, and what computes in fewer bits, relative to the
 # largest logit. Rows that go on are computed in another batch, and without columns that are padding in all of them.
 TOLERANCE, TOLERANCE_BITS = 1e-3, 5e-2
-# Margins nearer to the threshold may fall on either side of it in another run.
-NEAR = 1e-4
+# How far a margin may move in another graph or batch: float32, and the rounding of both logits in bfloat16, relative to
+# the largest logit.
+RESOLUTION, RESOLUTION_BITS = 1e-4, torch.finfo(torch.bfloat16).eps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def export_cascade(
         OutputExistsError: The folder exists and `overwrite` is off.
         RequestError: The exports differ in inputs or are of another kind, or the rows are too few for the promise.
         PlanError: The dense graph, as it is served, changes too many answers itself.
-        ParityError: The file differs from the two graphs; nothing is kept.
+        ParityError: The file differs from the two graphs, or breaks its promise; nothing is kept.
     """
     import onnx_ir
 
@@ -111,7 +112,12 @@ def export_cascade(
         sure, certain = Path(temporary) / ONNX_FILE, logits(dense.file)
         save_program(graphs[0], sure)
         found = logits(sure)
-        promise = choose_threshold(found, answers, disagreement, passed_on=certain, confidence=confidence)
+        largest = max(1.0, certain.abs().max().item(), found.abs().max().item())
+        exact = dtype in (None, "float32")
+        resolution = RESOLUTION if exact else RESOLUTION_BITS * largest
+        promise = choose_threshold(
+            found, answers, disagreement, passed_on=certain, confidence=confidence, resolution=resolution
+        )
         program = onnx_ir.load(sure)
         shared = join_graphs(program.graph, graphs[1].graph, promise.threshold)
         program.metadata_props[PROMISE] = json.dumps(asdict(promise))
@@ -119,12 +125,16 @@ def export_cascade(
             if not file.name.startswith(slim.file.name):
                 shutil.copy(file, staging)
         save_program(program, staging / ONNX_FILE)
-        apart = margins(found) - promise.threshold
-        by_hand = torch.where((apart <= 0)[:, None], certain, found)
-        # Of a row at the threshold either answer is right.
-        clear = apart.abs() > NEAR
         joined = logits(staging / ONNX_FILE)
-        max_abs = _compared(joined[clear], by_hand[clear], exact=dtype in (None, "float32"))
+        max_abs = _compared(
+            joined,
+            found,
+            certain,
+            apart=margins(found) - promise.threshold,
+            near=resolution,
+            tolerance=TOLERANCE if exact else TOLERANCE_BITS * largest,
+        )
+        _check_promise(joined, answers, promise)
         size = sum(file.stat().st_size for file in staging.glob(f"{ONNX_FILE}*"))
     return CascadeExport(
         folder=folder,
@@ -160,13 +170,35 @@ def _check(slim: OnnxExport, dense: OnnxExport, quantize: str | None) -> None:
         raise RequestError(f"quantize: {quantize} is for models that generate, got a cascade of encoders; use int8")
 
 
-def _compared(found: torch.Tensor, by_hand: torch.Tensor, *, exact: bool) -> float:
-    """Return the largest difference of the joined graph from the two graphs by hand, if it is tolerable."""
-    worst = (found - by_hand).abs().max().item() if len(found) else 0.0
-    tolerance = TOLERANCE if exact else TOLERANCE_BITS * max(1.0, by_hand.abs().max().item())
+def _compared(
+    joined: torch.Tensor,
+    slim: torch.Tensor,
+    dense: torch.Tensor,
+    *,
+    apart: torch.Tensor,
+    near: float,
+    tolerance: float,
+) -> float:
+    """Return the largest difference of the joined graph from the two graphs by hand, if it is tolerable.
+
+    `apart`, (rows,), is how far each margin is above the threshold. Where that is at most `near`, either answer is right.
+    """
+    to_slim, to_dense = ((joined - part).abs().amax(-1) for part in (slim, dense))
+    differences = torch.where(apart <= 0, to_dense, to_slim)
+    worst = torch.where(apart.abs() <= near, torch.minimum(to_slim, to_dense), differences).max().item()
     if not worst <= tolerance:
         raise ParityError(
             f"the graph of a cascade must answer as its two models do, and differs by {worst:.2e}, where "
             f"{tolerance:.2e} is allowed; report the model"
         )
     return worst
+
+
+def _check_promise(joined: torch.Tensor, answers: torch.Tensor, promise: Promise) -> None:
+    """Check that the joined graph keeps the promise on the rows that it was made on."""
+    differ = int((joined.argmax(-1) != answers.argmax(-1)).sum())
+    if upper_rate(differ, promise.rows, promise.confidence) > promise.disagreement:
+        raise ParityError(
+            f"the graph of a cascade must change few enough of its held-out answers for {promise.disagreement:g}, got "
+            f"{differ} of {promise.rows:,}, where its two models change {promise.differ}; serve it in float32"
+        )

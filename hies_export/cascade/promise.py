@@ -51,6 +51,7 @@ def choose_threshold(
     *,
     passed_on: torch.Tensor | None = None,
     confidence: float = CONFIDENCE,
+    resolution: float = 0.0,
 ) -> Promise:
     """Choose the smallest threshold with which the promise holds.
 
@@ -63,6 +64,7 @@ def choose_threshold(
         disagreement: Largest share of answers that may differ, in (0, 1).
         passed_on: Logits of the dense model as it is served, in other bits perhaps; by default `dense`.
         confidence: The probability that the promise holds, in (0, 1).
+        resolution: How far a margin may move when the rows are served; the threshold is higher by it.
 
     Raises:
         RequestError: `disagreement` is out of range, or the rows are too few to promise it.
@@ -84,7 +86,7 @@ def choose_threshold(
             f"changes {int(lost.sum())} of {count:,} itself; serve it in more bits, or ask for less"
         )
     worst = margin[wrong & ~lost].sort(descending=True).values
-    threshold = _between(margin, worst[allowed]) if len(worst) > allowed else 0.0
+    threshold = _between(margin, worst[allowed]) + resolution if len(worst) > allowed else 0.0
     unsure = margin <= threshold
     differ = int((lost | (wrong & ~unsure)).sum())
     return Promise(

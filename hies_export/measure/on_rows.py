@@ -18,7 +18,7 @@ from .timing import collecting_paused, rotated
 ROWS = 512
 # Least number of batches that are timed; fewer are run again.
 LEAST = 48
-# Batches that a model runs after it was loaded, before it is timed.
+# Batches that a model runs after it was loaded, before it is timed; and one of each further shape.
 WARMUP = 3
 
 
@@ -52,7 +52,8 @@ def time_on_rows(
 
     A ratio is that of total times, so that what few rows cost counts as often as it comes. Its interval is a bootstrap
     over batches. All models are loaded as often as the runtime among them that asks for most loads, the first one twice
-    (the control), and each load runs a part of the batches.
+    (the control), and each load runs a part of the batches. Shapes are warm, as in a server that has run for a while:
+    OpenVINO compiles kernels for every new one.
     """
     loads = max(RUNTIMES[form.runtime].loads for form in forms)
     count = len(forms) + 1
@@ -68,7 +69,8 @@ def time_on_rows(
                 runners[index] = load_runtime(form.runtime, form.source, dtype=form.dtype)
         given = batches[size]
         own = [given[place % len(given)] for place in range(load, max(LEAST, len(given)), loads)]
-        for batch in own[:WARMUP]:
+        of_each_shape = {tuple(tensor.shape for tensor in batch.values()): batch for batch in own[WARMUP:]}
+        for batch in (*own[:WARMUP], *of_each_shape.values()):
             for runner in runners.values():
                 runner.run(runner.prepare(batch))
         with collecting_paused():

@@ -14,7 +14,7 @@ from .. import processes
 from ..cascade.export import CascadeExport, export_cascade
 from ..cascade.graph import PASSED_ON
 from ..data.batches import Batch
-from ..errors import PlanError
+from ..errors import ParityError, PlanError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.predict import predict
 from ..measure.counts import Both
@@ -112,7 +112,7 @@ def try_sizes(
             size = SizeTried(flops=chooser.flops_left(choice.plan.kept))
             slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)
             exported = _join(asked, _onnx(exporter, slim, place / "slim"), dense, prepared, answers, place / "cascade")
-        except PlanError as error:
+        except (PlanError, ParityError) as error:
             sizes.append(replace(size, problem=str(error)))
             continue
         sizes.append(replace(size, passed_on=exported.promise.passed_on, differ=exported.promise.differ))

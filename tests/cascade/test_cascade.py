@@ -209,6 +209,33 @@ def test_a_file_that_answers_otherwise_is_not_kept(
     assert not (tmp_path / "onnx").exists()
 
 
+def test_near_the_threshold_either_answer_is_right(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 a margin is another one in the joined graph."""
+    joined, cascade = export_module.join_graphs, Cascade.choose(*models, texts(), disagreement=0.2)
+    monkeypatch.setattr(export_module, "RESOLUTION", 0.5)
+    monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, at: joined(slim, dense, at - 0.4))
+    exported = cascade.export_onnx(tmp_path / "onnx")
+    rows = torch.cat([torch.from_numpy(run(exported.file, batch)["passed_on"]) for batch in texts()])
+    assert rows.double().mean() < exported.promise.passed_on
+    assert exported.max_abs < 1e-4
+    monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, at: joined(slim, dense, at - 0.6))
+    with pytest.raises(ParityError, match="must answer as its two models do"):
+        cascade.export_onnx(tmp_path / "worse")
+
+
+def test_a_file_that_breaks_its_promise_is_not_kept(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined, cascade = export_module.join_graphs, Cascade.choose(*models, texts(), disagreement=0.2)
+    monkeypatch.setattr(export_module, "TOLERANCE", 1e9)
+    monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, _: joined(slim, dense, -1.0))
+    with pytest.raises(ParityError, match=r"few enough of its held-out answers for 0.2, got \d+ of 48"):
+        cascade.export_onnx(tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
 def test_what_cannot_be_a_cascade_is_refused(models: Any, tmp_path: Path) -> None:
     slim, dense = models
     llama = LlamaForCausalLM(

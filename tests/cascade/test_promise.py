@@ -69,6 +69,16 @@ def test_answers_that_the_dense_model_changes_as_it_is_served_count() -> None:
         choose_threshold(slim, dense, 0.02, passed_on=served)
 
 
+def test_margins_that_move_stay_below_the_threshold() -> None:
+    slim, dense = two_models(1200, generator=torch.Generator().manual_seed(8))
+    exact = choose_threshold(slim, dense, 0.02)
+    promise = choose_threshold(slim, dense, 0.02, resolution=0.1)
+    assert promise.threshold == pytest.approx(exact.threshold + 0.1)
+    wrong = margins(slim)[slim.argmax(-1) != dense.argmax(-1)]
+    moved = wrong + 0.099
+    assert int((moved > promise.threshold).sum()) <= exact.differ < int((moved > exact.threshold).sum())
+
+
 def test_nothing_is_passed_on_where_the_models_agree() -> None:
     _, dense = two_models(400, generator=torch.Generator().manual_seed(4))
     promise = choose_threshold(dense, dense, 0.01)
