@@ -181,7 +181,7 @@ def _compared(
 ) -> float:
     """Return the largest difference of the joined graph from the two graphs by hand, if it is tolerable.
 
-    `apart`, (rows,), is how far each margin is above the threshold. Where that is at most `near`, either answer is right.
+    `apart`, (rows,), is how far each margin is above the threshold; within `near` of it, either answer is right.
     """
     to_slim, to_dense = ((joined - part).abs().amax(-1) for part in (slim, dense))
     differences = torch.where(apart <= 0, to_dense, to_slim)
