@@ -20,7 +20,7 @@ from ..onnx.export import export_onnx
 from ..onnx.quantize import Quantize, check_quantizable
 from ..runtimes.base import Runtime
 from ..runtimes.registry import load_runtime
-from .export import CascadeExport, export_cascade
+from .export import CascadeExport, CascadeOptions, export_cascade
 from .promise import Promise, check_disagreement, check_rows, choose_threshold, margins
 
 Model = Runtime | PreTrainedModel
@@ -138,8 +138,7 @@ class Cascade:
                 folder,
                 batches=self._batches,
                 answers=self._answers,
-                disagreement=self.promise.disagreement,
-                quantize=quantize,
+                options=CascadeOptions(disagreement=self.promise.disagreement, quantize=quantize),
                 overwrite=overwrite,
             )
 

@@ -35,6 +35,31 @@ RESOLUTION, RESOLUTION_BITS = 1e-4, torch.finfo(torch.bfloat16).eps
 
 
 @dataclass(frozen=True, kw_only=True)
+class CascadeOptions:
+    """What a cascade promises, and what serves it.
+
+    Attributes:
+        disagreement: Largest share of answers that may differ from the dense model's, in (0, 1).
+        confidence: The probability that the promise holds, in (0, 1).
+        quantize: "int8" writes the linear layers of the slim part in 8 bits. Embeddings stay in float32: the dense part
+            reads them too.
+        runtime: What serves the file, as in `load_runtime`.
+        dtype: What the runtime computes in, where it has a choice.
+    """
+
+    disagreement: float
+    confidence: float = CONFIDENCE
+    quantize: Quantize | None = None
+    runtime: str = "onnxruntime-cpu"
+    dtype: str | None = None
+
+    @property
+    def bits(self) -> str:
+        """What the linear layers of the slim part are computed in."""
+        return self.quantize or self.dtype or "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
 class CascadeExport:
     """A slim and a dense classifier in one graph.
 
@@ -64,11 +89,7 @@ def export_cascade(
     *,
     batches: Sequence[Batch],
     answers: torch.Tensor,
-    disagreement: float,
-    quantize: Quantize | None = None,
-    runtime: str = "onnxruntime-cpu",
-    dtype: str | None = None,
-    confidence: float = CONFIDENCE,
+    options: CascadeOptions,
     overwrite: bool = False,
 ) -> CascadeExport:
     """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
@@ -81,11 +102,7 @@ def export_cascade(
         folder: Where to write; appears only when everything is written and checked.
         batches: Held-out rows, like those to be served.
         answers: Logits of the dense model in torch of these rows, (rows, classes), which the promise is about.
-        disagreement: Largest share of answers that may differ, in (0, 1).
-        quantize: "int8" writes the linear layers of the slim part in 8 bits. Embeddings stay in float32: the dense
-            part reads them too.
-        runtime, dtype: What serves the file, as in `load_runtime`.
-        confidence: The probability that the promise holds.
+        options: The promise, the bits, and the runtime that serves the file.
         overwrite: Replace an existing folder.
 
     Raises:
@@ -98,13 +115,13 @@ def export_cascade(
 
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite)
-    _check(slim, dense, quantize)
+    _check(slim, dense, options.quantize)
     graphs = [onnx_ir.load(export.file) for export in (slim, dense)]
-    if quantize:
+    if options.quantize:
         quantize_graph(graphs[0].graph, tables=False)
 
     def logits(file: Path) -> torch.Tensor:
-        found = predict_by(load_runtime(runtime, file, dtype=dtype).logits, batches)
+        found = predict_by(load_runtime(options.runtime, file, dtype=options.dtype).logits, batches)
         assert isinstance(found, torch.Tensor)
         return found
 
@@ -113,10 +130,15 @@ def export_cascade(
         save_program(graphs[0], sure)
         found = logits(sure)
         largest = max(1.0, certain.abs().max().item(), found.abs().max().item())
-        exact = dtype in (None, "float32")
+        exact = options.dtype in (None, "float32")
         resolution = RESOLUTION if exact else RESOLUTION_BITS * largest
         promise = choose_threshold(
-            found, answers, disagreement, passed_on=certain, confidence=confidence, resolution=resolution
+            found,
+            answers,
+            options.disagreement,
+            passed_on=certain,
+            confidence=options.confidence,
+            resolution=resolution,
         )
         program = onnx_ir.load(sure)
         shared = join_graphs(program.graph, graphs[1].graph, promise.threshold)
@@ -143,7 +165,7 @@ def export_cascade(
         shared_bytes=shared,
         promise=promise,
         max_abs=max_abs,
-        quantize=quantize,
+        quantize=options.quantize,
     )
 
 

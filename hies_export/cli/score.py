@@ -18,7 +18,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> None:
     """Score, select, and write scores.json and plan.json."""
-    from ..pipeline.choose import choose, write_choice
+    from ..pipeline.choice import write_choice
+    from ..pipeline.choose import choose
     from ..pipeline.resolve import resolve
     from ..pipeline.stages import output_folder
     from .terminal import plan_text, print_plan

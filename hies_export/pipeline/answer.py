@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..cascade.export import CascadeOptions
 from ..evaluate.judge import Judge
 from ..measure.exports import Exported, ExportOptions
 from ..report.details import Deployment, DeployWay, Form, SizeTried, deciding_step, relative_times
-from .choose import Choice
-from .options import CascadeOptions, PruneOptions
+from .choice import Choice
+from .options import PruneOptions
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,23 @@ class DenseForms:
     exports: dict[ExportOptions, Exported]
 
 
-@dataclass(frozen=True)
-class Answer:
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What was decided before a run's own stages.
+
+    Attributes:
+        choice: The cut; None leaves it to the stages.
+        cascade: How to join both models; None for no cascade.
+        sizes: The sizes of cascades that were tried.
+    """
+
+    choice: Choice | None = None
+    cascade: CascadeOptions | None = None
+    sizes: tuple[SizeTried, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Decided):
     """The largest cut that keeps the promise as one way serves it, and what was found of every way.
 
     Where no cut does, `choice` removes nothing. `options` are those that the cut was chosen by; `dense` knows of the
@@ -31,12 +47,9 @@ class Answer:
     """
 
     options: PruneOptions
-    choice: Choice
     promise: float
     dense: DenseForms
     began: float  # by time.monotonic
-    cascade: CascadeOptions | None = None  # what to join both models by, where a cascade was the fastest
-    sizes: tuple[SizeTried, ...] = ()  # those of cascades that were tried
 
     @property
     def ways(self) -> list[tuple[str, str]]:

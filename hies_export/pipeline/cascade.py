@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import processes
-from ..cascade.export import CascadeExport, export_cascade
+from ..cascade.export import CascadeExport, CascadeOptions, export_cascade
 from ..cascade.graph import PASSED_ON
 from ..data.batches import Batch
 from ..errors import ParityError, PlanError
@@ -25,15 +25,28 @@ from ..progress import Progress
 from ..report.details import CascadeFacts, SizeTried
 from ..report.report import CascadeSummary
 from ..runtimes.registry import Served, load_runtime
-from .choose import Choice, Chooser
-from .deployed import CASCADE
-from .options import CascadeOptions, PruneOptions
+from .answer import Decided
+from .choice import Choice
+from .choose import Chooser
+from .options import PruneOptions, SizedCascade
 from .prepare import Prepared
 from .quality import cut_beside
 from .sources import Sources
 
+# The folder of a cascade in that of a run.
+CASCADE = "onnx-cascade"
 # Rows in a batch where the times of cuts are compared, and how many are timed.
 BATCH, ROWS = 8, 512
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A cut that leaves a share of the FLOPs, and its ONNX export; or the reason why there is none."""
+
+    flops: float
+    choice: Choice | None = None
+    exported: OnnxExport | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,14 +58,6 @@ class Candidate:
     exported: CascadeExport
 
 
-@dataclass(frozen=True)
-class Sized:
-    """The choice of the fastest cascade, and what came of all shares of the FLOPs that were tried."""
-
-    choice: Choice
-    sizes: tuple[SizeTried, ...]
-
-
 def answers_of(prepared: Prepared) -> torch.Tensor:
     """Return the dense model's logits of the rows that a promise is made on, (rows, classes)."""
     found = predict(prepared.model, prepared.rows.promised)
@@ -61,8 +66,8 @@ def answers_of(prepared: Prepared) -> torch.Tensor:
 
 
 def choose_size(
-    prepared: Prepared, options: PruneOptions, asked: CascadeOptions, dtype: torch.dtype | None, progress: Progress
-) -> Sized:
+    prepared: Prepared, options: PruneOptions, asked: SizedCascade, dtype: torch.dtype | None, progress: Progress
+) -> Decided:
     """Choose the share of the FLOPs whose cascade answers the held-out rows fastest; statistics are computed once.
 
     Raises PlanError if no share has a cascade that keeps the promise.
@@ -73,7 +78,8 @@ def choose_size(
     with tempfile.TemporaryDirectory(prefix="hies-sizes-") as temporary:
         folder = Path(temporary)
         dense = _onnx(exporter, prepared.model, folder / "dense")
-        tried, sizes = try_sizes(prepared, chooser, exporter, dense, answers_of(prepared), asked, folder, progress)
+        cuts = cut_sizes(prepared, chooser, exporter, asked.flops, folder, progress)
+        tried, sizes = join_sizes(prepared, cuts, dense, answers_of(prepared), asked, folder, progress)
         if not tried:
             problems = "; ".join(f"with {size.flops:.2f} of the FLOPs, {size.problem}" for size in sizes)
             raise PlanError(f"no cascade keeps the promise: {problems}")
@@ -84,39 +90,61 @@ def choose_size(
     ratios = {found.flops: one.ratio.median for found, one in zip(tried, times[1:], strict=True)}
     sizes = [replace(size, time=ratios.get(size.flops)) for size in sizes]
     best = min(tried, key=lambda found: ratios[found.flops])
-    return Sized(best.choice, tuple(sizes))
+    return Decided(choice=best.choice, cascade=asked, sizes=tuple(sizes))
 
 
-def try_sizes(
+def cut_sizes(
     prepared: Prepared,
     chooser: Chooser,
     exporter: Exporter,
+    shares: Sequence[float],
+    folder: Path,
+    progress: Progress,
+    like: Choice | None = None,
+) -> list[Sized]:
+    """Cut the dense model to each share of its FLOPs, and export the result into the folder.
+
+    `like` is as for `Chooser.at`.
+    """
+    cuts = []
+    for number, share in enumerate(shares):
+        progress.stage(f"cut to {share:g} of the FLOPs for a cascade")
+        try:
+            choice = chooser.at(share, like)
+            slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)
+            exported = _onnx(exporter, slim, folder / f"slim-{number}")
+        except (PlanError, ParityError) as error:
+            cuts.append(Sized(share, problem=str(error)))
+            continue
+        cuts.append(Sized(chooser.flops_left(choice.plan.kept), choice, exported))
+    return cuts
+
+
+def join_sizes(
+    prepared: Prepared,
+    cuts: Sequence[Sized],
     dense: OnnxExport,
     answers: torch.Tensor,
     asked: CascadeOptions,
     folder: Path,
     progress: Progress,
-    like: Choice | None = None,
 ) -> tuple[list[Candidate], list[SizeTried]]:
-    """Export a cascade for each share of the FLOPs into the folder; return them, and all shares that were tried.
-
-    `like` is as for `Chooser.at`.
-    """
+    """Join each cut with the dense model in a cascade; return the cascades, and what was tried for each size."""
     found, sizes = [], []
-    for number, share in enumerate(asked.flops):
-        progress.stage(f"try a cascade with {share:g} of the FLOPs on {asked.runtime} in {asked.bits}")
-        size = SizeTried(flops=share)
-        place = folder / f"{asked.runtime}-{asked.bits}-{number}"
-        try:
-            choice = chooser.at(share, like)
-            size = SizeTried(flops=chooser.flops_left(choice.plan.kept))
-            slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, choice.refit)
-            exported = _join(asked, _onnx(exporter, slim, place / "slim"), dense, prepared, answers, place / "cascade")
-        except (PlanError, ParityError) as error:
-            sizes.append(replace(size, problem=str(error)))
-            continue
-        sizes.append(replace(size, passed_on=exported.promise.passed_on, differ=exported.promise.differ))
-        found.append(Candidate(choice, size.flops, exported))
+    for number, cut in enumerate(cuts):
+        size = SizeTried(flops=cut.flops, problem=cut.problem)
+        if cut.choice is not None and cut.exported is not None:
+            progress.stage(f"join {cut.flops:.2f} of the FLOPs in a cascade on {asked.runtime} in {asked.bits}")
+            place = folder / f"cascade-{asked.runtime}-{asked.bits}-{number}"
+            try:
+                exported = _join(asked, cut.exported, dense, prepared, answers, place)
+            except (PlanError, ParityError) as error:
+                size = replace(size, problem=str(error))
+            else:
+                promise = exported.promise
+                size = replace(size, passed_on=promise.passed_on, differ=promise.differ)
+                found.append(Candidate(cut.choice, cut.flops, exported))
+        sizes.append(size)
     return found, sizes
 
 
@@ -129,18 +157,7 @@ def _onnx(exporter: Exporter, model: Any, folder: Path) -> OnnxExport:
 def _join(
     asked: CascadeOptions, slim: OnnxExport, dense: OnnxExport, prepared: Prepared, answers: torch.Tensor, folder: Path
 ) -> CascadeExport:
-    return export_cascade(
-        slim,
-        dense,
-        folder,
-        batches=prepared.rows.promised,
-        answers=answers,
-        disagreement=asked.disagreement,
-        quantize=asked.quantize,
-        runtime=asked.runtime,
-        dtype=asked.dtype,
-        confidence=asked.confidence,
-    )
+    return export_cascade(slim, dense, folder, batches=prepared.rows.promised, answers=answers, options=asked)
 
 
 def mixed(batches: Sequence[Batch], size: int) -> list[Batch]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..calibrate.collect import DEFAULT_NEEDS
 from ..data.targets import batches_fingerprint, samples_of, size_of
 from ..errors import PlanError
 from ..evaluate.judge import Judge
@@ -23,13 +21,13 @@ from ..runtimes.base import RUNTIMES
 from ..score.criteria import AUTO, COMPENSATED
 from ..select.iterative import filled_in
 from ..slim.fingerprint import fingerprint
-from ..slim.refit import Compensation
 from ..units import Selection
-from ..values import Provenance, PruningPlan, Scores, Statistics, dump_json, library_versions
+from ..values import Provenance, PruningPlan, Scores, Statistics, library_versions
 from .candidates import Candidates, criterion_of
+from .choice import Choice
 from .options import Budget, DropBudget, KeepBudget, PruneOptions
 from .prepare import Prepared
-from .quality import Predictor, Refit, cut_beside
+from .quality import Predictor, cut_beside
 from .refitting import Refitting
 from .search import Candidate, HeldOut, Verdict, choose_alpha, choose_by_agreement, choose_largest
 from .serving import predictor
@@ -49,20 +47,6 @@ def judged_anew(
 
 # Below this share of the dense cost, `criterion: auto` trusts removal in steps most. Above, a step costs quality.
 STEPS_BELOW = 0.45
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The plan of a run, and the statistics and scores that it was chosen from."""
-
-    statistics: Statistics
-    scores: Scores
-    plan: PruningPlan
-    alpha_curve: tuple[Mapping[str, Any], ...]  # one entry per alpha under `alpha: auto`, see `AlphaChoice`
-    tried: tuple[Tried, ...]  # what `criterion: auto` judged
-    budget: BudgetOutcome  # with what is predicted for the plan
-    compensation: Compensation | None = None
-    refit: Refit | None = None  # from moments that were collected in choosing; None if there are none
 
 
 def choose(
@@ -449,30 +433,3 @@ def _after(earlier: _Picked, later: _Picked) -> _Picked:
         statistics=replace(later.statistics, values=values),
         scores=replace(later.scores, scores=filled_in(earlier.scores.scores, later.scores.scores, kept), chains=()),
     )
-
-
-def write_choice(folder: Path, choice: Choice) -> None:
-    """Write scores.json (statistics and scores per unit) and plan.json."""
-    statistics, scores = choice.statistics, choice.scores
-    calibration = statistics.calibration
-    written = {
-        "criterion": scores.criterion,
-        "parameters": scores.parameters,
-        "scores": scores.scores,
-        **{name: statistics[name] for name in DEFAULT_NEEDS},
-        "samples": calibration.samples,
-        "labels": calibration.labels,
-        "fingerprint": calibration.fingerprint,
-        "alpha_curve": choice.alpha_curve,
-    }
-    (folder / "scores.json").write_text(dump_json(written), encoding="utf-8")
-    (folder / "plan.json").write_text(choice.plan.to_json(), encoding="utf-8")
-
-
-def head_numbers(choice: Choice) -> dict[str, dict[str, list[float]]]:
-    """Return lists of HIS, entropy and score over the heads: module name -> "his", "entropy" or "score" -> list."""
-    values = {"his": choice.statistics["his"], "entropy": choice.statistics["entropy"], "score": choice.scores.scores}
-    return {
-        name: {what: numbers[name].tolist() for what, numbers in values.items() if name in numbers}
-        for name in choice.scores.scores
-    }

@@ -27,7 +27,7 @@ from ..slim.check import compare_cut
 from ..slim.cut import prune_units
 from ..slim.refit import LayerFit, compensate
 from ..values import PruningPlan
-from .choose import Choice
+from .choice import Choice
 from .load import Source
 from .options import RefitOptions
 from .prepare import Prepared

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from transformers import PreTrainedModel
 
+from ..cascade.export import CascadeOptions
 from ..data.batches import Batch
 from ..evaluate.judge import Judge
 from ..gguf.export import GgufExport
@@ -18,23 +21,82 @@ from ..measure.on_rows import RowsTime, time_on_rows
 from ..measure.timing import Timing
 from ..onnx.export import OnnxExport
 from ..onnx.quantize import Quantize
-from ..progress import Progress
-from ..report.details import Form, FormTime
-from ..report.report import ExportedFile, Metric
+from ..report.details import CascadeFacts, Deployment, Form, FormTime
+from ..report.report import CascadeSummary, ExportedFile, Metric
 from ..runtimes.base import RUNTIMES
 from ..runtimes.ort import ONNX_FILE, OnnxRuntime
 from ..runtimes.registry import Served
+from .answer import Answer, Decided
+from .cascade import CASCADE, cascade_facts, write_cascade
 from .measure import MeasureOptions
-from .options import CascadeOptions
 from .prepare import Prepared
+from .resolve import Resolved
 from .serving import predict_served
 from .sources import Sources
 
-# The folder of a cascade in that of a run.
-CASCADE = "onnx-cascade"
+# Sizes of the batches in which a cascade is timed on the rows.
+BATCHES = (1, 8, 32)
 # What the forms of a quantised model are compared with, and what runs them.
 _FULL = ("onnxruntime-cpu", "float32")
 _QUANTIZED = {"int8": "onnxruntime-cpu-int8", "int4": "onnxruntime-cpu"}
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """How what a run exports predicts on the evaluation rows, and how fast it is."""
+
+    file: ExportedFile
+    forms: list[Form]  # of both models, in several runtimes and bits
+    deployment: Deployment | None  # which of them to deploy, where that was asked
+    cascade: tuple[CascadeSummary, CascadeFacts] | None
+
+
+def judge_deployed(
+    resolved: Resolved,
+    sources: Sources,
+    judge: Judge,
+    decided: Decided,
+    answers: torch.Tensor | None,
+    folder: Path,
+    *,
+    same: bool,
+) -> Deployed:
+    """Judge and time all exports of a run, and write the cascade of both models if one is asked for.
+
+    Args:
+        resolved: The dense model, the rows to time a cascade on, and what to measure.
+        sources: Both models and their exports.
+        judge: The judge on the evaluation rows.
+        decided: The cascade, and the promise that a deployment keeps.
+        answers: The dense model's logits of the rows that a cascade promises on.
+        folder: The folder of the run.
+        same: Whether nothing was cut.
+    """
+    prepared, options, asked = resolved.prepared, sources.exporter.options, decided.cascade
+    answer = decided if isinstance(decided, Answer) else None
+    joined, cascades, rows = None, [], None
+    if asked is not None and answers is not None:
+        sources.progress.stage("join both models in a cascade, and compare with the two")
+        joined = write_cascade(prepared, sources, asked, answers, folder)
+        cascades.append((Served(asked.runtime, joined.folder, asked.bits), joined.bytes))
+        rows = {size: resolved.in_order(size) for size in BATCHES}
+    forms = judge_forms(
+        prepared,
+        sources,
+        judge,
+        form_ways(resolved.measure, options.quantize, asked) if answer is None else answer.ways,
+        resolved.measure.timing,
+        None if answer is None else answer.dense.judge,
+        same=same,
+        cascades=cascades,
+        rows=rows,
+    )
+    deployment = cascade = None
+    if answer is not None:
+        deployment = answer.outcome(forms, lambda form: keep_file(sources, form, folder, same=same))
+    if asked is not None and joined is not None:
+        cascade = cascade_facts(asked, joined, sources, judge.batches, forms[-1].stability, decided.sizes)
+    return Deployed(judge_exported(sources.exported[options], folder, judge, forms), forms, deployment, cascade)
 
 
 def form_ways(
@@ -49,7 +111,8 @@ def form_ways(
         fewer = [way for way in ways if way[1] != "float32"]
         ways = [_FULL, (_QUANTIZED[quantize], quantize), *fewer]
     if cascade is not None:
-        ways = list(dict.fromkeys([_FULL, *ways]))
+        own = [] if cascade.quantize else [(cascade.runtime, cascade.bits)]
+        ways = list(dict.fromkeys([_FULL, *ways, *own]))
     elif all(dtype == "float32" for _, dtype in ways):
         return []
     return ways
@@ -66,7 +129,6 @@ def judge_forms(
     same: bool = False,
     cascades: Sequence[tuple[Served, int]] = (),
     rows: Mapping[int, Sequence[Batch]] | None = None,
-    progress: Progress,
 ) -> list[Form]:
     """Judge and time both models in several ways, all in one interleaved run; `held_out` also judges what is promised.
 
@@ -76,6 +138,7 @@ def judge_forms(
     """
     if prepared.task.in_parts:
         return []
+    progress = sources.progress
     found: list[tuple[Literal["dense", "slim", "cascade"], Served, int | None]] = []
     for way in ways:
         (dense, size), (slim, slim_size) = _load(sources, way)

@@ -6,16 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..gguf.export import GgufExport
 from ..measure import counts
 from ..measure.compare import time_on
 from ..measure.counts import Both, FlopCount, Shape, StoredBytes
-from ..measure.exports import Exported
 from ..measure.rows import LatencyRow
 from ..measure.timing import Timing
-from ..progress import Progress
 from ..report.details import FlopsByLayer
 from ..units import PrunableModule
 from .sources import Sources
@@ -46,21 +43,19 @@ class Measurements:
 
 
 def measure_both(
-    dense: PreTrainedModel,
-    slim: PreTrainedModel,
-    exported: Exported,
+    sources: Sources,
+    options: MeasureOptions,
     *,
     modules: Sequence[PrunableModule],
     batches: Mapping[Shape, Mapping[str, Tensor]],
-    sources: Sources,
-    options: MeasureOptions,
     stored: Both[int],
-    progress: Progress,
 ) -> Measurements:
     """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape.
 
     FLOPs per layer are counted on the first of the batches.
     """
+    dense, slim, progress = sources.dense, sources.slim, sources.progress
+    exported = sources.exported[sources.exporter.options.unquantized]
     flops = counts.count_both_flops(dense, slim, batches)
     shape = next(iter(batches))
     dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], modules) for m in (dense, slim))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..evaluate.interval import CONFIDENCE
+from ..cascade.export import CascadeOptions
 from ..measure.exports import ExportOptions
 from ..measure.timing import Timing
 from ..score.criteria import AUTO, uses_alpha
@@ -93,24 +93,11 @@ class Budget:
         return None if asked is None else asked.metric
 
 
-@dataclass(frozen=True)
-class CascadeOptions:
-    """A cascade of the slim and the dense model: its promise, and what serves it.
+@dataclass(frozen=True, kw_only=True)
+class SizedCascade(CascadeOptions):
+    """A cascade of the slim and the dense model, and the shares of the FLOPs to try, as in a recipe's `cascade`."""
 
-    `flops` are the shares to try, as in a recipe's `cascade` section; `quantize` is of the slim part.
-    """
-
-    disagreement: float
     flops: tuple[float, ...] = ()
-    quantize: Literal["int8"] | None = None
-    runtime: str = "onnxruntime-cpu"
-    dtype: str | None = None  # what the runtime computes in, where it may choose
-    confidence: float = CONFIDENCE  # of each promise
-
-    @property
-    def bits(self) -> str:
-        """What the linear layers of the slim part are computed in."""
-        return self.quantize or self.dtype or "float32"
 
 
 @dataclass(frozen=True)

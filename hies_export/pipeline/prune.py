@@ -37,13 +37,14 @@ from ..runtimes.registry import check_dtypes, check_runtime
 from ..slim.refit import LayerFit
 from ..tasks import Task
 from ..values import PruningPlan, Scores
-from .choose import Choice, choose
+from .choice import Choice
+from .choose import choose
 from .cut import Slim, confirm, cut, save
 from .memory import batches_of, first_rows, split_held_out, task_of, unlabelled
 from .options import PruneOptions, RefitOptions
 from .prepare import Judged, Prepared, Rows, check_options, prepare, shapes_to_measure
 from .quality import Evaluation, evaluate
-from .resolve import prune_options, refit_options
+from .sections import prune_options, refit_options
 from .serving import predictor
 
 # Width of the table of a result, in characters.

@@ -15,16 +15,17 @@ from ..measure.exports import Exported
 from ..measure.machine import machine_facts
 from ..recipe import PruningRecipe
 from ..report.card import read_card, render_card
-from ..report.details import CascadeFacts, DataFacts, Deployment, Details, Family, Form
+from ..report.details import DataFacts, Details, Family
 from ..report.html import render_html
 from ..report.jinja import render_markdown
 from ..report.maps import head_map, neuron_counts
-from ..report.report import CascadeSummary, ExportedFile, FirstMetric, Report, plan_counts
+from ..report.report import FirstMetric, Report, plan_counts
 from ..slim.config import is_slim
 from ..slim.siblings import families
 from ..tasks import TASKS
-from .choose import head_numbers
+from .choice import head_numbers
 from .cut import Saved
+from .deployed import Deployed
 from .measure import Measurements
 from .provenance import RunRecord
 from .prune import PruneResult
@@ -41,10 +42,7 @@ class Finished:
     saved: Saved
     evaluation: Evaluation
     exported: Exported
-    deployed: ExportedFile
-    forms: list[Form]
-    deployment: Deployment | None
-    cascade: tuple[CascadeSummary, CascadeFacts] | None
+    deployed: Deployed
     measured: Measurements
     processes: int
     other_work: OtherWork | None
@@ -75,8 +73,8 @@ def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float
         seconds=seconds,
         latency=measured.latency,
         environment={**machine_facts(), "processes": done.processes},
-        exported=done.deployed,
-        cascade=done.cascade and done.cascade[0],
+        exported=done.deployed.file,
+        cascade=done.deployed.cascade and done.deployed.cascade[0],
         details=_details(recipe, done, command),
     )
 
@@ -84,7 +82,7 @@ def build_report(recipe: PruningRecipe, done: Finished, seconds: dict[str, float
 def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Details:
     """Return what the renderings of a report show beyond the summary."""
     prepared, plan, evaluation = done.resolved.prepared, done.result.plan, done.evaluation
-    choice, budget = done.result.choice, done.result.budget
+    choice, budget, deployed = done.result.choice, done.result.budget, done.deployed
     assert choice is not None
     neurons = neuron_counts(plan)
     return Details(
@@ -108,9 +106,9 @@ def _details(recipe: PruningRecipe, done: Finished, command: str | None) -> Deta
         flops_per_layer=done.measured.flops_per_layer,
         auto_class=TASKS[recipe.task].auto_class,
         **_export_details(done.exported),
-        **({"forms": done.forms} if done.forms else {}),
-        **({"deployment": done.deployment} if done.deployment else {}),
-        **({"cascade": done.cascade[1]} if done.cascade else {}),
+        **({"forms": deployed.forms} if deployed.forms else {}),
+        **({"deployment": deployed.deployment} if deployed.deployment else {}),
+        **({"cascade": deployed.cascade[1]} if deployed.cascade else {}),
         data=_data_facts(recipe, done),
         run=asdict(RunRecord.of(recipe, command=command, commit=getattr(prepared.model.config, "_commit_hash", None))),
     )

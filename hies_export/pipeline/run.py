@@ -9,7 +9,8 @@ from ..progress import SILENT, Progress
 from ..recipe import PruningRecipe
 from ..report.report import Report
 from .deploy import deploy
-from .resolve import export_options, resolve, runtimes_of
+from .resolve import resolve, runtimes_of
+from .sections import export_options
 from .stages import output_folder, run_stages
 
 

@@ -24,13 +24,12 @@ from ..progress import Clock, Progress
 from ..recipe import PruningRecipe
 from ..report.details import CostOutcome
 from ..report.report import Report
-from ..runtimes.registry import Served
 from ..units import Selection
-from .answer import Answer
-from .cascade import answers_of, cascade_facts, choose_size, write_cascade
-from .choose import write_choice
+from .answer import Answer, Decided
+from .cascade import answers_of, choose_size
+from .choice import write_choice
 from .cut import save, warn_if_larger
-from .deployed import form_ways, judge_exported, judge_forms, keep_file
+from .deployed import judge_deployed
 from .measure import Measurements, measure_both
 from .options import PruneOptions
 from .prepare import Prepared
@@ -43,8 +42,6 @@ from .targets import timed_on
 
 logger = logging.getLogger(__name__)
 
-# Sizes of the batches in which a cascade is timed on the rows.
-BATCHES = (1, 8, 32)
 # A run that computes for less is not worth a warning of other work.
 LONG_SECONDS = 10.0
 
@@ -67,91 +64,51 @@ def run_stages(
 ) -> Report:
     """Run all stages, and write what they return into the folder; an `answer` has chosen already what goes."""
     clock, watch = Clock(), CpuWatch()
-    prepared, options = resolved.prepared, resolved.options
-    asked, sized = resolved.cascade if answer is None else answer.cascade, None
-    if asked is not None and asked.flops and answer is None:
-        with clock("score"):
-            sized = choose_size(prepared, options, asked, resolved.source.dtype, progress)
-    chosen = answer or sized
+    prepared, options, dtype = resolved.prepared, resolved.options, resolved.source.dtype
+    decided: Decided = answer or _decide(resolved, clock, progress)
     result = prune_prepared(
         prepared,
         options,
-        choice=None if chosen is None else chosen.choice,
+        choice=decided.choice,
         compensation=options.compensation,
-        dtype=resolved.source.dtype,
+        dtype=dtype,
         clock=clock,
         progress=progress,
     )
     with clock("cut"):
         progress.stage("save, load again and compare")
-        saved = save(
-            result.slim,
-            prepared,
-            folder / "slim",
-            processor=prepared.processor,
-            dtype=resolved.source.dtype,
-            refit_file=folder / REFIT,
-        )
+        place, refit_file = folder / "slim", folder / REFIT
+        saved = save(result.slim, prepared, place, processor=prepared.processor, dtype=dtype, refit_file=refit_file)
         warn_if_larger(saved, resolved.source)
     uncompensated = result.plan.kept if options.compensation else None
     progress.stage("evaluate both models")
     judge = Judge.on(prepared.model, resolved.evaluation, **asdict(prepared.judged), progress=progress)
     evaluation = evaluate_run(resolved, judge, result.model, uncompensated=uncompensated, progress=progress)
-    answers = None if asked is None else answers_of(prepared)
+    answers = None if decided.cascade is None else answers_of(prepared)
     count, others = processes.world(), _other_work(watch)
 
     def finish() -> Report:
         assert result.choice is not None
         write_choice(folder, result.choice)
         exporter = Exporter(options.export, prepared.sample, prepared.processor)
-        plain = options.export.unquantized
-        with clock("export"):
-            exports = _export(exporter, result.model, folder, progress)
+        exports = _export(exporter, result.model, folder, clock, progress)
         # In the folder of the run, so that all exports are read from the same disk.
         with clock("measure"), tempfile.TemporaryDirectory(prefix=".dense-", dir=folder) as temporary:
             known = {} if answer is None else answer.dense.exports
             sources = Sources(prepared.model, result.model, dict(exports), exporter, Path(temporary), progress, known)
+            stored = Both(resolved.source.bytes, saved.bytes)
             measured = measure_both(
-                prepared.model,
-                result.model,
-                exports[plain],
-                modules=prepared.modules,
-                batches=prepared.measured,
-                sources=sources,
-                options=resolved.measure,
-                stored=Both(resolved.source.bytes, saved.bytes),
-                progress=progress,
+                sources, resolved.measure, modules=prepared.modules, batches=prepared.measured, stored=stored
             )
-            ways = form_ways(resolved.measure, options.export.quantize, asked) if answer is None else answer.ways
-            joined, cascades, rows = None, [], None
-            if asked is not None and answers is not None:
-                progress.stage("join both models in a cascade, and compare with the two")
-                joined = write_cascade(prepared, sources, asked, answers, folder)
-                cascades.append((Served(asked.runtime, joined.folder, asked.bits), joined.bytes))
-                rows = {size: resolved.in_order(size) for size in BATCHES}
-            held_out = None if answer is None else answer.dense.judge
             same = not any(kept.removed for kept in result.plan.kept.values())
-            timing = resolved.measure.timing
-            how: dict[str, Any] = {"same": same, "cascades": cascades, "rows": rows, "progress": progress}
-            forms = judge_forms(prepared, sources, judge, ways, timing, held_out, **how)
-            deployed = judge_exported(exports[options.export], folder, judge, forms)
-            deployment = None
-            if answer is not None:
-                deployment = answer.outcome(forms, lambda form: keep_file(sources, form, folder, same=same))
-            cascade = None
-            if asked is not None and joined is not None:
-                sizes = sized.sizes if sized is not None else () if answer is None else answer.sizes
-                cascade = cascade_facts(asked, joined, sources, judge.batches, forms[-1].stability, sizes)
+            deployed = judge_deployed(resolved, sources, judge, decided, answers, folder, same=same)
         done = Finished(
             resolved=resolved,
             result=_with_cost(result, prepared, options, measured, progress),
             saved=saved,
             evaluation=evaluation,
-            exported=exports[plain],
+            exported=exports[options.export.unquantized],
             deployed=deployed,
-            forms=forms,
-            deployment=deployment,
-            cascade=cascade,
             measured=measured,
             processes=count,
             other_work=others,
@@ -163,17 +120,27 @@ def run_stages(
     return processes.on_main(finish)
 
 
+def _decide(resolved: Resolved, clock: Clock, progress: Progress) -> Decided:
+    """Choose the cut by the time of its cascade, where that is asked; else leave it to the stages."""
+    asked = resolved.cascade
+    if asked is None or not asked.flops:
+        return Decided(cascade=asked)
+    with clock("score"):
+        return choose_size(resolved.prepared, resolved.options, asked, resolved.source.dtype, progress)
+
+
 def _export(
-    exporter: Exporter, model: PreTrainedModel, folder: Path, progress: Progress
+    exporter: Exporter, model: PreTrainedModel, folder: Path, clock: Clock, progress: Progress
 ) -> dict[ExportOptions, Exported]:
     """Export the slim model into the folder of a run, and quantise the export where that is asked."""
     options = exporter.options
     kind = "ONNX" if options.format == "onnx" else "GGUF"
-    progress.stage(f"export to {kind}, and compare with torch")
-    found = {options.unquantized: exporter.export(model, folder / options.format, options.unquantized)}
-    if options.quantize:
-        progress.stage(f"quantise to {options.quantize}, and compare with float32")
-        found[options] = exporter.quantize(found[options.unquantized], folder / f"onnx-{options.quantize}")
+    with clock("export"):
+        progress.stage(f"export to {kind}, and compare with torch")
+        found = {options.unquantized: exporter.export(model, folder / options.format, options.unquantized)}
+        if options.quantize:
+            progress.stage(f"quantise to {options.quantize}, and compare with float32")
+            found[options] = exporter.quantize(found[options.unquantized], folder / f"onnx-{options.quantize}")
     return found
 
 

@@ -141,6 +141,11 @@ class PruningRecipe(Section):
                 f"cascade needs export: onnx for provider cpu in float32, got {export.format}, {export.provider}, "
                 f"{export.dtype}; leave them out"
             )
+        if export.quantize and self.cascade.runtime == "openvino":
+            raise ValueError(
+                f"a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got "
+                f"{self.cascade.runtime}; leave out export.quantize, and set cascade.dtype: bfloat16"
+            )
         return self
 
     @model_validator(mode="after")

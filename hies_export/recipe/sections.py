@@ -506,11 +506,21 @@ class CascadeSection(Section):
         samples: How many held-out rows to draw.
         flops: Shares of the dense model's FLOPs to try: the one is taken whose cascade is fastest on the held-out rows,
             in batches of 8. In place of `prune.budget`, and by default if that is left out.
+        runtime: What serves the file; the threshold is chosen by the answers that it gives there.
+        dtype: What that runtime computes in; "bfloat16" is for openvino.
     """
 
     disagreement: float = Field(gt=0, lt=1)
     samples: int = Field(4096, ge=1)
     flops: tuple[ShareOfDense, ...] = ()
+    runtime: Literal["onnxruntime-cpu", "openvino"] = "onnxruntime-cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _is_computed_there(self) -> CascadeSection:
+        if self.dtype == "bfloat16" and self.runtime != "openvino":
+            raise ValueError(f"dtype: bfloat16 needs runtime: openvino, got {self.runtime}; set it, or leave dtype out")
+        return self
 
 
 class MeasureSection(Section):

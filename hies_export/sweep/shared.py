@@ -20,9 +20,11 @@ from ..evaluate.predict import Predictions, predict
 from ..measure.counts import count_flops
 from ..model.copies import share_weights
 from ..pipeline.candidates import Candidates
+from ..pipeline.draws import HELD_OUT_SAMPLES, Draws
 from ..pipeline.options import Budget, RefitOptions
 from ..pipeline.prepare import Prepared
-from ..pipeline.resolve import HELD_OUT_SAMPLES, Draws, Resolved, options_of, resolve
+from ..pipeline.resolve import Resolved, resolve
+from ..pipeline.sections import options_of
 from ..progress import SILENT, Clock
 from ..recipe import PruningRecipe
 from ..score.criteria import COMPENSATED_NAMES, needs_of, uses_alpha

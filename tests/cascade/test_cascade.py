@@ -1,5 +1,6 @@
 """Cascades answer as their two models do: in memory, and as one file in plain ONNX Runtime and in OpenVINO."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import (
 
 from hies_export import Cascade, load_runtime
 from hies_export.cascade import export as export_module
-from hies_export.cascade.export import CascadeExport, export_cascade
+from hies_export.cascade.export import CascadeExport, CascadeOptions, export_cascade
 from hies_export.cascade.graph import join_graphs
 from hies_export.cascade.promise import margins
 from hies_export.errors import ParityError, RequestError
@@ -259,8 +260,9 @@ def test_what_cannot_be_a_cascade_is_refused(models: Any, tmp_path: Path) -> Non
         )
     )
     image = export_onnx(vit, tmp_path / "image", batch={"pixel_values": torch.zeros(2, 3, 8, 8)})
-    how: dict[str, Any] = {"batches": [batch], "answers": torch.zeros(8, 3), "disagreement": 0.5}
+    options = CascadeOptions(disagreement=0.5)
+    how: dict[str, Any] = {"batches": [batch], "answers": torch.zeros(8, 3)}
     with pytest.raises(RequestError, match=r"must take the same inputs, got pixel_values and input_ids"):
-        export_cascade(image, text, tmp_path / "cascade", **how)
+        export_cascade(image, text, tmp_path / "cascade", **how, options=options)
     with pytest.raises(RequestError, match=r"int4 is for models that generate"):
-        export_cascade(text, text, tmp_path / "cascade", **how, quantize="int4")
+        export_cascade(text, text, tmp_path / "cascade", **how, options=replace(options, quantize="int4"))

@@ -29,11 +29,13 @@ from hies_export.pipeline import candidates as candidates_module
 from hies_export.pipeline import resolve as resolve_module
 from hies_export.pipeline import targets
 from hies_export.pipeline.candidates import Candidates
-from hies_export.pipeline.choose import Choice, choose
+from hies_export.pipeline.choice import Choice
+from hies_export.pipeline.choose import choose
 from hies_export.pipeline.cut import cut, save
 from hies_export.pipeline.prepare import Prepared
 from hies_export.pipeline.quality import predict_pruned
-from hies_export.pipeline.resolve import options_of, resolve
+from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.sections import options_of
 from hies_export.progress import Silent
 from hies_export.prunable.find import find_modules
 from hies_export.recipe import PruningRecipe

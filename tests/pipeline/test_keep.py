@@ -21,7 +21,8 @@ from hies_export.evaluate.predict import predict
 from hies_export.pipeline import targets
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.cut import confirm, cut
-from hies_export.pipeline.resolve import options_of, resolve
+from hies_export.pipeline.resolve import resolve
+from hies_export.pipeline.sections import options_of
 from hies_export.progress import Silent
 from hies_export.recipe import PruningRecipe
 from hies_export.report.details import KeepOutcome

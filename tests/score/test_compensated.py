@@ -20,7 +20,8 @@ from hies_export.calibrate.effects import EffectStream, LayerEffects
 from hies_export.calibrate.moments import MomentStream
 from hies_export.calibrate.ridge import Spread
 from hies_export.errors import DataError, RecipeError
-from hies_export.pipeline.choose import choose, write_choice
+from hies_export.pipeline.choice import write_choice
+from hies_export.pipeline.choose import choose
 from hies_export.pipeline.resolve import options_of, resolve
 from hies_export.progress import Silent
 from hies_export.prunable.attention import find_attention
