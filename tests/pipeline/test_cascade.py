@@ -1,6 +1,7 @@
 """Cascades of a recipe and of a result in memory, judged by hand on the rows that the run evaluated."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from support.models import save_project, save_regressor, save_stories, save_text
 from support.runs import hies
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hies_export import prune
+from hies_export import load_runtime, prune
 from hies_export.cascade.cascade import Cascade
 from hies_export.errors import RequestError
 from hies_export.hub.push import _contents
@@ -21,7 +22,7 @@ from hies_export.measure.on_rows import time_on_rows
 from hies_export.measure.ratios import Ratio
 from hies_export.pipeline import cascade as cascade_module
 from hies_export.pipeline import deploy as deploy_module
-from hies_export.pipeline import targets
+from hies_export.pipeline import fastest, targets
 from hies_export.pipeline.cascade import choose_size
 from hies_export.pipeline.resolve import resolve, rows_in_order
 from hies_export.progress import SILENT
@@ -187,6 +188,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no share": ({"cascade": {"disagreement": 0}}, "cascade.disagreement must be greater than 0, got 0"),
     "half": ({"export": {"dtype": "float16"}}, "cascade needs export: onnx for provider cpu in float32"),
     "int4": ({"export": {"quantize": "int4"}}, "quantize: int4 is for models that generate"),
+    "int8 in OpenVINO": (
+        {"export": {"quantize": "int8"}, "cascade": {"disagreement": 0.2, "runtime": "openvino"}},
+        "a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got openvino",
+    ),
+    "bfloat16 elsewhere": (
+        {"cascade": {"disagreement": 0.2, "dtype": "bfloat16"}},
+        "dtype: bfloat16 needs runtime: openvino, got onnxruntime-cpu; set it, or leave dtype out",
+    ),
     "two sizes": (
         {"cascade": {"disagreement": 0.2, "flops": [0.5]}},
         "cascade.flops chooses how much goes, and prune.budget says it too; leave out one of them",
@@ -201,6 +210,36 @@ def test_a_recipe_that_cannot_be_met_is_refused(
     assert hies("run", make_project(tmp_path, **sections)) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_runtime_that_is_not_installed_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    assert hies("run", make_project(tmp_path, cascade={"disagreement": 0.2, "runtime": "openvino"})) == 2
+    assert 'pip install "hies-export[openvino]"' in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_in_bfloat16_on_openvino(tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    asked = {"disagreement": 0.2, "runtime": "openvino", "dtype": "bfloat16"}
+    assert hies("run", make_project(tmp_path, cascade=asked)) == 0
+    report = Report.from_file(tmp_path / "out")
+    assert [(form.model, form.runtime, form.bits) for form in report.details.forms] == [
+        ("dense", "onnxruntime-cpu", "float32"),
+        ("slim", "onnxruntime-cpu", "float32"),
+        *((model, "openvino", "bfloat16") for model in ("dense", "slim", "cascade")),
+    ]
+    served = load_runtime("openvino", tmp_path / "out" / "onnx-cascade", dtype="bfloat16")
+    dense = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    same = []
+    for batch in resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml")).evaluation:
+        with torch.no_grad():
+            wanted = dense(**{name: value for name, value in batch.items() if name != "labels"}).logits
+        same += (served.logits(batch).argmax(-1) == wanted.argmax(-1)).tolist()
+    assert report.cascade is not None
+    assert report.cascade.stability == pytest.approx(np.mean(same))
 
 
 def test_numbers_and_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +262,7 @@ def test_numbers_and_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
 def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "SIZES", 3)
     monkeypatch.setattr(deploy_module, "WAYS", {"onnxruntime-cpu": ("float32",)})
-    monkeypatch.setattr(deploy_module, "FLOPS_TO_TRY", (0.8, 0.6))
+    monkeypatch.setattr(fastest, "FLOPS_TO_TRY", (0.8, 0.6))
 
     def timed(forms: Any, batches: Any, **_: Any) -> Any:
         """Take the last one for the fastest."""
@@ -232,7 +271,7 @@ def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ratios = [Ratio(1 - index / 10, 0.0, 1.0) for index in range(len(forms))]
         return {2: [replace(one, ratio=ratio) for one, ratio in zip(found[2], ratios, strict=True)]}
 
-    monkeypatch.setattr(deploy_module, "time_on_rows", timed)
+    monkeypatch.setattr(fastest, "time_on_rows", timed)
     prune_section = {"modules": ["attention", "mlp"], "criterion": "fisher"}
     recipe = make_project(tmp_path, prune=prune_section, cascade=None, deploy={"keep": 0.6})
     report = PruningRecipe.from_yaml(recipe).run()
