@@ -102,7 +102,8 @@ def mapped_rows(
         if numbered:
             rows = number_rows(rows, source=source)
         if bracket:
-            rows = rows.select(_slice(split + bracket + slice_, {split: len(rows)}))
+            # An empty range that begins behind the last row is an IndexError in `datasets`.
+            rows = rows.select(_slice(split + bracket + slice_, {split: len(rows)}) or [])
         if len(rows) == 0:
             raise DataError(f"the split {quoted(split + bracket + slice_)} must have at least one row, but it is empty")
         try:

@@ -66,21 +66,27 @@ def propose_recipe(
     evaluated = next((split for split in _EVALUATED if split in splits and split != first), None)
     calibration, evaluation = (f"{first}{_FIRST}", f"{first}{_LAST}") if evaluated is None else (first, evaluated)
     source: dict[str, Any] = {"name": name} if files is None else {"files": dict(files)}
+    rows, evaluated = (load_rows(name=name, files=files, split=split, samples=1) for split in (calibration, evaluation))
     given = {"text": tuple(text), "image": image, "label": label}
     columns: dict[str, Any] = {key: value for key, value in given.items() if value}
     if not text and image is None:
-        rows = load_rows(name=name, files=files, split=first, samples=1)
         columns = {key: value for key, value in _columns(rows, task).items() if value} | columns
+
+    def at_most(count: int, rows: datasets.Dataset) -> int:
+        """Return a number of samples that is there: nobody who did not ask for more wants to be warned of fewer."""
+        # What a decoder reads are blocks of text, whose number is known only when all of it is read.
+        return count if task.generative else min(count, taken_from(rows))
+
     return PruningRecipe(
         model=model,
         task=task.name,
         data={**source, **columns},
-        calibration={"split": calibration, "samples": 256},
-        evaluation={"split": evaluation, "samples": 2000},
+        calibration={"split": calibration, "samples": at_most(256, rows)},
+        evaluation={"split": evaluation, "samples": at_most(2000, evaluated)},
         prune={
             "modules": ["attention", "mlp"],
             "criterion": "auto",
-            "compensation": {"method": "least_squares", "samples": 1024},
+            "compensation": {"method": "least_squares", "samples": max(5, at_most(1024, rows))},
         },
         deploy={},
         output=output,
@@ -100,7 +106,9 @@ def with_held_out(recipe: PruningRecipe, needed: int, promise: str, *, most: int
     rows = taken_from(load_rows(name=recipe.data.name, files=recipe.data.files, split=split, samples=1))
     count = min(most, 2 * rows // 3)
     if count >= needed:
-        return recipe.with_overrides({"held_out": {"split": split, "samples": count}})
+        # All of them, before some are held out, are all that are left.
+        fewer = {"evaluation.samples": rows - count} if recipe.evaluation.samples == rows else {}
+        return recipe.with_overrides({"held_out": {"split": split, "samples": count}, **fewer})
     logger.warning(
         "the split %r has %s rows, too few to promise %s on some and to check it on the others: the promise is made "
         "on rows that the model may have been trained on, and new ones may keep less",

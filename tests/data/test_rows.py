@@ -236,6 +236,13 @@ def test_unreadable_files(tmp_path, name, content):
         load(tmp_path / name)
 
 
+@pytest.mark.parametrize("part", ["[80%:]", "[1:]", "[:0]"])
+def test_a_slice_without_rows_is_refused(tmp_path, part):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(DataError, match=r"the split 'train\[.*\]' must have at least one row, but it is empty"):
+        load_rows(files={"train": tmp_path / "a.jsonl"}, split=f"train{part}")
+
+
 def test_files_without_rows_and_folders_without_images(tmp_path):
     for name in ("a.jsonl", "a.json", "a.csv", "a.tsv", "a.txt"):
         (tmp_path / name).write_bytes(b"")

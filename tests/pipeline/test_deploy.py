@@ -1,12 +1,15 @@
 """What to deploy: the fastest form that keeps the promise, again by hand; what is proposed, and what is refused."""
 
 import json
+import subprocess
+import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from scipy.stats import binomtest
+from support.hub import TOKEN, Hub
 from support.models import save_regressor
 from support.references import same_in_onnxruntime
 from support.runs import hies
@@ -236,6 +239,32 @@ def test_a_model_and_its_rows_are_enough_for_a_recipe(folder: Path, tmp_path: Pa
     assert (named.data.text, named.data.label) == (("genre",), "score")
 
 
+@pytest.mark.slow
+def test_ids_of_a_model_and_of_a_data_set_are_enough(folder: Path, tmp_path: Path) -> None:
+    """By the real clients, in a process of its own."""
+    ids = {"user/model": folder / "model", "datasets/user/rows": folder}
+    with Hub(tokens={TOKEN: "user"}) as hub:
+        for name, place in ids.items():
+            files = [file for file in place.iterdir() if place.name == "model" or file.suffix == ".jsonl"]
+            hub.add(name, {file.name: file.read_bytes() for file in files})
+        asked = ["deploy", "user/model", "--data", "user/rows", "--keep", "0.5", "--runtime", "onnxruntime-cpu"]
+        done = subprocess.run(
+            [sys.executable, "-m", "hies_export", *asked, "-o", str(tmp_path / "out"), "--json"],
+            env=hub.environment(tmp_path / "home"),
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    # Nothing that was not asked for is missed.
+    assert "warning" not in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["model"] == "user/model"
+    report = Report.from_file(tmp_path / "out")
+    data, deployment = report.details.data, report.details.deployment
+    assert (data.name, data.held_out_split) == ("user/rows", "validation")
+    assert deployment is not None
+    assert (tmp_path / "out" / str(deployment.file)).is_file()
+
+
 def test_several_processes_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RequestError, match="deploy runs in one process, and the launcher started 2; start it without"):
@@ -256,7 +285,7 @@ def test_a_promise_is_made_on_rows_that_are_not_scored_on(folder: Path, caplog: 
 
 def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"one": "a", "two": "b", "three": "c"}) + "\n")
+    rows.write_text(5 * (json.dumps({"one": "a", "two": "b", "three": "c"}) + "\n"))
     with pytest.raises(DataError, match=r"columns to read .* the data set has one, two, three; name them with"):
         propose_recipe(str(folder / "model"), files={"train": rows}, output=tmp_path)
     images = PruningRecipe.from_yaml(folder / "recipe.yaml").with_overrides(

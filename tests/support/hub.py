@@ -1,4 +1,4 @@
-"""A small Hub on the loopback interface: what the real client asks of it to push and to read models, and no more.
+"""A small Hub on the loopback interface: what the real clients ask of it to push and read models and read data sets.
 
 Run a client against it in a process of its own, with `Hub.environment()`: the client reads its settings on import.
 """
@@ -334,12 +334,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _ID = r"(?P<repository>[^/]+/[^/]+)"
+# A data set is a repository whose id here begins with "datasets/", as in its paths.
+_DATA_ID = r"(?P<repository>datasets/[^/]+/[^/]+)"
 _ROUTES: list[tuple[str, str, Any]] = [
     (r"/api/whoami-v2", "GET", _Handler.whoami),
     (r"/api/repos/create", "POST", _Handler.create),
     (r"/api/validate-yaml", "POST", _Handler.validate),
     (rf"/api/models/{_ID}(/revision/(?P<revision>[^/]+))?", "GET", _Handler.info),
     (rf"/api/models/{_ID}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", "GET", _Handler.tree),
+    (rf"/api/{_DATA_ID}(/revision/(?P<revision>[^/]+))?", "GET", _Handler.info),
+    (rf"/api/{_DATA_ID}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", "GET", _Handler.tree),
+    (rf"/{_DATA_ID}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "GET HEAD", _Handler.resolve),
     (rf"/api/models/{_ID}/branch/(?P<branch>[^/]+)", "POST", _Handler.branch),
     (rf"/api/models/{_ID}/preupload/(?P<revision>[^/]+)", "POST", _Handler.preupload),
     (rf"/{_ID}\.git/info/lfs/objects/batch", "POST", _Handler.lfs_batch),
