@@ -45,8 +45,17 @@ class Cascade:
         """Take two models, in torch or as `load_runtime` returns them.
 
         Raises:
-            RequestError: Both are PyTorch models, and of other classes.
+            RequestError: A model is not loaded, both are PyTorch models and of other classes, or the threshold is no
+                margin.
         """
+        for model in (slim, dense):
+            if not isinstance(model, Runtime | PreTrainedModel):
+                raise RequestError(
+                    f"a cascade joins two loaded models, got {type(model).__name__}; load it with hies_export.load() "
+                    "or load_runtime()"
+                )
+        if not threshold >= 0:
+            raise RequestError(f"threshold must be the distance of two logits, 0 or more, got {threshold}")
         self._models = slim, dense
         self._batches: Sequence[Batch] = ()
         self._answers = torch.empty(0)

@@ -249,6 +249,12 @@ def test_what_cannot_be_a_cascade_is_refused(models: Any, tmp_path: Path) -> Non
     ):
         with pytest.raises(RequestError, match=rf"two classifiers of the same classes.*{said}"):
             Cascade(slim, other, threshold=0.5)
+    missing: Any = tmp_path / "missing"
+    with pytest.raises(RequestError, match=r"joins two loaded models, got PosixPath; load it with hies_export.load"):
+        Cascade(slim, missing, threshold=0.5)
+    for threshold in (-0.1, float("nan")):
+        with pytest.raises(RequestError, match=rf"threshold must be .* 0 or more, got {threshold}"):
+            Cascade(slim, dense, threshold=threshold)
     with pytest.raises(RequestError, match=r"from 299 held-out rows or more, and there are 1; give more rows"):
         Cascade.choose(slim, dense, texts(rows=1, size=1), disagreement=0.01)
     batch = texts()[0]
