@@ -33,7 +33,9 @@ def name_tokenizer(folder: Path) -> None:
         return
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:  # `apply` copies the file as it is
+    except (ValueError, RecursionError):  # `apply` copies the file as it is
+        return
+    if not isinstance(written, dict):
         return
     settings = dict(written)
     if settings.get("tokenizer_class") == "TokenizersBackend":
