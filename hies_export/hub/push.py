@@ -258,9 +258,11 @@ def _contents(
 
 
 def _visible(folder: Path) -> dict[str, Path]:
-    """Return the files below a folder by their names in it, without hidden ones."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    return {path.relative_to(folder).as_posix(): path for path in files}
+    """Return the files below a folder by their names in it, without hidden ones and those in hidden folders."""
+    files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        name.as_posix(): path for name, path in files.items() if not any(part.startswith(".") for part in name.parts)
+    }
 
 
 def _check_card(card: str | bytes, repository: str) -> None:
