@@ -140,9 +140,7 @@ def export_onnx(
     with new_folder(target, overwrite=overwrite) as staging:
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
             programs, batches = _trace(kind, traced, given, FUSIONS[provider])
-            for name, program in programs.items():
-                save_program(program, staging / name)
-        size = sum(file.stat().st_size for file in staging.iterdir())
+            size = sum(save_program(program, staging / name) for name, program in programs.items())
         _write_companions(staging, traced, processor)
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
             check = check_parity if kind == "encoder" else check_generation
@@ -225,15 +223,20 @@ def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtyp
     return copied
 
 
-def save_program(program: Any, file: Path) -> None:
-    """Write the graph with its weights inside, or in a file beside it if they exceed protobuf's limit."""
+def save_program(program: Any, file: Path) -> int:
+    """Write the graph with its weights inside, or in a file beside it if they exceed protobuf's limit.
+
+    Returns the size of both in bytes.
+    """
     import onnx_ir
 
     weight_bytes = sum(v.const_value.nbytes for v in program.graph.initializers.values() if v.const_value is not None)
     if weight_bytes < PROTOBUF_LIMIT_BYTES:
-        onnx_ir.save(program, file)
+        # Of a graph that was read from a file, they may still be in a file beside that one.
+        onnx_ir.save(onnx_ir.external_data.load_to_model(program), file)
     else:
         onnx_ir.save(program, file, external_data=f"{file.name}{WEIGHTS_SUFFIX}")
+    return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
 
 
 def _write_companions(folder: Path, model: PreTrainedModel, processor: Any) -> None:
