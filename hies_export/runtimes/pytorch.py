@@ -20,6 +20,9 @@ from ..model.copies import parameter_bytes, share_weights
 from ..model.tokens import forward_inputs, positions_of
 from .base import Runtime, last_token, register_runtime
 
+# Shapes of models that are compiled in a process; more than anybody times.
+MOST_COMPILED = 100_000
+
 
 @register_runtime("torch")
 class TorchRuntime(Runtime):
@@ -126,7 +129,8 @@ class TorchRuntime(Runtime):
 class CompiledTorchRuntime(TorchRuntime):
     """A model compiled for each shape that it runs on; the first run compiles, and belongs to the warm-up.
 
-    On a GPU it is compiled to CUDA graphs (mode "reduce-overhead").
+    On a GPU it is compiled to CUDA graphs (mode "reduce-overhead"). For the whole process, it raises torch's limit on
+    how many shapes are compiled.
     """
 
     def __init__(self, source: PreTrainedModel, *, threads: int):
@@ -138,6 +142,9 @@ class CompiledTorchRuntime(TorchRuntime):
                 "use runtime 'torch'"
             )
         self.cuda_graph = self._on_cuda
+        # By default torch compiles eight shapes of all models of a class together, and runs the next ones uncompiled.
+        limits: Any = torch._dynamo.config
+        limits.recompile_limit = limits.accumulated_recompile_limit = MOST_COMPILED
         mode = "reduce-overhead" if self.cuda_graph else None
         self._forward = torch.compile(self._model, dynamic=False, mode=mode)
 
