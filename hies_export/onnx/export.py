@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
-from ..checkpoint.settings import name_tokenizer
+from ..checkpoint.settings import name_tokenizer, write_config
 from ..errors import DataError, RecipeError
 from ..model.copies import convert
 from ..model.tokens import end_of_text, forward_inputs, longest_sequence
@@ -241,13 +241,7 @@ def save_program(program: Any, file: Path) -> int:
 
 def _write_companions(folder: Path, model: PreTrainedModel, processor: Any) -> None:
     """Write config.json and the processor's files so that older Optimum and transformers 4 read them."""
-    config = model.config
-    config.architectures = [type(model).__name__]
-    config.dtype = model.dtype
-    # auto_map points to code that is not in this folder.
-    if hasattr(config, "auto_map"):
-        del config.auto_map
-    config.to_json_file(folder / "config.json")
+    write_config(model, folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.to_json_file(folder / "generation_config.json")
     if processor is not None:
