@@ -72,6 +72,11 @@ class OnnxExport:
     quantize: str | None = None
     layers: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the graph takes a key/value cache."""
+        return any(name.startswith("past_key_values.") for name in self.inputs)
+
 
 def export_onnx(
     model: PreTrainedModel,

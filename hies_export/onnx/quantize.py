@@ -70,8 +70,7 @@ def quantize_onnx(
     """
     import onnx_ir
 
-    decodes = any(name.startswith("past_key_values.") for name in exported.inputs)
-    _check(quantize, exported.provider, exported.dtype, decodes=decodes, parts=len(exported.files))
+    _check(quantize, exported.provider, exported.dtype, decodes=exported.decodes, parts=len(exported.files))
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
     program = onnx_ir.load(exported.file)
