@@ -6,8 +6,7 @@ import copy
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from time import perf_counter_ns
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ExportError, MissingRuntimeError, RecipeError
 from ..model.copies import parameter_bytes, share_weights
+from ..model.threads import torch_threads
 from ..model.tokens import forward_inputs, positions_of
 from .base import Runtime, last_token, register_runtime
 
@@ -174,17 +174,3 @@ def _fresh(feed: dict[str, Any]) -> dict[str, Any]:
     cache = copy.copy(past)
     cache.layers = [copy.copy(layer) for layer in past.layers]
     return {**feed, "past_key_values": cache}
-
-
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    """Set torch's process-wide number of threads inside the block."""
-    before = torch.get_num_threads()
-    if before == threads:
-        yield
-        return
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
