@@ -62,7 +62,7 @@ def milliseconds(model: Any, batch: dict[str, torch.Tensor], modules: Any) -> di
     for repeat in range(8):
         for single in (True, False) if repeat % 2 else (False, True):
             threads.SMALL_FLOPS = 0.0  # the choice is made here
-            with threads.one_thread() if single else nullcontext():
+            with threads.torch_threads(1) if single else nullcontext():
                 started = time.perf_counter()
                 collect_statistics(model, [batch], modules)
                 times[single].append(1000 * (time.perf_counter() - started))

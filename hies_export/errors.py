@@ -132,11 +132,11 @@ class PushError(StepError):
     """The Hub or the network failed before the upload was complete; nothing of it is visible on the Hub."""
 
 
-def require_package(module: str, *, who: str, package: str, extra: str, otherwise: str = "") -> None:
+def require_package(module: str, *, who: str, package: str, extra: str) -> None:
     """Refuse to go on without a package of an optional extra, by a `MissingRuntimeError`; it is not imported."""
     if find_spec(module) is None:
         raise MissingRuntimeError(
-            f'{who} {package}, which is not installed; install it with: pip install "hies-export[{extra}]"{otherwise}'
+            f'{who} {package}, which is not installed; install it with: pip install "hies-export[{extra}]"'
         )
 
 
@@ -153,14 +153,14 @@ def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     return f"; did you mean {' or '.join(repr(written[name]) for name in nearest)}?" if nearest else ""
 
 
-def listed(names: Iterable[Any]) -> str:
-    """Return the names separated by commas; from the twenty-first on, only how many more there are."""
+def listed(names: Iterable[Any], *, most: int = MOST_LISTED) -> str:
+    """Return the names separated by commas; beyond `most`, only how many more there are."""
     shown = [str(name) for name in names]
-    return " ".join([", ".join(shown[:MOST_LISTED]), *_left_out(len(shown))])
+    return " ".join([", ".join(shown[:most]), *_left_out(len(shown), most)])
 
 
-def _left_out(count: int) -> list[str]:
-    return [f"and {count - MOST_LISTED} more"] if count > MOST_LISTED else []
+def _left_out(count: int, most: int = MOST_LISTED) -> list[str]:
+    return [f"and {count - most} more"] if count > most else []
 
 
 def shortened(text: str) -> str:
@@ -184,16 +184,14 @@ def system_failure(error: BaseException) -> str | None:
 
     Libraries in Rust, such as safetensors and tokenizers, raise errors of their own that end in "(os error 28)".
     """
-    while True:
-        told = re.search(r"\(os error (\d+)\)", str(error))
-        if isinstance(error, OSError) or told:
-            number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
-            text = str(error) if isinstance(error, OSError) else f"[Errno {number}] {os.strerror(number or 0)}"
-            advice = _ADVICE.get(number or 0)
-            return f"{text}; {advice}" if advice else text
-        if error.__cause__ is None:
-            return None
-        error = error.__cause__
+    if isinstance(error, OSError):
+        number, text = error.errno or 0, str(error)
+    elif told := re.search(r"\(os error (\d+)\)", str(error)):
+        number = int(told[1])
+        text = f"[Errno {number}] {os.strerror(number)}"
+    else:
+        return None if error.__cause__ is None else system_failure(error.__cause__)
+    return f"{text}; {_ADVICE[number]}" if number in _ADVICE else text
 
 
 def quoted(value: Any) -> str:
@@ -227,6 +225,11 @@ def root_cause(error: BaseException, *, limit: int = 300) -> str:
     text = " ".join(str(error).split())
     text = text if len(text) <= limit else text[:limit] + "..."
     return ": ".join([type(error).__name__, *filter(None, [text])])
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, or its class where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def memory_failure(error: BaseException) -> str | None:

@@ -40,9 +40,9 @@ def test_all_problems_of_a_recipe_are_in_its_message() -> None:
 
 def test_a_missing_package_comes_with_the_command_that_installs_it() -> None:
     require_package("torch", who="models need", package="torch", extra="cpu")
-    message = r'figures need Lines, which is not installed; install it with: pip install "hies-export\[plots\]" or not'
+    message = r'figures need Lines, which is not installed; install it with: pip install "hies-export\[plots\]"$'
     with pytest.raises(errors.MissingRuntimeError, match=message):
-        require_package("no_such_module", who="figures need", package="Lines", extra="plots", otherwise=" or not")
+        require_package("no_such_module", who="figures need", package="Lines", extra="plots")
 
 
 def test_words_in_messages() -> None:

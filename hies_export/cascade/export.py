@@ -177,8 +177,7 @@ def _check(slim: OnnxExport, dense: OnnxExport, quantize: str | None) -> None:
             f"{', '.join(dense.inputs)}; export both with the same batch"
         )
     for export in (slim, dense):
-        decodes = any(name.startswith("past_key_values.") for name in export.inputs)
-        if len(export.files) > 1 or decodes or export.quantize:
+        if len(export.files) > 1 or export.decodes or export.quantize:
             raise RequestError(
                 f"a cascade joins two encoders in float32, got {', '.join(export.files)} in {export.folder}; export "
                 "two classifiers without quantize"

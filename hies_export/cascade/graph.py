@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..runtimes.graphs import add_constant, drop_unused, read_instead
+from ..runtimes.graphs import Builder, drop_unused, read_instead
 
 # The outputs of a joined graph: logits, and which rows went on to the dense model.
 LOGITS, PASSED_ON = "logits", "passed_on"
@@ -32,15 +32,16 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
     shared = _share_weights(slim, dense)
     (logits,) = (output for output in slim.outputs if output.name == LOGITS)
     logits.name = "slim_logits"
-    new = _Builder(slim, slim)
+    new = Builder(slim, "cascade")
     unsure = new("LessOrEqual", _margin(new, logits), new.constant(np.float32(threshold)))
     rows = new("Transpose", new("NonZero", unsure), perm=[1, 0])  # (rows that go on, 1)
     some = new("Greater", new("Size", rows), new.constant(np.int64(0)))
     then = onnx_ir.Graph([], [], nodes=[], name="pass_on")
-    answers = _answers_of(dense, _Builder(then, slim), {value.name: value for value in slim.inputs}, rows)
-    then.outputs.append(_Builder(then, slim)("ScatterND", logits, rows, answers))
+    inside = Builder(then, "cascade_pass_on", outermost=slim)
+    answers = _answers_of(dense, inside, {value.name: value for value in slim.inputs}, rows)
+    then.outputs.append(inside("ScatterND", logits, rows, answers))
     otherwise = onnx_ir.Graph([], [], nodes=[], name="all_sure")
-    otherwise.outputs.append(_Builder(otherwise, slim)("Identity", logits))
+    otherwise.outputs.append(Builder(otherwise, "cascade_all_sure")("Identity", logits))
     for branch in (then, otherwise):
         branch.outputs[0].dtype, branch.outputs[0].shape = logits.dtype, logits.shape
     result = new("If", some, then_branch=then, else_branch=otherwise)
@@ -53,41 +54,15 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
     return shared
 
 
-class _Builder:
-    """Adds nodes at the end of a graph; constants and free names are those of the outermost graph."""
-
-    def __init__(self, graph: Any, outermost: Any):
-        self._graph, self._outermost = graph, outermost
-
-    def __call__(self, op_type: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
-        """Add a node, and return its first output."""
-        import onnx_ir
-
-        node = onnx_ir.node(op_type, inputs, attributes=attributes, num_outputs=outputs)
-        node.name = f"cascade_{self._graph.name or 'graph'}_{len(self._graph)}"
-        for index, output in enumerate(node.outputs):
-            output.name = f"{node.name}_{index}"
-        self._graph.append(node)
-        return node.outputs[0]
-
-    def append(self, node: Any) -> None:
-        """Add a node of another graph."""
-        self._graph.append(node)
-
-    def constant(self, array: Any) -> Any:
-        """Add a constant to the outermost graph, and return it."""
-        return add_constant(self._outermost, f"cascade_constant_{len(self._outermost.initializers)}", np.asarray(array))
-
-
-def _margin(new: _Builder, logits: Any) -> Any:
+def _margin(new: Builder, logits: Any) -> Any:
     """Return the distance of the largest logit of every row to the next one, (rows,)."""
     first, second, end, columns = (new.constant(np.array([number])) for number in (0, 1, 2, 1))
-    largest = new("TopK", logits, end, outputs=2)  # (rows, 2)
+    largest, _ = new.several(2, "TopK", logits, end)  # (rows, 2)
     apart = new("Sub", new("Slice", largest, first, second, columns), new("Slice", largest, second, end, columns))
     return new("Squeeze", apart, columns)
 
 
-def _answers_of(dense: Any, new: _Builder, inputs: Mapping[str, Any], rows: Any) -> Any:
+def _answers_of(dense: Any, new: Builder, inputs: Mapping[str, Any], rows: Any) -> Any:
     """Move the nodes of the dense graph to where `new` builds, for some rows of the inputs; return their logits."""
     columns = new.constant(np.array([1]))
     index = new("Squeeze", rows, columns)
@@ -107,7 +82,7 @@ def _answers_of(dense: Any, new: _Builder, inputs: Mapping[str, Any], rows: Any)
         node.name = f"dense_{node.name}"
         for output in node.outputs:
             output.name = output.name and f"dense_{output.name}"
-        new.append(node)
+        new.add(node)
     return answers
 
 

@@ -11,7 +11,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.utils import cached_file
 
-from ..errors import RequestError, quoted, root_cause
+from ..errors import RequestError, first_line, quoted, root_cause
 from ..files import read_json
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
@@ -87,8 +87,3 @@ def class_config(path: str | Path, model_class: type[PreTrainedModel], **hub: An
         hub_or_cache(path, "model", local_files_only=offline),
     ):
         return model_class.config_class.from_pretrained(path, **hub)  # type: ignore[union-attr]
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, or its class where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

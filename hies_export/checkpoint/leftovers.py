@@ -51,15 +51,21 @@ def hidden_folder(output: Path) -> Iterator[Path]:
 def replace(written: Path, output: Path) -> None:
     """Put a file or folder that lies in a hidden one in the place of the output, and have both outlast a power loss.
 
-    A folder that was there goes with the hidden one.
+    A folder that was there goes with the hidden one, but only if the new one takes its place.
     """
     lasting = _is_to_last(output)
     if lasting:
         for path in (written, *written.rglob("*")):
             _to_disk(path)
-    if written.is_dir() and output.exists():
-        output.rename(written.with_name(output.name + REPLACED))
-    written.replace(output)
+    old = written.with_name(output.name + REPLACED)
+    try:
+        if written.is_dir() and output.exists():
+            output.rename(old)
+        written.replace(output)
+    except BaseException:  # an interrupt too: the old folder must not be deleted with the hidden one
+        if old.exists() and not output.exists():
+            old.rename(output)
+        raise
     if lasting:
         _to_disk(output.parent)
 

@@ -48,7 +48,7 @@ def _written(folder: Path) -> set[str]:
     """Return the names in the marker; none if it is damaged, so that all files count as added."""
     try:
         return set(json.loads((folder / MARKER).read_text(encoding="utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
 
 

@@ -26,6 +26,16 @@ def complete_settings(model: PreTrainedModel, folder: Path) -> None:
     name_tokenizer(folder)
 
 
+def write_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write the config of a model into the folder of its export, without pointers to code that is not there."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
+    if hasattr(config, "auto_map"):
+        del config.auto_map
+    config.to_json_file(folder / "config.json")
+
+
 def name_tokenizer(folder: Path) -> None:
     """Name the tokenizer's class and its special tokens in a folder as transformers 4 does, which 5 reads too."""
     file = folder / "tokenizer_config.json"
@@ -33,7 +43,9 @@ def name_tokenizer(folder: Path) -> None:
         return
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:  # `apply` copies the file as it is
+    except (ValueError, RecursionError):  # `apply` copies the file as it is
+        return
+    if not isinstance(written, dict):
         return
     settings = dict(written)
     if settings.get("tokenizer_class") == "TokenizersBackend":

@@ -86,8 +86,8 @@ def stored_shapes(path: str | Path) -> Shapes:
 def _misfit(path: str | Path, wrong: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> RequestError:
     shapes = [f"{name} is {list(found)} for {list(need)}" for name, found, need in sorted(wrong)]
     return RequestError(
-        f"weights must have the shapes that the config describes, but in {path} {listed(shapes[:3])}{_more(shapes)}; "
-        "save or fetch it again"
+        f"weights must have the shapes that the config describes, but in {path} {listed(shapes, most=3)}; save or "
+        "fetch it again"
     )
 
 
@@ -114,16 +114,11 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
     if info["mismatched_keys"] and not kwargs.get("ignore_mismatched_sizes"):
         raise _misfit(path, info["mismatched_keys"])
     if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
         raise RequestError(
-            f"every parameter must be in the files, but {path} has no {listed(missing[:3])}{_more(missing)}; they "
-            "would be random: save the checkpoint again from the model that was trained"
+            f"every parameter must be in the files, but {path} has no {listed(sorted(info['missing_keys']), most=3)}; "
+            "they would be random: save the checkpoint again from the model that was trained"
         )
     return model.eval()
-
-
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 3} more" if len(names) > 3 else ""
 
 
 @contextmanager

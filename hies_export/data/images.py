@@ -41,5 +41,5 @@ def _as_rgb(read: Callable[[], PIL.Image.Image], refusal: str) -> PIL.Image.Imag
             # Pillow warns when a palette with transparency is converted straight to RGB.
             has_palette = image.mode in ("P", "PA")
             return (image.convert("RGBA") if has_palette else image).convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
+    except (OSError, ValueError, SyntaxError, NotImplementedError, PIL.Image.DecompressionBombError) as error:
         raise DataError(f"{refusal}: {error}") from error

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..errors import DataError
-from ..model.tokens import longest_sequence
+from ..model.tokens import longest_sequence, positions_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,5 +68,5 @@ def position_ids(attention_mask: torch.Tensor, config: Any) -> torch.Tensor | No
         if type(config) in mapping and "mrope_section" not in rope:
             model_class: Any = mapping[type(config)]
             if "position_ids" in inspect.signature(model_class.forward).parameters:
-                return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+                return positions_of(attention_mask)
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
+from ..checkpoint.settings import write_config
 from ..errors import RecipeError, require_package
 from ..model.tokens import synthetic_batch
 from ..runtimes.llamacpp import GGUF_FILE, is_installed
@@ -93,7 +93,7 @@ def export_gguf(
         types = _write(file, model, layout, vocabulary, dtype)
         parity = check_parity(file, model, tokenizer, dtype=dtype) if is_installed() else None
         size = file.stat().st_size
-        _write_config(staging / "config.json", model)
+        write_config(model, staging)  # by which `bench` knows what the file computes
     return GgufExport(target, target / GGUF_FILE, size, layout.architecture, dtype, types, parity)
 
 
@@ -157,16 +157,6 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
             dtype,
         )
     return types
-
-
-def _write_config(file: Path, model: PreTrainedModel) -> None:
-    """Write the model's configuration, by which `bench` knows what the file beside it computes."""
-    config = copy.deepcopy(model.config)
-    # It points to code that is not in this folder.
-    if hasattr(config, "auto_map"):
-        del config.auto_map
-    config.architectures = [type(model).__name__]
-    config.to_json_file(file)
 
 
 def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str) -> None:

@@ -19,8 +19,7 @@ from ..runtimes.llamacpp import LlamaCppRuntime
 from .tensors import OUTER, stored_bytes, stored_type
 
 # Largest difference of a next-token probability, as a share of the likeliest token's. llama.cpp multiplies float16 and
-# bfloat16 matrices by activations rounded to the same type, and q8_0 and q4_0 by activations in q8_0. Largest shares
-# found on tiny models: @@@
+# bfloat16 matrices by activations rounded to the same type, and q8_0 and q4_0 by activations in q8_0.
 TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.1, "q8_0": 0.2, "q4_0": 0.2}
 # Two tokens whose probabilities differ by less than this share may swap places in greedy decoding.
 NEAR_TIE = 1e-2

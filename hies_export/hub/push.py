@@ -138,14 +138,14 @@ def push_to_hub(
     return Pushed(repository, made.commit_url, made.oid, tuple(contents), size)
 
 
-def push_folder(folder: str | Path, repository: str, *, private: bool = False, message: str | None = None) -> str:
+def push_folder(folder: str | Path, repository: str, *, private: bool = False) -> str:
     """Push the files of a checkpoint's folder in one commit, and return the commit's address."""
     _require_token()
     api = HfApi(library_name="hies-export")
     with _explain_failure(repository):
         target = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
         operations = [CommitOperationAdd(name, str(path)) for name, path in _visible(Path(folder)).items()]
-        made = api.create_commit(target, operations, commit_message=message or f"Add {Path(folder).name}, pruned")
+        made = api.create_commit(target, operations, commit_message=f"Add {Path(folder).name}, pruned")
     return str(made.commit_url)
 
 
@@ -258,9 +258,11 @@ def _contents(
 
 
 def _visible(folder: Path) -> dict[str, Path]:
-    """Return the files below a folder by their names in it, without hidden ones."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    return {path.relative_to(folder).as_posix(): path for path in files}
+    """Return the files below a folder by their names in it, without hidden ones and those in hidden folders."""
+    files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        name.as_posix(): path for name, path in files.items() if not any(part.startswith(".") for part in name.parts)
+    }
 
 
 def _check_card(card: str | bytes, repository: str) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES, Runtime
-from ..runtimes.registry import Served, load_runtime
+from ..runtimes.registry import Served
 from .contention import CpuWatch
 from .counts import FlopCount, Shape
 from .latency import LatencyComparison, compare_rounds
@@ -97,9 +97,7 @@ def compare_forms(
         if shape == shapes[0]:
             runners.clear()
             # The model that is loaded first tends to run fastest, so the order rotates.
-            for index in rotated(len(loaded), number):
-                form = loaded[index]
-                runners[index] = load_runtime(form.runtime, form.source, dtype=form.dtype)
+            runners.update({index: loaded[index].load() for index in rotated(len(loaded), number)})
         decodes = all(runner.decodes for runner in runners.values())
         phases: tuple[Phase, ...] = ("prefill",) if decodes else ("forward",)
         for phase in (*phases, "decode") if decode and decodes and shape[1] > 1 else phases:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..progress import SILENT, Progress
 from ..runtimes.base import RUNTIMES, Runtime
-from ..runtimes.registry import Served, load_runtime
+from ..runtimes.registry import Served
 from .ratios import BOOTSTRAP_SAMPLES, Ratio, is_noisy
 from .timing import collecting_paused, rotated
 
@@ -56,7 +56,8 @@ def time_on_rows(
     OpenVINO compiles kernels for every new one.
     """
     loads = max(RUNTIMES[form.runtime].loads for form in forms)
-    count = len(forms) + 1
+    loaded = [*forms, forms[0]]
+    count = len(loaded)
     # By size of batch: a row of times in ns for each batch, of all models and the control.
     found: dict[int, list[list[int]]] = {size: [] for size in batches}
     steps = [(load, size) for load in range(loads) for size in batches]
@@ -64,9 +65,7 @@ def time_on_rows(
     for load, size in progress.track(steps, "time on the rows"):
         if size == next(iter(batches)):
             runners.clear()
-            for index in rotated(count, load):
-                form = [*forms, forms[0]][index]
-                runners[index] = load_runtime(form.runtime, form.source, dtype=form.dtype)
+            runners.update({index: loaded[index].load() for index in rotated(count, load)})
         given = batches[size]
         own = [given[place % len(given)] for place in range(load, max(LEAST, len(given)), loads)]
         of_each_shape = {tuple(tensor.shape for tensor in batch.values()): batch for batch in own[WARMUP:]}

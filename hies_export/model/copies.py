@@ -17,15 +17,7 @@ def share_weights(model: Model, *, device: str | None = None) -> Model:
     The copy has its own evaluation mode, attention implementation and forward wrappers. Layers may have been resized by
     hand. With the device "meta" it has shapes without data; else the very same tensors.
     """
-
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if device is None:
-            return tensor
-        empty = torch.empty_like(tensor, device=device)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        return torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-
-    return copy_with(model, stand_in)
+    return convert(model, device=device)
 
 
 def convert(

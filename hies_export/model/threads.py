@@ -32,14 +32,17 @@ _AT_START = torch.get_num_threads()
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread inside the block, and on as many as before afterwards."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def torch_threads(threads: int) -> Iterator[None]:
+    """Set torch's process-wide number of threads inside the block."""
+    before = torch.get_num_threads()
+    if before == threads:
+        yield
+        return
+    torch.set_num_threads(threads)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def threads_for(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
@@ -50,7 +53,7 @@ def threads_for(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Abstr
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     small = bool(batches) and on_cpu and not chosen_by_hand() and mean_flops(model, batches) < SMALL_FLOPS
-    return one_thread() if small else nullcontext()
+    return torch_threads(1) if small else nullcontext()
 
 
 def chosen_by_hand() -> bool:

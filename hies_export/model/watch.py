@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,15 +46,12 @@ def watch(
         seen.inputs.setdefault(key, []).append(x)
         return x
 
-    def record_output(key: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            seen.outputs.setdefault(key, []).append(output)
-
-        return hook
+    def record_output(key: str, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.outputs.setdefault(key, []).append(output)
 
     with ExitStack() as hooks:
         for key, name in layers.items() if outputs else ():
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(record_output(key)))
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(record_output, key)))
         with intercept(model, layers, read):
             yield seen
 
@@ -62,13 +60,10 @@ def watch(
 def intercept(model: nn.Module, layers: Mapping[str, str], function: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Replace the first input of layers inside the block by what `function` returns for their key and that input."""
 
-    def replace(key: str) -> Callable[..., tuple[Any, ...]]:
-        def hook(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (function(key, args[0]), *args[1:])
-
-        return hook
+    def replace(key: str, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (function(key, args[0]), *args[1:])
 
     with ExitStack() as hooks:
         for key, name in layers.items():
-            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(replace(key)))
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(replace, key)))
         yield

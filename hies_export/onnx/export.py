@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder, refuse_existing
-from ..checkpoint.settings import name_tokenizer
+from ..checkpoint.settings import name_tokenizer, write_config
 from ..errors import DataError, RecipeError
 from ..model.copies import convert
 from ..model.tokens import end_of_text, forward_inputs, longest_sequence
@@ -71,6 +71,11 @@ class OnnxExport:
     fused_ops: dict[str, int]
     quantize: str | None = None
     layers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the graph takes a key/value cache."""
+        return any(name.startswith("past_key_values.") for name in self.inputs)
 
 
 def export_onnx(
@@ -140,9 +145,7 @@ def export_onnx(
     with new_folder(target, overwrite=overwrite) as staging:
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
             programs, batches = _trace(kind, traced, given, FUSIONS[provider])
-            for name, program in programs.items():
-                save_program(program, staging / name)
-        size = sum(file.stat().st_size for file in staging.iterdir())
+            size = sum(save_program(program, staging / name) for name, program in programs.items())
         _write_companions(staging, traced, processor)
         with quiet(verbose=logger.isEnabledFor(logging.DEBUG)):
             check = check_parity if kind == "encoder" else check_generation
@@ -225,26 +228,25 @@ def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtyp
     return copied
 
 
-def save_program(program: Any, file: Path) -> None:
-    """Write the graph with its weights inside, or in a file beside it if they exceed protobuf's limit."""
+def save_program(program: Any, file: Path) -> int:
+    """Write the graph with its weights inside, or in a file beside it if they exceed protobuf's limit.
+
+    Returns the size of both in bytes.
+    """
     import onnx_ir
 
     weight_bytes = sum(v.const_value.nbytes for v in program.graph.initializers.values() if v.const_value is not None)
     if weight_bytes < PROTOBUF_LIMIT_BYTES:
-        onnx_ir.save(program, file)
+        # Of a graph that was read from a file, they may still be in a file beside that one.
+        onnx_ir.save(onnx_ir.external_data.load_to_model(program), file)
     else:
         onnx_ir.save(program, file, external_data=f"{file.name}{WEIGHTS_SUFFIX}")
+    return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
 
 
 def _write_companions(folder: Path, model: PreTrainedModel, processor: Any) -> None:
     """Write config.json and the processor's files so that older Optimum and transformers 4 read them."""
-    config = model.config
-    config.architectures = [type(model).__name__]
-    config.dtype = model.dtype
-    # auto_map points to code that is not in this folder.
-    if hasattr(config, "auto_map"):
-        del config.auto_map
-    config.to_json_file(folder / "config.json")
+    write_config(model, folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.to_json_file(folder / "generation_config.json")
     if processor is not None:

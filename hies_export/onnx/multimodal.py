@@ -77,20 +77,27 @@ def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -
         )
     with torch.no_grad():
         features = _image_features(model, given["pixel_values"].to(model.device, model.dtype))
-    tokens = int((given["input_ids"] == model.config.image_token_id).sum())
-    if tokens != features.shape[0] * features.shape[1]:
+    image_tokens(given["input_ids"], features, model.config.image_token_id)
+
+
+def image_tokens(input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
+    """Return where prompts have image tokens, (batch, sequence) bool.
+
+    Raises DataError if they are not as many as the features, (images, tokens, hidden).
+    """
+    found = input_ids == image_token_id
+    images, tokens = features.shape[:2]
+    if int(found.sum()) != images * tokens:
         raise DataError(
-            f"the prompts must have {features.shape[1]} image tokens (id {model.config.image_token_id}) per image, "
-            f"{features.shape[0] * features.shape[1]} in all, got {tokens}"
+            f"the prompts must have {tokens} image tokens (id {image_token_id}) per image, {images * tokens} in all, "
+            f"got {int(found.sum())}"
         )
+    return found
 
 
 def merge_images(embeds: Tensor, input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
-    """Replace the embeddings of image tokens, (batch, sequence, hidden), by image features, in order.
-
-    The features are (images, tokens, hidden).
-    """
-    mask = (input_ids == image_token_id).unsqueeze(-1).expand_as(embeds)
+    """Replace the embeddings of image tokens, (batch, sequence, hidden), by image features, in order."""
+    mask = image_tokens(input_ids, features, image_token_id).unsqueeze(-1).expand_as(embeds)
     return embeds.masked_scatter(mask, features.to(embeds.dtype))
 
 

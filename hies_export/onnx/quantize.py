@@ -19,7 +19,7 @@ from ..errors import ParityError, RequestError
 from ..runtimes.base import Provider
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
 from ..runtimes.ort import QUANTIZED_FILE, OnnxRuntime
-from .export import OnnxExport, export_onnx
+from .export import OnnxExport, export_onnx, save_program
 from .multimodal import is_vision_language
 
 Quantize = Literal["int8", "int4"]
@@ -58,7 +58,7 @@ def quantize_onnx(
         The quantised graph; `max_abs` is its largest difference from the float32 graph.
 
     Raises:
-        OutputExistsError: The folder exists and `overwrite` is off.
+        OutputExistsError: The folder exists and `overwrite` is off, or it is that of the export.
         RequestError: The export has several graphs, is for another provider, or is not in float32; all its layers are
             small; or `int4` is asked for an encoder.
         ParityError: The outputs of both graphs are more than 30 % apart (root mean square); nothing is kept.
@@ -70,10 +70,9 @@ def quantize_onnx(
     """
     import onnx_ir
 
-    decodes = any(name.startswith("past_key_values.") for name in exported.inputs)
-    _check(quantize, exported.provider, exported.dtype, decodes=decodes, parts=len(exported.files))
+    _check(quantize, exported.provider, exported.dtype, decodes=exported.decodes, parts=len(exported.files))
     folder = Path(folder)
-    refuse_existing(folder, overwrite=overwrite)
+    refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
     program = onnx_ir.load(exported.file)
     bits = int(quantize.removeprefix("int"))
     layers = quantize_graph(program.graph, bits=bits, smallest=smallest)
@@ -83,10 +82,9 @@ def quantize_onnx(
         for file in exported.folder.iterdir():
             if not file.name.startswith(exported.file.name):
                 shutil.copy(file, staging)
-        onnx_ir.save(program, staging / QUANTIZED_FILE)
+        size = save_program(program, staging / QUANTIZED_FILE)
         (staging / "ort_config.json").write_text(json.dumps(_ort_config(bits), indent=2) + "\n", encoding="utf-8")
         max_abs = _compared(exported.file, staging / QUANTIZED_FILE, batch)
-        size = (staging / QUANTIZED_FILE).stat().st_size
     return replace(
         exported,
         folder=folder,

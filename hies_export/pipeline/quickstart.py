@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from ..model.threads import one_thread
+from ..model.threads import torch_threads
 from ..progress import SILENT, Progress
 
 # Inside the package, so that it is installed too; recipes/ links to it.
@@ -39,7 +39,7 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progres
         do_resize=False, size={"height": 8, "width": 8}, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
     # Sums over one thread do not depend on the number of cores, so the trained weights do not either.
-    with one_thread():
+    with torch_threads(1):
         model = _train(rows["train"], processor, epochs=epochs, seed=seed, progress=progress)
     model.save_pretrained(folder / MODEL)
     processor.save_pretrained(folder / MODEL)

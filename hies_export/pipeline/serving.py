@@ -12,7 +12,7 @@ from .. import processes
 from ..data.batches import Batch
 from ..evaluate.predict import Predictions, predict, predict_by
 from ..measure.exports import Exporter
-from ..runtimes.registry import Served, load_runtime
+from ..runtimes.registry import Served
 from .options import PruneOptions, TimedBudget
 from .prepare import Prepared
 from .quality import Predictor
@@ -20,7 +20,7 @@ from .quality import Predictor
 
 def predict_served(served: Served, batches: Sequence[Batch]) -> Predictions:
     """Predict batches on a runtime, in this process alone."""
-    return predict_by(load_runtime(served.runtime, served.source, dtype=served.dtype).logits, batches)
+    return predict_by(served.load().logits, batches)
 
 
 def predictor(prepared: Prepared, options: PruneOptions, asked: TimedBudget | None) -> Predictor:

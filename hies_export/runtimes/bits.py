@@ -79,7 +79,7 @@ def _weight_of(node: Any) -> Any:
         return None
     tensor = node.inputs[1].const_value
     plain = not any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
-    plain = plain and node.attributes.get_float("alpha", 1.0) == 1.0
+    plain = plain and all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
     if tensor is None or len(tensor.shape) != 2 or tensor.dtype.name != "FLOAT" or not plain:
         return None
     matrix = tensor.numpy()

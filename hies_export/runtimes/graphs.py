@@ -7,14 +7,18 @@ from typing import Any
 import numpy as np
 
 
-class Rewrite:
-    """Builds what replaces a node of an `onnx_ir.Graph`: `new("Add", x, y)` adds a node and returns its output."""
+class Builder:
+    """Adds nodes at the end of an `onnx_ir.Graph`: `new("Add", x, y)` adds a node and returns its output.
 
-    def __init__(self, graph: Any, node: Any):
-        self._graph, self._node, self._count = graph, node, 0
+    Names begin with `prefix`. Constants go to the `outermost` graph, where the graph is in a branch of another one.
+    """
+
+    def __init__(self, graph: Any, prefix: str, *, outermost: Any = None):
+        self._graph, self._prefix, self._count = graph, prefix, 0
+        self._outermost = graph if outermost is None else outermost
 
     def __call__(self, op_type: str, *inputs: Any, domain: str = "", **attributes: Any) -> Any:
-        """Add a node in front of the old one, and return its first output."""
+        """Add a node, and return its first output."""
         return self.several(1, op_type, *inputs, domain=domain, **attributes)[0]
 
     def several(self, count: int, op_type: str, *inputs: Any, domain: str = "", **attributes: Any) -> tuple[Any, ...]:
@@ -25,12 +29,32 @@ class Rewrite:
         node = onnx_ir.node(op_type, inputs, attributes=attributes, domain=domain, name=name, num_outputs=count)
         for index, output in enumerate(node.outputs):
             output.name = f"{name}_{index}" if index else name
-        self._graph.insert_before(self._node, node)
+        self.add(node)
         return tuple(node.outputs)
+
+    def add(self, node: Any) -> None:
+        """Add a node that was made elsewhere."""
+        self._graph.append(node)
 
     def constant(self, array: Any) -> Any:
         """Add a constant, and return it."""
-        return add_constant(self._graph, self._name("constant"), np.asarray(array))
+        return add_constant(self._outermost, self._name("constant"), np.asarray(array))
+
+    def _name(self, what: str) -> str:
+        self._count += 1
+        return f"{self._prefix}_{what}_{self._count}"
+
+
+class Rewrite(Builder):
+    """Builds what replaces a node of a graph, in front of that node."""
+
+    def __init__(self, graph: Any, node: Any):
+        super().__init__(graph, node.name or node.outputs[0].name)
+        self._node = node
+
+    def add(self, node: Any) -> None:
+        """Add a node in front of the old one."""
+        self._graph.insert_before(self._node, node)
 
     def finish(self, result: Any) -> None:
         """Let everything that reads the first output of the old node read `result`, by its name; remove the node."""
@@ -38,10 +62,6 @@ class Rewrite:
         result.name, result.shape, result.type, old.name = old.name, old.shape, old.type, None
         read_instead(old, result)
         self._graph.remove(self._node, safe=True)
-
-    def _name(self, what: str) -> str:
-        self._count += 1
-        return f"{self._node.name or self._node.outputs[0].name}_{what}_{self._count}"
 
 
 def read_instead(old: Any, new: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from ..errors import DataError, ExportError, MissingRuntimeError, RecipeError
+from ..errors import DataError, ExportError, MissingRuntimeError, RecipeError, first_line
 from ..files import Rule, parse_json
 from ..model.tokens import positions_of
 from .base import Runtime, last_token, register_runtime
@@ -91,8 +91,7 @@ class OnnxRuntime(GraphRuntime):
         try:
             self._session = self._open(self._file)
         except Exception as error:  # ONNX Runtime has a class for each status, and no common one
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ExportError(f"ONNX Runtime must load {self._file.name}, and refused: {reason}") from error
+            raise ExportError(f"ONNX Runtime must load {self._file.name}, and refused: {first_line(error)}") from error
         if self.provider != self.requested:
             raise self._missing(f"its session fell back to {self.provider}")
         self.inputs = tuple(node.name for node in self._session.get_inputs())

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..checkpoint.folders import user_cache
-from ..errors import ExportError
+from ..errors import ExportError, first_line
 from .base import GPU_WIDTH_STEP, Provider, register_runtime
 from .ort import BoundFeed, OnnxRuntime
 
@@ -60,8 +60,7 @@ class CudaOnnxRuntime(OnnxRuntime):
 
     def _give_up(self, error: Exception) -> None:
         self.cuda_graph = False
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("%s times %s without a CUDA graph: %s", self.name, self._file.name, reason)
+        logger.warning("%s times %s without a CUDA graph: %s", self.name, self._file.name, first_line(error))
 
     def _open_with(self, file: Path, *, cuda_graph: bool) -> Any:
         providers = [*self._providers(file, cuda_graph=cuda_graph), "CPUExecutionProvider"]

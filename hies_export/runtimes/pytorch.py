@@ -6,8 +6,7 @@ import copy
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from time import perf_counter_ns
 from typing import Any, ClassVar
 
@@ -17,8 +16,12 @@ from transformers import PreTrainedModel
 
 from ..errors import ExportError, MissingRuntimeError, RecipeError
 from ..model.copies import parameter_bytes, share_weights
+from ..model.threads import torch_threads
 from ..model.tokens import forward_inputs, positions_of
 from .base import Runtime, last_token, register_runtime
+
+# Shapes of models that are compiled in a process; more than anybody times.
+MOST_COMPILED = 100_000
 
 
 @register_runtime("torch")
@@ -126,7 +129,8 @@ class TorchRuntime(Runtime):
 class CompiledTorchRuntime(TorchRuntime):
     """A model compiled for each shape that it runs on; the first run compiles, and belongs to the warm-up.
 
-    On a GPU it is compiled to CUDA graphs (mode "reduce-overhead").
+    On a GPU it is compiled to CUDA graphs (mode "reduce-overhead"). For the whole process, it raises torch's limit on
+    how many shapes are compiled.
     """
 
     def __init__(self, source: PreTrainedModel, *, threads: int):
@@ -138,6 +142,9 @@ class CompiledTorchRuntime(TorchRuntime):
                 "use runtime 'torch'"
             )
         self.cuda_graph = self._on_cuda
+        # By default torch compiles eight shapes of all models of a class together, and runs the next ones uncompiled.
+        limits: Any = torch._dynamo.config
+        limits.recompile_limit = limits.accumulated_recompile_limit = MOST_COMPILED
         mode = "reduce-overhead" if self.cuda_graph else None
         self._forward = torch.compile(self._model, dynamic=False, mode=mode)
 
@@ -167,17 +174,3 @@ def _fresh(feed: dict[str, Any]) -> dict[str, Any]:
     cache = copy.copy(past)
     cache.layers = [copy.copy(layer) for layer in past.layers]
     return {**feed, "past_key_values": cache}
-
-
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    """Set torch's process-wide number of threads inside the block."""
-    before = torch.get_num_threads()
-    if before == threads:
-        yield
-        return
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -24,6 +24,10 @@ class Served:
     source: PreTrainedModel | Path
     dtype: str | None = None
 
+    def load(self) -> Runtime:
+        """Load the model into the runtime."""
+        return load_runtime(self.runtime, self.source, dtype=self.dtype)
+
 
 def check_runtime(name: str, *, task: str | None = None) -> None:
     """Refuse, before anything is loaded, a runtime that is not registered, not installed, or not for the task.

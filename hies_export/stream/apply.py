@@ -118,17 +118,17 @@ def apply_plan(
     slim = prune_units(dense, plan, modules, inplace=True)
     if layers is not None:
         check_refit(layers, slim)
-    asked, plan = plan, plan if layers is not None else replace(plan, compensation={})
+    written = replace(plan, compensation={}) if layers is None else plan
     rewrite = Rewrite(slim, tensors, origins, cuts, refitted={} if layers is None else layers.tensors)
     with new_folder(folder, overwrite=overwrite) as temporary:
         slim.save_pretrained(temporary, state_dict={})  # configs, and the slim class where it is needed
         copy_companions(source, temporary)
         complete_settings(slim, temporary)
-        (temporary / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
+        (temporary / "hies_plan.json").write_text(written.to_json(), encoding="utf-8")
         rewrite.write(temporary, max_shard_size, progress)
         _check_written(temporary, rewrite.written)
-        if asked.compensation and layers is None:
-            warn_uncompensated(asked, temporary)
+        if plan.compensation and layers is None:
+            warn_uncompensated(plan, temporary)
     return Applied(
         folder=Path(folder),
         dense_bytes=sum(t.bytes for t in tensors.values()),

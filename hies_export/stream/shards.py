@@ -38,8 +38,7 @@ class ShardWriter:
         text += b" " * (-len(text) % 8)
         self._stream.write(len(text).to_bytes(8, "little") + text)
         self._begin = 8 + len(text)
-        self._end = self._begin + position
-        self._sizes = {name: tensors[name].nbytes for name in tensors}
+        self._sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
 
     def write(self, name: str, blocks: Iterator[memoryview]) -> None:
         """Write the bytes of one tensor, whose number must fit its shape."""

@@ -134,6 +134,30 @@ def test_what_was_not_written_here_is_kept(spoil, said: str, tmp_path: Path) -> 
     assert sorted((p, p.read_bytes() if p.is_file() else None) for p in tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+def test_the_old_folder_is_back_if_the_new_one_cannot_take_its_place(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", "old")
+
+    def fails(self: Path, target: Path) -> Path:
+        raise error
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(type(error)):
+        write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "sub" / "b.json").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '"files"'])
+def test_a_marker_that_is_no_json_object_counts_as_damaged(content: str, tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    (tmp_path / "out" / MARKER).write_text(content)
+    with pytest.raises(OutputExistsError, match="holds a.json, which hies-export did not write with it"):
+        write(tmp_path / "out", "new")
+
+
 def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert (write(tmp_path / "out") / "a.json").is_file()

@@ -127,13 +127,14 @@ def test_a_class_that_reads_older_keys_in_another_way_gets_none(
     assert not {"rope_theta", "rope_scaling"} & set(config)
 
 
-def test_a_damaged_tokenizer_is_copied_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["{", "5", '["a"]', "[" * 100_000], ids=["cut off", "number", "list", "deep"])
+def test_a_damaged_tokenizer_is_copied_as_it_is(content: str, tmp_path: Path) -> None:
     dense = causal_lm()
     dense.save_pretrained(tmp_path / "dense")
-    (tmp_path / "dense" / "tokenizer_config.json").write_text("{")
+    (tmp_path / "dense" / "tokenizer_config.json").write_text(content)
     _, plan, _ = random_cut(dense, BATCH, uniform=True)
     apply_plan(plan, tmp_path / "dense", tmp_path / "slim")
-    assert (tmp_path / "slim" / "tokenizer_config.json").read_text() == "{"
+    assert (tmp_path / "slim" / "tokenizer_config.json").read_text() == content
 
 
 @pytest.mark.parametrize("slim_class", [True, False], ids=["code of its own", "kinds of layers that differ"])

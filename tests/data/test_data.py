@@ -305,6 +305,14 @@ def test_an_image_that_cannot_be_decoded():
         image_batches(rows_of({"image": [encoded(picture()), b"not an image"]}))
 
 
+def test_an_image_that_pillow_takes_for_an_attack(monkeypatch):
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 4)
+    with pytest.raises(
+        DataError, match=r"every 'image' must be an image, but row 0 \(from 0\) is not: .*exceeds limit"
+    ):
+        image_batches(rows_of({"image": [encoded(picture())]}))
+
+
 # ---- processors ------------------------------------------------------------------------------------------
 
 

@@ -170,6 +170,15 @@ def test_another_push_replaces_the_earlier_one_only(hub: Hub, run_folder: Path) 
     assert not {"model.safetensors", "onnx/model.onnx"} & files
 
 
+def test_hidden_files_and_those_of_hidden_folders_stay_here(hub: Hub, run_folder: Path) -> None:
+    for name in ("slim/.env", "slim/.git/config", "onnx/.ipynb_checkpoints/model.onnx"):
+        (run_folder / name).parent.mkdir(exist_ok=True)
+        (run_folder / name).write_text("a password")
+    pushed = push_to_hub(run_folder, "user/slim", license="mit")
+    assert not [name for name in pushed.files if "/." in f"/{name}"]
+    assert b"a password" not in hub.files("user/slim").values()
+
+
 def test_other_content_is_refused_or_replaced_whole(hub: Hub, run_folder: Path) -> None:
     hub.add("user/theirs", {"pytorch_model.bin": b"weights", "README.md": b"a card"})
     with pytest.raises(OutputExistsError, match=r"new, empty or of an earlier push, but user/theirs has README.md, py"):

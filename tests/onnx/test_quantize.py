@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from hies_export import load, prune
 from hies_export.cli.main import main
 from hies_export.errors import HiesError, OutputExistsError, ParityError, RequestError
+from hies_export.onnx import export as export_module
 from hies_export.onnx import quantize as quantize_module
 from hies_export.onnx.export import OnnxExport, export_onnx
 from hies_export.onnx.generator import OnnxGenerator
@@ -102,6 +103,31 @@ def test_the_command_and_the_result_of_prune_write_the_same_folder(
     assert main(["export", str(quantised), "--quantize", "int8", "-o", str(tmp_path / "three")]) == 2
     assert "gptq is quantised; give the model it was made from" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "three").exists()
+
+
+@pytest.mark.parametrize("limit", [1000, 2**31], ids=["more than protobuf holds", "as much"])
+def test_weights_beside_the_float32_graph_come_along(
+    limit: int, batch: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A float32 graph of more than 2 GB has them there."""
+    monkeypatch.setattr(export_module, "PROTOBUF_LIMIT_BYTES", 1000)
+    exported = export_onnx(encoder(), tmp_path / "onnx", batch=batch)
+    assert (exported.folder / "model.onnx_data").is_file()
+    monkeypatch.setattr(export_module, "PROTOBUF_LIMIT_BYTES", limit)
+    found = quantize_onnx(exported, tmp_path / "onnx-int8", batch=batch)
+    shutil.rmtree(exported.folder)
+    assert np.isfinite(logits(found.file, batch)).all()
+    files = [path for path in found.folder.iterdir() if path.name.startswith("model")]
+    assert len(files) == 1 + (limit == 1000)
+    assert found.bytes == sum(path.stat().st_size for path in files)
+
+
+def test_the_export_that_is_quantised_is_not_replaced(
+    exported: OnnxExport, batch: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    copied = replace(exported, folder=shutil.copytree(exported.folder, tmp_path / "onnx"))
+    with pytest.raises(OutputExistsError, match="must not delete what is read, but the output folder .* is the export"):
+        quantize_onnx(copied, copied.folder, batch=batch, overwrite=True)
 
 
 @pytest.fixture(scope="module")

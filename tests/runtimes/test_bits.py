@@ -72,6 +72,19 @@ def by_hand(ids: np.ndarray) -> np.ndarray:
     return narrow @ weights["head"]
 
 
+@pytest.mark.parametrize("factor", ["alpha", "beta"])
+def test_a_layer_that_scales_its_product_or_its_bias_stays(factor: str) -> None:
+    given = graph()
+    next(node for node in given.graph.node if node.op_type == "Gemm").attribute.append(
+        helper.make_attribute(factor, 0.5)
+    )
+    program = onnx_ir.from_proto(given)
+    assert quantize_graph(program.graph) == {"int8": 1, "float32": 1}
+    ids = RNG.integers(0, VOCABULARY, (2, 5))
+    one, two = run(given, ids), run(onnx_ir.to_proto(program), ids)
+    assert np.abs(one - two).max() < 0.05 * np.abs(one).max()
+
+
 def test_a_graph_computes_what_rounding_by_hand_gives() -> None:
     ids = RNG.integers(0, VOCABULARY, (4, 6))
     model, layers = quantised()

@@ -1,4 +1,5 @@
 import sys
+from functools import partial
 
 import numpy as np
 import onnx
@@ -299,6 +300,21 @@ def test_every_runtime_computes_what_torch_does(model, exports, name):
     with torch.no_grad():
         np.testing.assert_allclose(got, model(**batch).logits.numpy(), atol=TOLERANCE.get(name, 1e-5))
     assert (runtime.dtype, runtime.threads) == ("float32", 1)
+
+
+def test_compiled_torch_compiles_every_shape(model, monkeypatch):
+    """torch would stop after eight, count those of all models, and run the others eagerly."""
+    from torch._dynamo.testing import CompileCounter
+
+    compiled = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiled))
+    for hidden in (16, 24):
+        model.bert.encoder.layer[0].intermediate.dense = torch.nn.Linear(16, hidden)
+        model.bert.encoder.layer[0].output.dense = torch.nn.Linear(hidden, 16)
+        runtime = load_runtime("torch-compile", model)
+        for length in range(2, 8):
+            runtime.run(runtime.prepare({"input_ids": torch.ones(2, length, dtype=torch.int64)}))
+    assert compiled.frame_count == 12
 
 
 def test_compiled_torch_needs_a_compiler(model, monkeypatch):
