@@ -128,7 +128,7 @@ def _plans(folder: Path) -> list[Read]:
     def cut(file: Path) -> None:
         read = PruningPlan.from_file(file)
         for units in plan_maps(read):
-            console().print(map_text(units))
+            console().print(map_text(units, 80))
         assert PruningPlan.from_json(read.to_json()) == read or "nan" in read.to_json().lower()
         check_selection(read.kept, modules)
         prune_units(model, read, modules)
