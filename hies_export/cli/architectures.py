@@ -21,13 +21,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Show and return which steps each model type passed."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from ..prunable.architectures import NEURON_STEPS, STEPS, counts, neurons_in_short, neurons_of, read_table, why_not
 
     table = read_table(options.model_types)
     # Not PlainTable: this command answers at once, without torch.
-    lines = Table("model type", "class", *STEPS, "neurons", box=None, pad_edge=False, header_style="bold")
+    whole = [Column(name, overflow="fold") for name in ("model type", "class")]
+    lines = Table(*whole, *STEPS, "neurons", box=None, pad_edge=False, header_style="bold")
     for name, entry in table["types"].items():
         without = "not run" if entry["kind"] == "tried" else entry["kind"]
         results = [entry.get("steps", {}).get(step, without) for step in STEPS]

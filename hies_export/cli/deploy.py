@@ -35,10 +35,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="COLUMN",
         action="append",
         default=[],
+        type=a_text,
         help="column of texts, if there is a choice; may be repeated for pairs",
     )
-    parser.add_argument("--image", metavar="COLUMN", help="column of images, if there is a choice")
-    parser.add_argument("--label", metavar="COLUMN", help="column of labels, if there is a choice; rows need no labels")
+    parser.add_argument("--image", metavar="COLUMN", type=a_text, help="column of images, if there is a choice")
+    parser.add_argument(
+        "--label", metavar="COLUMN", type=a_text, help="column of labels, if there is a choice; rows need no labels"
+    )
     add_changes(parser)
     parser.add_argument(
         "--keep",
@@ -77,7 +80,13 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     from ..pipeline.deploy import deploy
     from ..report.terminal import print_report
 
-    recipe = read_recipe(options, proposed=None if options.recipe.endswith((".yaml", ".yml")) else propose(options))
+    given = options.recipe.endswith((".yaml", ".yml"))
+    if given and (options.data or options.text or options.image or options.label):
+        raise RequestError(
+            f"--data, --text, --image and --label are about a MODEL, and {options.recipe} is a recipe, which names its "
+            "own data; leave them out, or change the recipe by --set data.KEY=VALUE"
+        )
+    recipe = read_recipe(options, proposed=None if given else propose(options))
     refuse_output(options, recipe)
     report = deploy(
         recipe,

@@ -56,6 +56,8 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     """Continue prompts, or answer a file of questions, and return the texts."""
     from ..checkpoint.contents import Contents
 
+    if options.questions is None and options.output is not None:
+        raise RequestError("-o is the file for the answers to --questions, got --prompt; leave -o out")
     options.folder = checkpoint_in(options.folder, Contents.ONNX, progress=progress)
     if options.questions is not None:
         return _answer(options, console, progress)

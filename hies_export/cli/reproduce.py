@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from rich.console import Console
 
 from ..progress import Progress
-from .arguments import add_output
+from .arguments import a_path, add_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the run's folder and the new one."""
-    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run or quickstart")
+    parser.add_argument("folder", metavar="RUN", type=a_path, help="folder of a run or quickstart")
     add_output(parser, help="folder to write (default: RUN-again)")
 
 

@@ -160,7 +160,7 @@ def print_plan(plan: PruningPlan, console: Console) -> None:
     for index, units in enumerate(plan_maps(plan)):
         if index:
             console.print()
-        console.print(map_text(units))
+        console.print(map_text(units, console.width))
 
 
 def plan_text(plan: PruningPlan) -> str:

@@ -199,7 +199,7 @@ class PruneResult:
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
         for units in plan_maps(self.plan):
-            console.print(map_text(units))
+            console.print(map_text(units, console.width))
             console.print()
         console.print(PlainTable(*self._table()))
         text: str = console.file.getvalue()  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from .drawing import latency_scale
 from .jinja import render
 from .report import REPORT, Report
 from .rows import environment_table, latency_table
-from .terminal import PlainTable
+from .terminal import print_table
 from .text import environment_text, latency_text
 
 
@@ -75,9 +75,8 @@ def print_bench(bench: Bench, console: Console) -> None:
     console.print(bench.title, markup=False, style="bold", soft_wrap=True)
     for part in bench.tables:
         if part.rows:
-            console.print(f"\n{part.title}", markup=False)
-            console.print(PlainTable(*latency_table(part.rows, part.names)))
-            console.print(latency_text(part.rows, part.names), markup=False, style="dim")
+            table, note = latency_table(part.rows, part.names), latency_text(part.rows, part.names)
+            print_table(console, part.title, table, note)
     for sentence in bench.missing:
         console.print(f"not measured: {sentence}", markup=False, soft_wrap=True)
     console.print(environment_text(bench.environment), markup=False, style="dim")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checkpoint.folders import replace_file
+from ..checkpoint.folders import refuse_other_file, replace_file
 from .drawing import MapFigure, latency_scale, neuron_bars
 from .frontier import FrontierFigure, frontier_figure
 from .html import alpha_curves, head_figures
@@ -24,6 +24,8 @@ CAPTIONS = {
 }
 # Width of a panel, and the room between two and above one, in units of the SVG.
 _WIDTH, _GAP, _TITLE = 480, 24, 26
+# How the figures of this package begin, after their size.
+_BEGINNING = 'font-family="system-ui, Helvetica, Arial, sans-serif">\n<style>\ntext{'
 
 
 class Panel(NamedTuple):
@@ -84,7 +86,13 @@ def arrange(panels: Sequence[Panel], *, width: int = _WIDTH, legend: Callable[[i
 
 
 def write_figures(figures: Mapping[str, str], folder: Path) -> list[Path]:
-    """Write figures, each whole or not at all, and return the files."""
+    """Write figures, each whole or not at all, and return the files.
+
+    Raises:
+        OutputExistsError: A file of that name is no figure of this package; nothing is written.
+    """
+    for name in figures:
+        refuse_other_file(folder / name, "a figure of hies-export", lambda text: _BEGINNING in text[:300])
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in figures.items():
         replace_file(folder / name, text)

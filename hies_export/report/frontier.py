@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from .details import Form, deciding_step, relative_times
 from .labels import LINE, TEXT, Area, Label, Place, Segment, place_labels, text_width
@@ -109,9 +109,9 @@ class FrontierFigure:
     upwards: str
     text: str
     height: float
-    axes: Area = AXES
-    width: int = WIDTH
-    spacing: int = LINE
+    axes: ClassVar[Area] = AXES
+    width: ClassVar[int] = WIDTH
+    spacing: ClassVar[int] = LINE
 
 
 def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> FrontierFigure | None:
@@ -183,54 +183,16 @@ def place_frontier(
     promise: float | None = None,
 ) -> FrontierFigure:
     """Return the picture of everything that was measured; `shapes` and `interval` are what marks and bars mean."""
-    named = [one for one in found if one.name]
-    x_from = max(0, math.floor(10 * (min(0.9, *(one.time for one in found)) - 0.05))) / 10
-    x_to = max(1.0, *(one.time_ends[1] for one in named), *(one.time for one in found))
-    floor = 0.0 if promise is None else 1 - _WORST * (1 - promise)
-    lows = [one.same_ends[0] if one.name else one.same for one in found if one.same >= floor]
-    apart = next(tenths for tenths in (1, 2, 5, 10, 20, 50, 100, 10**6) if 10 * (x_to - x_from) / tenths <= 10)
-    step, y_from = _scale(min([*lows, *([] if promise is None else [promise])]))
-
-    def right(ratio: float) -> float:
-        return AXES.left + (AXES.right - AXES.left) * (max(ratio, x_from) - x_from) / (x_to - x_from)
-
-    def up(share: float) -> float:
-        return AXES.bottom - (AXES.bottom - AXES.top) * (max(share, y_from) - y_from) / (1 - y_from)
-
-    places = [(right(one.time), up(one.same)) for one in found]
-    marks = [
-        Mark(
-            *place,
-            kind=one.kind,
-            shape=one.shape,
-            whiskers=[
-                (right(one.time_ends[0]), place[1], right(one.time_ends[1]), place[1]),
-                (place[0], up(one.same_ends[0]), place[0], up(one.same_ends[1])),
-            ]
-            if one.name
-            else [],
-            note=one.note,
-            chosen=one.chosen,
-            of=one.series[0] if one.series else "",
-        )
-        for one, place in zip(found, places, strict=True)
-    ]
+    scales = _Scales.of(found, promise)
+    places = [(scales.right(one.time), scales.up(one.same)) for one in found]
+    marks = [_mark(one, place, scales) for one, place in zip(found, places, strict=True)]
     best = frontier(found)
     line = [places[number] for number in best]
-    series = dict.fromkeys(one.series for one in found if one.series)
-    texts = [_text(one, below=one.same < y_from) for one in found]
     segments = [(*start, *end) for start, end in itertools.pairwise(line)]
-    order = sorted(range(len(found)), key=lambda number: not found[number].chosen)
-    placed = place_labels(
-        [places[number] for number in order],
-        [texts[number] for number in order],
-        within=Area(AXES.left - 4, LINE + 4, WIDTH - 4, AXES.bottom + LINE / 2),
+    labels, numbered = _labels(
+        [(one, place, _text(one, below=one.same < scales.lowest)) for one, place in zip(found, places, strict=True)],
         lines=[*segments, *segments, *(part for mark in marks for part in mark.whiskers)],
     )
-    labels = [(number, label) for number, label in zip(order, placed, strict=True) if label is not None]
-    numbered = [
-        (label.lines[0], ", ".join(texts[number])) for number, label in labels if label.lines[0] != texts[number][0]
-    ]
     samples: list[tuple[Shape | str, str]] = [(one, one.text) for one in shapes] if len(shapes) > 1 else []
     samples += [("frontier", "frontier"), ("interval", interval)]
     if promise is not None:
@@ -238,20 +200,13 @@ def place_frontier(
     keys, height = _legend(samples, numbered)
     return FrontierFigure(
         marks=marks,
-        trails=[_trail(name, found, places) for name in series],
+        trails=[_trail(name, found, places) for name in dict.fromkeys(one.series for one in found if one.series)],
         line=line,
-        labels=[(label, "best" if found[number].chosen else "") for number, label in labels],
+        labels=labels,
         keys=keys,
-        x_ticks=[
-            (right(tenth / 10), f"{tenth / 10:.1f}")
-            for tenth in range(round(10 * x_from), math.floor(10 * x_to) + 1)
-            if tenth % apart == 0
-        ],
-        y_ticks=[
-            (up(1 - number * step), f"{100 * (1 - number * step):.4g} %")
-            for number in range(round((1 - y_from) / step) + 1)
-        ],
-        promise=None if promise is None else up(promise),
+        x_ticks=scales.x_ticks,
+        y_ticks=scales.y_ticks,
+        promise=None if promise is None else scales.up(promise),
         across=across,
         upwards=upwards,
         text=f"{upwards} against {across}. The frontier: " + "; ".join(found[number].note for number in best),
@@ -259,12 +214,68 @@ def place_frontier(
     )
 
 
-def _scale(least: float) -> tuple[float, float]:
-    """Return the distance of the numbers on the upright axis, at most five of them, and where it begins."""
-    lost = max(1 - least, 1e-3)
-    steps = (base * 10.0**power for power in range(-4, 1) for base in (1, 2, 5))
-    step = next(step for step in steps if lost / step <= 4)
-    return step, max(0.0, 1 - step * math.ceil(round(lost / step, 6)))
+class _Scales(NamedTuple):
+    """Where a time and an agreement go: the ends of both axes, and how far apart the numbers on the upright one are."""
+
+    fastest: float
+    slowest: float
+    lowest: float
+    step: float
+
+    @classmethod
+    def of(cls, found: Sequence[Measured], promise: float | None) -> _Scales:
+        """Return the axes on which everything has room, but what agrees far less than promised."""
+        fastest = math.floor(10 * (min(0.9, *(one.time for one in found)) - 0.05)) / 10
+        slowest = max(1.0, *(one.time for one in found), *(one.time_ends[1] for one in found if one.name))
+        floor = 0.0 if promise is None else 1 - _WORST * (1 - promise)
+        lows = [one.same_ends[0] if one.name else one.same for one in found if one.same >= floor]
+        lost = max(1 - min([*lows, *([] if promise is None else [promise])]), 1e-3)
+        steps = (base * 10.0**power for power in range(-4, 1) for base in (1, 2, 5))
+        step = next(step for step in steps if lost / step <= 4)
+        return cls(max(0.0, fastest), slowest, max(0.0, 1 - step * math.ceil(round(lost / step, 6))), step)
+
+    def right(self, time: float) -> float:
+        """Return the place of a time; what is faster than the axis goes is at its beginning."""
+        share = (max(time, self.fastest) - self.fastest) / (self.slowest - self.fastest)
+        return AXES.left + (AXES.right - AXES.left) * share
+
+    def up(self, same: float) -> float:
+        """Return the height of an agreement; what agrees less than the axis goes is at its beginning."""
+        share = (max(same, self.lowest) - self.lowest) / (1 - self.lowest)
+        return AXES.bottom - (AXES.bottom - AXES.top) * share
+
+    @property
+    def x_ticks(self) -> list[tuple[float, str]]:
+        """Places of at most eleven round times, and the times as text."""
+        tenths = range(round(10 * self.fastest), math.floor(10 * self.slowest) + 1)
+        apart = next(n for n in (1, 2, 5, 10, 20, 50, 100, 10**6) if self.slowest - self.fastest <= n)
+        return [(self.right(tenth / 10), f"{tenth / 10:.1f}") for tenth in tenths if tenth % apart == 0]
+
+    @property
+    def y_ticks(self) -> list[tuple[float, str]]:
+        """Heights of at most five round agreements, and the agreements as text."""
+        shares = [1 - number * self.step for number in range(round((1 - self.lowest) / self.step) + 1)]
+        return [(self.up(share), f"{100 * share:.4g} %") for share in shares]
+
+
+def _mark(one: Measured, place: Place, scales: _Scales) -> Mark:
+    x, y = place
+    (fast, slow), (low, high) = map(scales.right, one.time_ends), map(scales.up, one.same_ends)
+    whiskers = [(fast, y, slow, y), (x, low, x, high)] if one.name else []
+    return Mark(x, y, one.kind, one.shape, whiskers, one.note, one.chosen, one.series[0] if one.series else "")
+
+
+def _labels(
+    points: Sequence[tuple[Measured, Place, tuple[str, ...]]], *, lines: Sequence[Segment]
+) -> tuple[list[tuple[Label, str]], list[tuple[str, str]]]:
+    """Return where the texts of points stand, the chosen one's first, and the legend of those that are numbers."""
+    points = sorted(points, key=lambda point: not point[0].chosen)
+    _, places, texts = zip(*points, strict=True)
+    within = Area(AXES.left - 4, LINE + 4, WIDTH - 4, AXES.bottom + LINE / 2)
+    placed = place_labels(places, texts, within=within, lines=lines)
+    labels = [(one, text, label) for (one, _, text), label in zip(points, placed, strict=True) if label is not None]
+    numbered = [(label.lines[0], ", ".join(text)) for _, text, label in labels if label.lines[0] != text[0]]
+    return [(label, "best" if one.chosen else "") for one, _, label in labels], numbered
 
 
 def _trail(series: tuple[str, ...], found: Sequence[Measured], places: Sequence[Place]) -> Trail:

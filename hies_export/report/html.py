@@ -39,12 +39,20 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         alpha_curves=alpha_curves(report),
         place=_common_scale(report),
         whole=Scale(1.0),
+        served=_served_scale(report),
     )
 
 
 def _common_scale(report: Report) -> Scale:
     """Return the scale of all bars of times and sizes, which a slim model larger than its source fits too."""
     return Scale(max(latency_scale(report.latency).high, *(row.ratio + 0.01 for row in size_rows(report))))
+
+
+def _served_scale(report: Report) -> Scale:
+    """Return the scale of the times of all forms, of which a slower one than the dense model fits too."""
+    times = [time for form in report.details.forms for time in form.times]
+    # As in `latency_scale`, a noisy one must not squeeze the others.
+    return Scale(max([1.0, *(min(time.ratio, 1.5) if time.noisy else time.ratio for time in times)]))
 
 
 def is_page(text: str) -> bool:
@@ -100,17 +108,16 @@ def _alpha_curve(
     """Return one number of every alpha; `as_good` are the ends of a band of values as good as the best."""
     points, left, height = report.details.alpha_curve, 70, 110
     place, ends = curve_places([*values, *as_good], left=left, height=height)
-    places = [place(point.alpha, value) for point, value in zip(points, values, strict=True)]
-    notes = [f"alpha {point.alpha:g}: {value:.4f}" for point, value in zip(points, values, strict=True)]
+    dots = [
+        Dot(*place(point.alpha, value), point.alpha == report.alpha, f"alpha {point.alpha:g}: {value:.4f}")
+        for point, value in zip(points, values, strict=True)
+    ]
     band = sorted(place(0, value)[1] for value in set(as_good))
     return Curve(
         label=label,
         left=left,
-        line=places,
-        dots=[
-            Dot(x, y, point.alpha == report.alpha, note)
-            for (x, y), point, note in zip(places, points, notes, strict=True)
-        ],
+        line=[(dot.x, dot.y) for dot in dots],
+        dots=dots,
         ends=ends,
         axis=("entropy alone", "importance alone"),
         bottom=height + 68,

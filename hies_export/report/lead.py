@@ -7,7 +7,7 @@ import statistics
 from ..evaluate.metrics import quality_loss
 from ..measure.rows import LatencyRow
 from .details import CostOutcome, HeadsOutcome, KeepOutcome, MaxDropOutcome, relative_times
-from .report import FirstMetric, Report
+from .report import Report
 from .rows import form_step
 from .text import runtime_name
 
@@ -73,10 +73,11 @@ def asked_row(report: Report) -> LatencyRow | None:
 
 def _time(report: Report) -> str:
     """Return the share of the time of the row that was asked for, else the median; without any, that of the FLOPs."""
-    if not report.latency:
+    timed = [row for row in report.latency if row.phase != "decode"]
+    if not timed:
         return f"{report.flops.ratio:.2f} of the FLOPs"
     asked = asked_row(report)
-    quiet = [asked] if asked else [row for row in report.latency if not row.noisy and row.phase != "decode"]
+    quiet = [asked] if asked else [row for row in timed if not row.noisy]
     if not quiet:
         return f"{report.flops.ratio:.2f} of the FLOPs, time too noisy to tell"
     if len(quiet) > 1:
@@ -88,11 +89,21 @@ def _time(report: Report) -> str:
     return f"{row.ratio:.2f} of the time on {runtime_name(row.runtime)} at {row.batch} x {row.sequence}{phase}{dtype}"
 
 
+def _judged(report: Report) -> tuple[float, float]:
+    """Return the agreement and the first metric of the model that the sentence names."""
+    found, forms = report.details.deployment, report.details.forms
+    if found is not None and found.form is not None:
+        return forms[found.form].stability, forms[found.form].quality
+    if report.cascade is not None:
+        return report.cascade.stability, forms[-1].quality
+    return report.stability, report.quality.slim
+
+
 def _agreement(report: Report) -> str:
     """Return how many predictions stay, and for a regression within which tolerance."""
     what, tolerance = report.details.stability_of, report.details.stability_tolerance
     within = "" if tolerance is None else f" within {tolerance:g}"
-    stability = report.stability if report.cascade is None else report.cascade.stability
+    stability, _ = _judged(report)
     if stability == 1:
         return f"all {what}s stay{within}"
     # Not all, so never rounded to all.
@@ -102,11 +113,9 @@ def _agreement(report: Report) -> str:
 
 
 def _quality(report: Report) -> str:
-    """Return the first metric of both models."""
-    quality = report.quality
-    if report.cascade is not None:
-        quality = FirstMetric(quality.metric, quality.dense, report.details.forms[-1].quality)
-    return f"{_WRITTEN.get(quality.metric, quality.metric)} {_number(quality.dense)} → {_number(quality.slim)}"
+    """Return the first metric of the dense model and of the one that the sentence names."""
+    metric, (_, quality) = report.quality.metric, _judged(report)
+    return f"{_WRITTEN.get(metric, metric)} {_number(report.quality.dense)} → {_number(quality)}"
 
 
 def _number(value: float) -> str:
@@ -123,7 +132,7 @@ def _budget(report: Report) -> str:
         kept = "promise kept on held-out rows"
         if budget.predictions is None:
             return kept
-        return kept if report.stability >= budget.predictions else f"{kept}, missed on those evaluated"
+        return kept if _judged(report)[0] >= budget.predictions else f"{kept}, missed on those evaluated"
     if isinstance(budget, MaxDropOutcome):
         assert budget.slim is not None
         lost = quality_loss(budget.metric, budget.dense, budget.slim)
@@ -133,7 +142,8 @@ def _budget(report: Report) -> str:
     if isinstance(budget, HeadsOutcome):
         if abs(heads.removed - budget.target * heads.total) < 1:
             return "budget kept"
-        return f"{heads.removed / heads.total:.0%} of the heads removed for a budget of {budget.target:.0%}"
+        removed = 100 * heads.removed / heads.total
+        return f"{removed:.3g}% of the heads removed for a budget of {100 * budget.target:.3g}%"
     if budget.noisy:
         return "budget too noisy to confirm"
     assert budget.measured is not None

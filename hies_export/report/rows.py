@@ -105,7 +105,8 @@ def forms_table(report: Report) -> Table | None:
     if any(form.at_least is not None for form in forms):
         columns["held out ≥"] = lambda form: "" if form.at_least is None else f"{form.at_least:.2%}"
     columns |= {
-        f"time {form_step(at)} ({at.ms:.3g} ms)": partial(_form_ratio, index=i) for i, at in enumerate(forms[0].times)
+        f"time {form_step(at)} ({at.ms:.3g} ms)": partial(_form_ratio, step=step)
+        for step, at in enumerate(forms[0].times)
     }
     return filled(columns, forms)
 
@@ -124,10 +125,8 @@ def form_step(time: FormTime | LatencyRow) -> str:
     return f"{time.batch} x {time.sequence}" + ("" if time.phase == "forward" else f" {time.phase}")
 
 
-def _form_ratio(form: Form, index: int) -> str:
-    """Return the ratio of a form's time with its interval, or "noisy"."""
-    time = form.times[index]
-    return "noisy" if time.noisy else f"{time.ratio:.3f} [{time.ratio_low:.3f}, {time.ratio_high:.3f}]"
+def _form_ratio(form: Form, step: int) -> str:
+    return ratio_text(form.times[step])
 
 
 def tried_table(report: Report) -> Table | None:
@@ -237,7 +236,7 @@ def row_name(row: LatencyRow) -> str:
     return f"{row.runtime} {form_step(row)}{dtype}"
 
 
-def ratio_text(row: LatencyRow) -> str:
+def ratio_text(row: LatencyRow | FormTime) -> str:
     """Return the ratio of a row with its interval, or "noisy"."""
     return "noisy" if row.noisy else f"{row.ratio:.3f} [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
 

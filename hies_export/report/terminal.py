@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from .lead import lead_text
 from .maps import CUT, KEPT, UnitMap, unit_maps
 from .report import Report
-from .rows import comparison_table, forms_table, latency_table, tried_table
+from .rows import Table, comparison_table, forms_table, latency_table, tried_table
 from .text import (
     alpha_text,
     budget_text,
@@ -32,45 +32,48 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"\n{lead_text(report)}", markup=False, style="bold", soft_wrap=True)
     for units in unit_maps(report):
         console.print()
-        console.print(map_text(units))
-    console.print()
-    console.print(PlainTable(*comparison_table(report)))
-    tried = tried_table(report)
-    if tried:
-        console.print(f"\nwhat was tried, on {held_out_rows(report)}", markup=False)
-        console.print(PlainTable(*tried))
-        console.print(tried_text(report), markup=False, style="dim", soft_wrap=True)
-    if alpha_text(report):
-        console.print(f"\non {held_out_rows(report)}: {alpha_text(report)}", markup=False, soft_wrap=True)
-    if budget_text(report):
-        console.print(f"\n{budget_text(report)}", markup=False)
-    if family_text(report):
-        console.print(f"\n{family_text(report)}", markup=False)
+        console.print(map_text(units, console.width))
+    print_table(console, "", comparison_table(report))
+    print_table(console, f"what was tried, on {held_out_rows(report)}", tried_table(report), tried_text(report))
+    alpha = alpha_text(report)
+    for said in (f"on {held_out_rows(report)}: {alpha}" if alpha else "", budget_text(report), family_text(report)):
+        if said:
+            console.print(f"\n{said}", markup=False)
     if report.latency:
-        console.print()
-        console.print(PlainTable(*latency_table(report.latency)))
-        console.print(latency_text(report.latency), markup=False, style="dim")
-    forms = forms_table(report)
-    if forms:
-        console.print()
-        console.print(PlainTable(*forms))
-        console.print(forms_text(report), markup=False, style="dim")
+        print_table(console, "", latency_table(report.latency), latency_text(report.latency))
+    print_table(console, "", forms_table(report), forms_text(report))
     if report.cascade:
         console.print(f"\n{cascade_text(report)}", markup=False)
 
 
-def map_text(units: UnitMap) -> Text:
-    """Return a map for the terminal: a line of marks per layer, and how many units the layer keeps."""
+def print_table(console: Console, title: str, table: Table | None, note: str = "") -> None:
+    """Print a table between its title and a note, after an empty line; nothing where there is no table."""
+    if table is None:
+        return
+    console.print(f"\n{title}" if title else "", markup=False)
+    console.print(PlainTable(*table))
+    if note:
+        console.print(note, markup=False, style="dim")
+
+
+def map_text(units: UnitMap, width: int) -> Text:
+    """Return a map for a terminal: a line of marks per layer, how many units the layer keeps, and its name.
+
+    A name that does not fit into the width loses its beginning.
+    """
     text = Text()
     text.append(f"{units.unit}s  ", style="bold")
     text.append(f"{KEPT} kept  ", style="green")
     text.append(f"{CUT} cut", style="red")
-    width = max(2, *(len(f"{line.kept:,}") for line in units.lines))
+    digits = max(2, *(len(f"{line.kept:,}") for line in units.lines))
     for index, line in enumerate(units.lines):
         text.append(f"\n  {index:>3}  ", style="dim")
         for mark in line.marks:
             text.append(mark, style={KEPT: "green", CUT: "red"}.get(mark, ""))
-        text.append(f"  {line.kept:>{width},} of {line.total:,}  {line.module}", style="dim")
+        counts = f"  {line.kept:>{digits},} of {line.total:,}  "
+        room = max(width - 7 - len(line.marks) - len(counts), 8)
+        name = line.module if len(line.module) <= room else f"…{line.module[1 - room :]}"
+        text.append(f"{counts}{name}", style="dim")
     return text
 
 
@@ -107,9 +110,9 @@ class PlainTable:
             yield _table(names, left, part)
 
 
-def _table(names: Sequence[Text], width: int, columns: Sequence[Sequence[Text]]) -> Table:
+def _table(names: Sequence[Text], width: int, columns: Sequence[Sequence[Text]]) -> RichTable:
     """Return one table: `names` folded to `width` characters, then the columns, each headed by its first text."""
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    table = RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     table.add_column(names[0], width=width)
     for header, *_ in columns:
         table.add_column(header, justify="right")

@@ -68,8 +68,10 @@ def runtime_name(name: str) -> str:
 
 def si(number: float) -> str:
     """Return a number with three significant digits and an SI prefix; whole numbers below 1,000 as they are."""
-    power = min(max(0, (len(str(int(number))) - 1) // 3), 4)
-    scaled = number / 1000**power
+    # Rounded first: 999,999 is 1.00 M, and no 1000 k.
+    rounded = float(f"{number:.3g}") if number >= 1000 else number
+    power = min((len(str(int(rounded))) - 1) // 3, 4)
+    scaled = rounded / 1000**power
     digits = 0 if power == 0 and number == int(number) else max(0, 3 - len(str(int(scaled))))
     return f"{scaled:.{digits}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
 
@@ -88,7 +90,7 @@ def budget_text(report: Report) -> str:
         rows = held_out_rows(report, otherwise=f"{budget.samples} held-out samples")
         return (
             f"Budget: {budget.metric} may get worse by {budget.by:g} on {rows}. Dense {budget.dense:.4f}, "
-            f"{judged} {value:.4f}, slim {budget.slim:.4f}; {len(budget.judged)} plans were tried."
+            f"{judged} {value:.4f}, slim {budget.slim:.4f}; {_tried(len(budget.judged), 'plan')}."
         )
     if isinstance(budget, KeepOutcome):
         return _keep_text(report, budget)
@@ -112,7 +114,7 @@ def budget_text(report: Report) -> str:
 def _keep_text(report: Report, budget: KeepOutcome) -> str:
     """Return what was promised, what the held-out rows say, and how the evaluated rows differ."""
     rows = held_out_rows(report, otherwise=f"{budget.samples:,} held-out rows")
-    text = f"Budget: {budget.asked}, promised on {rows}: {budget.found}; {len(budget.judged)} cuts were tried."
+    text = f"Budget: {budget.asked}, promised on {rows}: {budget.found}; {_tried(len(budget.judged), 'cut')}."
     if budget.predicted is not None:
         text += f" {budget.predicted:.3f} of the time on {runtime_name(str(budget.runtime))} was predicted."
     if budget.predictions is None:
@@ -125,6 +127,10 @@ def _keep_text(report: Report, budget: KeepOutcome) -> str:
     )
 
 
+def _tried(count: int, what: str) -> str:
+    return f"{count} {what} was tried" if count == 1 else f"{count} {what}s were tried"
+
+
 def forms_text(report: Report) -> str:
     """Return how the forms of both models were judged and timed; empty where there is only one."""
     forms = report.details.forms
@@ -133,7 +139,8 @@ def forms_text(report: Report) -> str:
     layers, counts = report.exported.layers if report.exported else None, ""
     if layers:
         bits, count = next(iter(layers.items()))
-        counts = f" Of the slim model, {count} linear layers are in {bits}, {layers['float32']} small ones in float32."
+        rest = layers.get("float32", 0)
+        counts = f" Of the slim model, {count} linear layers are in {bits}, {rest} small ones in float32."
     on_rows = any(time.phase == "rows" for time in forms[0].times)
     timed = " on these rows as they come" if on_rows else ""
     return (

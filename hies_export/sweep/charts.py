@@ -6,13 +6,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ..evaluate.metrics import higher_is_better
 from ..kinds import ATTENTION
-from .tables import budget_name, budget_of, budgets_of, line_name, percent
-
-Row = Mapping[str, Any]
+from .tables import Row, budget_name, budget_of, budgets_of, deviation, line_name, percent, share_text
 
 # The drawing, in units of the SVG: its size, and the room around the curves.
 WIDTH, HEIGHT = 460, 300
@@ -29,6 +27,11 @@ class Style(NamedTuple):
 
     colour: int | None
     dash: str
+
+    @property
+    def kind(self) -> str:
+        """CSS class of the colour."""
+        return "rest" if self.colour is None else f"c{self.colour % COLOURED}"
 
 
 class Point(NamedTuple):
@@ -143,7 +146,9 @@ def _removed(budget: float, name: str) -> float:
 def alpha_axis(rows: Sequence[Row]) -> Axis:
     """Return the axis of alpha."""
     alphas = sorted({row["alpha"] for row in rows})
-    return Axis(lambda row: row["alpha"], [(a, f"{a:g}", "") for a in _spread(alphas)], "alpha (0: entropy alone)")
+    # At most seven numbers, evenly.
+    shown = alphas[:: -(-len(alphas) // 7)]
+    return Axis(lambda row: row["alpha"], [(a, f"{a:g}", "") for a in shown], "alpha (0: entropy alone)")
 
 
 def time_axis(rows: Sequence[Row]) -> Axis:
@@ -153,7 +158,7 @@ def time_axis(rows: Sequence[Row]) -> Axis:
         times.setdefault(_timed_with(row), []).append(row["latency_ratio"])
     means = {key: statistics.fmean(values) for key, values in times.items()}
     low, high = min(means.values()), max(means.values())
-    ticks = [(value, f"{100 * value:.3g}", "") for value in _nice(low, high, count=6) if low <= value <= high]
+    ticks = [(value, f"{100 * value:.3g}", "") for value in _nice(low, high) if low <= value <= high]
     return Axis(lambda row: means[_timed_with(row)], ticks, "measured time, % of the dense model's")
 
 
@@ -202,7 +207,7 @@ def chart(
 
 def _point(rows: Sequence[Row], quantity: str, scale: float, x: float, place: Callable[[float], float]) -> Point:
     values = [row[quantity] * scale for row in rows]
-    mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    mean, spread = statistics.fmean(values), deviation(values) or 0.0
     seeds = f" ± {spread:.2f} over {len(values)} seeds" if len(values) > 1 else ""
     note = f"{method_note(rows[0])}: {quantity} {mean:.2f}{seeds}"
     high, low = mean + spread, mean - spread
@@ -213,8 +218,8 @@ def _point(rows: Sequence[Row], quantity: str, scale: float, x: float, place: Ca
 
 def method_note(row: Row) -> str:
     """Return method and budget of a row in words."""
-    left = f"{budget_of(row):.0%} of the FLOPs" if row.get("flops_target") is not None else f"{budget_of(row):.0%} cut"
-    return f"{line_name(row, [row])}, {left}"
+    left = " cut" if row.get("flops_target") is None else " of the FLOPs"
+    return f"{line_name(row, [row])}, {share_text(budget_of(row))}{left}"
 
 
 def _across(places: Sequence[float]) -> Callable[[float], float]:
@@ -243,23 +248,17 @@ def _heights(values: Iterable[float], *, share: bool, may_be_log: bool) -> tuple
         scaled = lambda value: (value - ends[0]) / (ends[1] - ends[0])  # noqa: E731
 
     def place(value: float) -> float:
-        if not math.isfinite(value):
+        if math.isnan(value):
             return bottom
         return round(bottom - (bottom - top) * min(max(scaled(value), -0.02), 1.03), 1)
 
     return place, [Tick(place(number), f"{number:g}") for number in numbers]
 
 
-def _nice(low: float, high: float, *, count: int = 6) -> list[float]:
-    """Return round numbers around a span, about `count` of them in it."""
-    rough = (high - low) / count or 1.0
+def _nice(low: float, high: float) -> list[float]:
+    """Return round numbers around a span, about six of them in it."""
+    rough = (high - low) / 6 or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(step * power for step in (1, 2, 5, 10) if step * power >= rough)
     first = math.floor(low / step)
     return [round(number * step, 10) for number in range(first, math.ceil(high / step) + 1)]
-
-
-def _spread(values: Sequence[float], most: int = 7) -> list[float]:
-    """Return at most so many of the values, evenly."""
-    every = -(-len(values) // most)
-    return list(values[::every])

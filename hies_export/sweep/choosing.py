@@ -174,7 +174,7 @@ class Chooser:
             left_out = ("alpha", *(("flops", "modules") if cell.flops is None else ()))
             found = {name: value for name, value in asdict(at).items() if name not in left_out}
             found |= {"chosen": choice.scores.parameters["alpha"], "curve": list(choice.curve)}
-            self._journal.add_alpha(key, found)
+            self._journal.add(key, found, kind="alpha")
         return self._journal.alphas[key]
 
     def key(self, cell: Cell) -> str:

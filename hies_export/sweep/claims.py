@@ -66,30 +66,26 @@ class Claims:
 
     def holder(self, work: str) -> str | None:
         """Return who holds some work, such as "process 4711 on node3"; None if nobody does."""
-        owner = self._lease(work).owner
-        return None if owner is None else f"process {owner.pid} on {owner.hostname}"
+        return _owner(self._lease(work))
 
     def refuse_others(self) -> None:
         """Refuse to discard what workers that are alive have begun."""
         for path in sorted(self._folder.glob(f"{_PREFIX}*.lock")):
             lease = SoftFileLease(path, lease_duration=self._lease_seconds)
-            owner = lease.owner
+            who = _owner(lease) or "a worker"
             try:
                 with lease.acquire(blocking=False):
                     continue
             except Timeout:
-                who = "a worker" if owner is None else f"process {owner.pid} on {owner.hostname}"
-            raise OutputExistsError(
-                f"--overwrite must not discard what others work on, but {who} holds {path}; wait for it, or delete "
-                "that file if it is gone"
-            )
+                raise OutputExistsError(
+                    f"--overwrite must not discard what others work on, but {who} holds {path}; wait for it, or delete "
+                    "that file if it is gone"
+                ) from None
 
     def forget(self, works: Iterable[str]) -> None:
         """Delete the claims on work that is finished, which processes that were killed have left."""
-        held = self.held()
-        for name in map(self.name, works):
-            if name in held:
-                (self._folder / name).unlink(missing_ok=True)
+        for name in self.held().intersection(map(self.name, works)):
+            (self._folder / name).unlink(missing_ok=True)
 
     @staticmethod
     def name(work: str) -> str:
@@ -101,6 +97,11 @@ class Claims:
         if name not in self._leases:
             self._leases[name] = SoftFileLease(self._folder / name, lease_duration=self._lease_seconds)
         return self._leases[name]
+
+
+def _owner(lease: SoftFileLease) -> str | None:
+    owner = lease.owner
+    return None if owner is None else f"process {owner.pid} on {owner.hostname}"
 
 
 def _flush(path: Path) -> None:

@@ -19,10 +19,10 @@ from ..report.maps import CUT, KEPT
 from ..report.schemas import SWEEP, SWEEP_DETAILS, SweepFigures, SweepFile
 from ..score.criteria import score_units
 from ..values import Calibration, Statistics
-from .charts import COLOURED, Axis, Row, Style, chart, line_styles
+from .charts import COLOURED, Axis, Style, line_styles
 from .frontier import sweep_frontier
-from .page import Panel, alpha_panels, budget_panels, by_compensation, drawn_rows, timed_panels
-from .tables import COMPENSATIONS, budget_name, budget_of, budgets_of, line_name, of_first_size
+from .page import Panel, alpha_panels, budget_panels, drawn_rows, panels, timed_panels
+from .tables import Row, budget_name, budget_of, budgets_of, line_name, of_first_size, share_text
 
 
 def draw_sweep(folder: Path) -> dict[str, str]:
@@ -116,19 +116,14 @@ def _at_the_middle(rows: Sequence[Row], axis: Axis) -> str:
     budget = budgets[len(budgets) // 2]
     at = [row for row in rows if budget_of(row) == budget]
     styles = line_styles(at, most=2 * COLOURED)
-    panels = [
-        Panel(
-            f"{budget:.0%} of the {budget_name(rows)}, {COMPENSATIONS[compensation]}",
-            [chart(alike, "stability", axis, styles, name=lambda row: line_name(row, at))],
-        )
-        for compensation, alike in by_compensation(at).items()
-    ]
-    return _curves(panels, styles)
+    title = f"{share_text(budget)} of the {budget_name(rows)}, {{}}"
+    drawn = panels(at, axis, styles, ["stability"], name=lambda row: line_name(row, at), title=title)
+    return _curves(drawn, styles)
 
 
 def _budget_text(plan: Mapping[str, Any]) -> str:
     flops = plan.get("flops_target")
-    return f"{plan['sparsity']:.0%} removed" if flops is None else f"{flops:.0%} of the FLOPs"
+    return f"{share_text(plan['sparsity'])} removed" if flops is None else f"{share_text(flops)} of the FLOPs"
 
 
 def _plans_of(details: Mapping[str, Any], criterion: str) -> list[Mapping[str, Any]]:

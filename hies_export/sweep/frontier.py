@@ -6,15 +6,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ..report.frontier import FrontierFigure, Measured, Shape, frontier, place_frontier
-from .charts import COLOURED, Style, method_note
-from .tables import COMPENSATIONS, Row, budget_of, line_name
+from .charts import Style, method_note
+from .tables import COMPENSATIONS, Row, budget_of, deviation, line_name, share_text
 
 
 def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: bool = False) -> FrontierFigure | None:
     """Return means over seeds, those of the frontier named and with intervals; None where nothing was timed.
 
     Intervals are one standard deviation of the agreement, and all of the times' 95 % intervals. What is too noisy to
-    compare is left out. A `legend` has the names of all methods.
+    compare is left out. A `legend` has the names of all methods, whatever they remove: that has no marks of its own.
     """
     timed = [row for row in rows if row.get("latency_ratio") is not None and not row.get("latency_noisy")]
     if not timed:
@@ -29,11 +29,13 @@ def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: 
     ]
     dense = Measured(("dense",), 1.0, 1.0, (1.0, 1.0), (1.0, 1.0), "other", 0, "the dense model")
     best = frontier([dense, *found])
+    methods = {line_name(row, rows): line_name(row, [row]) for row in rows}
+    shapes = dict.fromkeys(Shape(style.kind, style.colour or 0, methods[line]) for line, style in styles.items())
     return place_frontier(
         [dense, *(one if number in best else one._replace(name=()) for number, one in enumerate(found, 1))],
         across="measured time, share of the dense model's",
         upwards="same predictions as the dense model",
-        shapes=[Shape(_kind(style), style.colour or 0, name) for name, style in styles.items()] if legend else (),
+        shapes=list(shapes) if legend else (),
         interval="deviation over seeds; of times 95 %" if any(len(group) > 1 for group in alike.values()) else "95 %",
     )
 
@@ -42,20 +44,16 @@ def _measured(rows: Sequence[Row], style: Style, series: tuple[str, str], *, sev
     """Return the mean of rows that differ in the seed alone."""
     same, times = [row["stability"] for row in rows], [row["latency_ratio"] for row in rows]
     mean, time = statistics.fmean(same), statistics.fmean(times)
-    spread = statistics.stdev(same) if len(same) > 1 else 0.0
+    spread = deviation(same) or 0.0
     line, compensation = series[0], COMPENSATIONS[series[1]]
     return Measured(
-        name=(line, f"{budget_of(rows[0]):.0%}" + (f", {compensation}" if several else "")),
+        name=(line, share_text(budget_of(rows[0])) + (f", {compensation}" if several else "")),
         time=time,
         same=mean,
         time_ends=(min(row["latency_low"] for row in rows), max(row["latency_high"] for row in rows)),
         same_ends=(max(mean - spread, 0.0), min(mean + spread, 1.0)),
-        kind=_kind(style),
+        kind=style.kind,
         shape=style.colour or 0,
         note=f"{method_note(rows[0])}, {compensation}: {mean:.1%} same, {time:.2f} of the time",
         series=series,
     )
-
-
-def _kind(style: Style) -> str:
-    return "rest" if style.colour is None else f"c{style.colour % COLOURED}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass, replace
 
 from ..baselines.names import JUDGED_ONLY, OWN_SAMPLES, sweep_names
@@ -113,21 +114,19 @@ class SweepGrid:
     def cells(self) -> list[Cell]:
         """Return all distinct combinations, in the order of the rows."""
         found = []
-        for seed in self.seeds:
-            for samples in self.calibration_sizes:
-                for compensation in self.compensations:
-                    for criterion in self.criteria:
-                        for modules in self.modules or (ATTENTION,):
-                            if MODULES[modules] == (MLP,) and not _scores_neurons(criterion):
-                                continue
-                            alphas = self.alphas if uses_alpha(criterion) else (None,)
-                            given = 0 if criterion in OWN_SAMPLES else samples
-                            by = "none" if criterion in JUDGED_ONLY else compensation
-                            found += [
-                                Cell(criterion, alpha, sparsity, seed, given, by, flops, modules)
-                                for alpha in alphas
-                                for sparsity, flops in self.budgets()
-                            ]
+        modules_of = self.modules or (ATTENTION,)
+        for seed, samples, compensation, criterion, modules in itertools.product(
+            self.seeds, self.calibration_sizes, self.compensations, self.criteria, modules_of
+        ):
+            if MODULES[modules] == (MLP,) and not _scores_neurons(criterion):
+                continue
+            given = 0 if criterion in OWN_SAMPLES else samples
+            by = "none" if criterion in JUDGED_ONLY else compensation
+            found += [
+                Cell(criterion, alpha, sparsity, seed, given, by, flops, modules)
+                for alpha in (self.alphas if uses_alpha(criterion) else (None,))
+                for sparsity, flops in self.budgets()
+            ]
         return list(dict.fromkeys(found))
 
     def budgets(self) -> list[tuple[float | None, float | None]]:

@@ -65,21 +65,9 @@ class Journal:
         if self._file is not None:
             self._file.close()
 
-    def add(self, key: str, row: Mapping[str, Any]) -> None:
-        """Write the entry of a finished cell to disk."""
-        self._write({"kind": "row", "key": key, "value": row})
-
-    def add_alpha(self, key: str, curve: Mapping[str, Any]) -> None:
-        """Write an alpha curve to disk."""
-        self._write({"kind": "alpha", "key": key, "value": curve})
-
-    def add_latency(self, key: str, timing: Mapping[str, Any]) -> None:
-        """Write a timing to disk."""
-        self._write({"kind": "latency", "key": key, "value": timing})
-
-    def has(self, key: str) -> bool:
-        """Return whether a cell is finished."""
-        return key in self.rows
+    def add(self, key: str, value: Mapping[str, Any], *, kind: str = "row") -> None:
+        """Write the entry of a finished cell to disk, or one of another kind: an "alpha" curve, or a "latency"."""
+        self._take(self._append({"kind": kind, "key": key, "value": value}))
 
     def refresh(self) -> Journal:
         """Read what other workers have written since the last time, and return the journal."""
@@ -102,9 +90,6 @@ class Journal:
         self._append({"kind": "sweep", "format": FORMAT, "asked": self._digests})
         return self._file
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._take(self._append(line))
-
     def _append(self, line: dict[str, Any]) -> dict[str, Any]:
         """Write a line to disk, and return it as it will be read."""
         file = self._file or self._open()
@@ -116,12 +101,9 @@ class Journal:
 
     def _take(self, line: dict[str, Any]) -> None:
         """Remember a line; the first of a cell counts."""
-        if line["kind"] == "row":
-            self.rows.setdefault(line["key"], line["value"])
-        elif line["kind"] == "alpha":
-            self.alphas.setdefault(line["key"], line["value"])
-        elif line["kind"] == "latency":
-            self.latency.setdefault(line["key"], line["value"])
+        entries = {"row": self.rows, "alpha": self.alphas, "latency": self.latency}.get(line["kind"])
+        if entries is not None:
+            entries.setdefault(line["key"], line["value"])
 
     def _read(self, path: Path) -> None:
         """Read the complete lines of a journal that were not there the last time.
@@ -136,12 +118,11 @@ class Journal:
         lines = content[:complete].splitlines()
         if not lines:
             return
-        first = 0
-        if not read_lines:
-            self._check_first(lines[0], path)
-            first = 1
-        for number, line in enumerate(lines[first:], read_lines + first + 1):
-            self._take(parse_line(line, path, number))
+        for number, line in enumerate(lines, read_lines + 1):
+            if number == 1:
+                self._check_first(line, path)
+            else:
+                self._take(parse_line(line, path, number))
         self._done[path] = read_bytes + complete, read_lines + len(lines)
 
     def _check_first(self, line: bytes, path: Path) -> None:

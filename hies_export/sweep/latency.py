@@ -87,7 +87,7 @@ class Stopwatch:
             for number, (key, one) in enumerate(self._progress.track(list(waiting.items()), name)):
                 cut = cut_bundles(base.model, base.modules, one, unit=unit)
                 slim = exporter.source(self._request.runtime, cut, Path(temporary) / str(number))
-                self._journal.add_latency(key, self._compare(dense, slim))
+                self._journal.add(key, self._compare(dense, slim), kind="latency")
 
     def fields(self, lost: Mapping[str, int] | None) -> dict[str, Any]:
         """Return the fields of a row: the ratio slim / dense with its 95 % interval, and whether it is noisy."""

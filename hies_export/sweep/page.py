@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +12,9 @@ from ..checkpoint.folders import replace_file
 from ..errors import RequestError
 from ..files import read_json
 from ..report.jinja import environment
-from ..report.rows import Table, environment_table
+from ..report.rows import Table, environment_table, filled
 from ..report.schemas import SWEEP, SWEEP_DETAILS, SweepAbout, SweepFile, SweepPage
-from .charts import Chart, Style, alpha_axis, budget_axis, chart, line_styles, time_axis
+from .charts import Axis, Chart, Style, alpha_axis, budget_axis, chart, line_styles, time_axis
 from .frontier import sweep_frontier
 from .tables import (
     COMPENSATIONS,
@@ -22,16 +22,19 @@ from .tables import (
     budget_name,
     budget_of,
     budgets_of,
+    grouped,
     line_name,
     method_label,
     modules_label,
     of_first_size,
     percent,
+    share_text,
     sweep_tables,
     table_lines,
 )
 
 PAGE = "sweep.html"
+QUANTITIES = ("stability", "quality")
 # Alphas that make a curve.
 FEWEST_ALPHAS = 3
 
@@ -76,6 +79,7 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
         environment("hies_export.sweep")
         .get_template("sweep.html.j2")
         .render(
+            share_text=share_text,
             title=f"{Path(about.model).name or name}: {len(quality.entries)} ways to prune, compared",
             lead=lead_text(rows),
             subtitle=_subtitle(rows, about),
@@ -111,7 +115,7 @@ def lead_text(rows: Sequence[Row]) -> str:
     kept, measured = stability.entries[best][column], quality.entries[best][column]
     assert kept is not None
     assert measured is not None
-    share = f"{budgets[column]:.0%} of the {'heads removed' if budget_name(rows) == 'heads removed' else 'FLOPs left'}"
+    share = f"{share_text(budgets[column])} of the {budget_name(rows)}"
     dense = rows[0]["quality_dense"] * percent(rows[0]["metric"])
     text = (
         f"With {share}, {best} keeps {kept.mean:.1f}% of the predictions; {rows[0]['metric']} is {measured.mean:.2f} "
@@ -129,7 +133,7 @@ def _subtitle(rows: Sequence[Row], about: SweepAbout) -> str:
     parts = [
         about.task,
         rows[0]["metric"],
-        f"{budgets[0]:.0%} to {budgets[-1]:.0%} {budget_name(rows)}" if len(budgets) > 1 else "",
+        f"{share_text(budgets[0])} to {share_text(budgets[-1])} {budget_name(rows)}" if len(budgets) > 1 else "",
         f"{len(seeds)} seed{'s' * (len(seeds) > 1)}",
         f"{len(rows):,} rows",
     ]
@@ -146,32 +150,15 @@ def drawn_rows(rows: Sequence[Row]) -> list[Row]:
 
 def budget_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel]:
     """Return stability and quality by the budget, a panel per compensation."""
-    axis = budget_axis(rows)
-    return [
-        Panel(COMPENSATIONS[compensation], _charts(alike, rows, axis, styles, ("stability", "quality")))
-        for compensation, alike in by_compensation(rows).items()
-    ]
+    return panels(rows, budget_axis(rows), styles, QUANTITIES, name=lambda row: line_name(row, rows))
 
 
 def timed_panels(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Panel]:
     """Return quality by the measured time; nothing where nothing was timed. `sweep_frontier` is of the stability."""
     timed = [row for row in rows if row.get("latency_ratio") is not None]
-    return [
-        Panel(COMPENSATIONS[compensation], _charts(alike, timed, time_axis(timed), styles, ("quality",)))
-        for compensation, alike in by_compensation(timed).items()
-    ]
-
-
-def by_compensation(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the rows of every compensation."""
-    names = dict.fromkeys(row["compensation"] for row in rows)
-    return {name: [row for row in rows if row["compensation"] == name] for name in names}
-
-
-def _charts(
-    rows: Sequence[Row], everything: Sequence[Row], axis: Any, styles: Mapping[str, Style], quantities: Sequence[str]
-) -> list[Chart]:
-    return [chart(rows, quantity, axis, styles, name=lambda row: line_name(row, everything)) for quantity in quantities]
+    return (
+        panels(timed, time_axis(timed), styles, QUANTITIES[1:], name=lambda row: line_name(row, timed)) if timed else []
+    )
 
 
 def alpha_panels(rows: Sequence[Row]) -> list[Panel]:
@@ -179,22 +166,39 @@ def alpha_panels(rows: Sequence[Row]) -> list[Panel]:
     given = [r for r in of_first_size(rows) if r["criterion"] == "hies" and r.get("alpha_by") == "given"]
     if len({row["alpha"] for row in given}) < FEWEST_ALPHAS:
         return []
-    styles = {
-        f"{100 * budget:g}% {budget_name(rows)}": Style(place, "") for place, budget in enumerate(budgets_of(given))
-    }
-    panels = []
+
+    def name(row: Row) -> str:
+        return f"{share_text(budget_of(row))} {budget_name(rows)}"
+
+    of_budget = {budget_of(row): name(row) for row in given}
+    styles = {of_budget[budget]: Style(place, "") for place, budget in enumerate(budgets_of(given))}
+    drawn = []
     for modules in dict.fromkeys(row.get("modules") for row in given):
-        for compensation, alike in by_compensation([r for r in given if r.get("modules") == modules]).items():
-            title = COMPENSATIONS[compensation] + (f", {modules_label(alike[0])}" if modules else "")
-            charts = [
-                chart(
-                    *(alike, quantity, alpha_axis(given), styles),
-                    name=lambda row: f"{100 * budget_of(row):g}% {budget_name(rows)}",
-                )
-                for quantity in ("stability", "quality")
-            ]
-            panels.append(Panel(title, charts))
-    return panels
+        alike = [row for row in given if row.get("modules") == modules]
+        title = f"{{}}, {modules_label(alike[0])}" if modules else "{}"
+        drawn += panels(alike, alpha_axis(given), styles, QUANTITIES, name=name, title=title)
+    return drawn
+
+
+def panels(
+    rows: Sequence[Row],
+    axis: Axis,
+    styles: Mapping[str, Style],
+    quantities: Sequence[str],
+    *,
+    name: Callable[[Row], str],
+    title: str = "{}",
+) -> list[Panel]:
+    """Return a panel for each compensation, whose name stands in its title, with a chart for each quantity."""
+    names = dict.fromkeys(row["compensation"] for row in rows)
+    by_compensation = {one: [row for row in rows if row["compensation"] == one] for one in names}
+    return [
+        Panel(
+            title.format(COMPENSATIONS[compensation]),
+            [chart(alike, quantity, axis, styles, name=name) for quantity in quantities],
+        )
+        for compensation, alike in by_compensation.items()
+    ]
 
 
 def _removed_table(rows: Sequence[Row]) -> Table | None:
@@ -202,10 +206,7 @@ def _removed_table(rows: Sequence[Row]) -> Table | None:
     if not any(row.get("neurons_removed") for row in rows):
         return None
     budgets = budgets_of(rows)
-    found: dict[str, dict[float, list[Row]]] = {}
-    for row in rows:
-        if row["heads_removed"] is not None:
-            found.setdefault(method_label(row, rows), {}).setdefault(budget_of(row), []).append(row)
+    cut = {method_label(row, rows) for row in rows if row["heads_removed"] is not None}
 
     def cell(alike: Sequence[Row]) -> str:
         if not alike:
@@ -213,8 +214,9 @@ def _removed_table(rows: Sequence[Row]) -> Table | None:
         heads, neurons = (statistics.fmean(r.get(k) or 0 for r in alike) for k in ("heads_removed", "neurons_removed"))
         return f"{heads:.0f} + {neurons:,.0f}"
 
-    header = (budget_name(rows), *(f"{budget:.0%}" for budget in budgets))
-    return Table(header, [(name, *(cell(by.get(b, ())) for b in budgets)) for name, by in found.items()])
+    header = (budget_name(rows), *map(share_text, budgets))
+    found = [(name, by) for name, by in grouped(rows).items() if name in cut]
+    return Table(header, [(name, *(cell(by.get(b, ())) for b in budgets)) for name, by in found])
 
 
 def _every_row(rows: Sequence[Row]) -> Table:
@@ -228,7 +230,7 @@ def _every_row(rows: Sequence[Row]) -> Table:
         "alpha": number("alpha", "g"),
         "alpha by": lambda row: row.get("alpha_by") or "",
         "removes": modules_label if any(row.get("modules") for row in rows) else lambda row: "",
-        budget_name(rows): lambda row: f"{budget_of(row):.0%}",
+        budget_name(rows): lambda row: share_text(budget_of(row)),
         "seed": lambda row: str(row["seed"]),
         "samples": lambda row: f"{row['calibration_samples']:,}",
         "compensation": lambda row: COMPENSATIONS[row["compensation"]],
@@ -239,9 +241,7 @@ def _every_row(rows: Sequence[Row]) -> Table:
         "neurons removed": number("neurons_removed", ",d"),
         "time": number("latency_ratio", ".3f"),
     }
-    shown = {name: [cell(row) for row in rows] for name, cell in columns.items()}
-    shown = {name: cells for name, cells in shown.items() if any(cells)}
-    return Table(list(shown), list(zip(*shown.values(), strict=True)))
+    return filled(columns, rows)
 
 
 def _method_text(rows: Sequence[Row], about: SweepAbout) -> str:

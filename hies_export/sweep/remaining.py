@@ -34,7 +34,7 @@ def remaining(
         for key, cell in sorted(waiting.items(), key=lambda item: _rank(item[1], seed, others)):
             with claims.tried(key) as ours:
                 # Whoever held the claim may have finished the cell.
-                if not ours or journal.refresh().has(key):
+                if not ours or key in journal.refresh().rows:
                     continue
                 seed = cell.seed
                 yield cell

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,6 +101,11 @@ def budget_of(row: Row) -> float:
     return float(row["sparsity"] if flops is None else flops)
 
 
+def share_text(share: float) -> str:
+    """Return a budget as text: "30%", "12.5%"."""
+    return f"{100 * share:.4g}%"
+
+
 def budget_name(rows: Sequence[Row]) -> str:
     """Return what the budgets of a sweep are shares of."""
     return "heads removed" if rows[0].get("flops_target") is None else "FLOPs left"
@@ -145,12 +151,17 @@ def of_first_size(rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r["calibration_samples"] == size or r["criterion"] in OWN_SAMPLES]
 
 
-def grouped(rows: Sequence[Row], quantity: str) -> dict[str, dict[float, list[float]]]:
-    """Return "quality" or "stability" of all seeds: method -> budget -> values, in the order of the rows."""
-    found: dict[str, dict[float, list[float]]] = {}
+def grouped(rows: Sequence[Row]) -> dict[str, dict[float, list[Row]]]:
+    """Return method -> budget -> the rows of all seeds, in their order."""
+    found: dict[str, dict[float, list[Row]]] = {}
     for row in rows:
-        found.setdefault(method_label(row, rows), {}).setdefault(budget_of(row), []).append(row[quantity])
+        found.setdefault(method_label(row, rows), {}).setdefault(budget_of(row), []).append(row)
     return found
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Return the standard deviation over seeds; None for one seed, and where a perplexity is infinite."""
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
 def percent(metric: str) -> float:
@@ -174,12 +185,11 @@ def _table(rows: Sequence[Row], quantity: str, title: str, scale: float, higher_
     """Return the table of a quantity, its values multiplied by `scale`."""
     budgets = tuple(budgets_of(rows))
     entries: dict[str, list[Entry | None]] = {}
-    for method, by_budget in grouped(rows, quantity).items():
+    for method, by_budget in grouped(rows).items():
         entries[method] = []
         for budget in budgets:
-            values = [value * scale for value in by_budget.get(budget, [])]
-            deviation = statistics.stdev(values) if len(values) > 1 else None
-            entries[method].append(Entry(statistics.fmean(values), deviation) if values else None)
+            values = [row[quantity] * scale for row in by_budget.get(budget, [])]
+            entries[method].append(Entry(statistics.fmean(values), deviation(values)) if values else None)
     over_his: dict[str, list[float | None]] = {}
     for row in rows:
         method = method_label(row, rows)
@@ -194,8 +204,8 @@ def _table(rows: Sequence[Row], quantity: str, title: str, scale: float, higher_
 
 
 def _improvement(hies: Entry | None, his: Entry | None, higher_is_better: bool) -> float | None:
-    """Return by how much HIES is better than HIS, in percent of HIS; None if either is missing or HIS is 0."""
-    if hies is None or his is None or his.mean == 0:
+    """Return by how much HIES is better than HIS, in percent of HIS; None if either is missing or no finite number."""
+    if hies is None or his is None or his.mean == 0 or not (math.isfinite(hies.mean) and math.isfinite(his.mean)):
         return None
     change = 100 * (hies.mean - his.mean) / abs(his.mean)
     return change if higher_is_better else -change
@@ -212,18 +222,13 @@ def render_csv(rows: Sequence[Row]) -> str:
 
 def render_markdown(tables: Sequence[SweepTable]) -> str:
     """Return the tables as Markdown; in every column the best value is bold, the second best underlined."""
-    marks: dict[int | None, Callable[[str], str]] = {
-        0: lambda text: f"**{text}**",
-        1: lambda text: f"<u>{text}</u>",
-        None: lambda text: text,
-    }
     parts = []
     for table in tables:
         lines = [
-            f"| {table.budget} | " + " | ".join(f"{s:.0%}" for s in table.budgets) + " |",
+            f"| {table.budget} | " + " | ".join(map(share_text, table.budgets)) + " |",
             "| --- |" + " ---: |" * len(table.budgets),
         ]
-        for method, cells in _cells(table, marks, "±", "–"):
+        for method, cells in _cells(table, ("**{}**", "<u>{}</u>")):
             lines.append(f"| {escape_markdown(method)} | " + " | ".join(cells) + " |")
         parts.append(f"### {escape_markdown(table.title)}\n\n" + "\n".join(lines) + "\n")
     note = "Mean ± standard deviation over seeds. Best bold, second underlined; gains are relative to HIS.\n"
@@ -233,14 +238,9 @@ def render_markdown(tables: Sequence[SweepTable]) -> str:
 
 def render_latex(tables: Sequence[SweepTable]) -> str:
     """Return the tables as LaTeX, which needs the packages booktabs and amsmath."""
-    marks: dict[int | None, Callable[[str], str]] = {
-        0: lambda text: rf"\textbf{{{text}}}",
-        1: lambda text: rf"\underline{{{text}}}",
-        None: lambda text: text,
-    }
     parts = []
     for table in tables:
-        columns = " & ".join(rf"{s * 100:.0f}\%" for s in table.budgets)
+        columns = " & ".join(_escape(share_text(share)) for share in table.budgets)
         lines = [
             r"\begin{table}[t]",
             r"\centering",
@@ -250,8 +250,9 @@ def render_latex(tables: Sequence[SweepTable]) -> str:
             rf"{table.budget[0].upper()}{table.budget[1:]} & {columns} \\",
             r"\midrule",
         ]
-        for method, cells in _cells(table, marks, r"$\pm$", "--"):
-            lines.append(rf"{_escape(method)} & {' & '.join(_escape_percent(c) for c in cells)} \\")
+        for method, cells in _cells(table, (r"\textbf{{{}}}", r"\underline{{{}}}"), r"$\pm$", "--"):
+            texts = " & ".join(cells).replace("%", r"\%")
+            lines.append(rf"{_escape(method)} & {texts} \\")
         lines += [r"\bottomrule", r"\end{tabular}"]
         lines += [f"\\par\\footnotesize {_escape(name)}: {_escape(how)}." for name, how in table.differences.items()]
         lines += [r"\end{table}"]
@@ -261,24 +262,21 @@ def render_latex(tables: Sequence[SweepTable]) -> str:
 
 def terminal_table(table: SweepTable) -> PlainTable:
     """Return a table for the terminal; in every column the best value is bold, the second best underlined."""
-    marks: dict[int | None, Callable[[str], str]] = {
-        0: lambda text: f"[bold]{text}[/bold]",
-        1: lambda text: f"[underline]{text}[/underline]",
-        None: lambda text: text,
-    }
+    lines = _cells(table, ("[bold]{}[/bold]", "[underline]{}[/underline]"))
     return PlainTable(
-        (table.budget, *(f"{s:.0%}" for s in table.budgets)),
-        [(method, *map(Text.from_markup, cells)) for method, cells in _cells(table, marks, "±", "–")],
+        (table.budget, *map(share_text, table.budgets)),
+        [(method, *map(Text.from_markup, cells)) for method, cells in lines],
     )
 
 
 def _cells(
-    table: SweepTable, marks: Mapping[int | None, Callable[[str], str]], plus_minus: str, missing: str
+    table: SweepTable, marks: tuple[str, str], plus_minus: str = "±", missing: str = "–"
 ) -> list[tuple[str, list[str]]]:
-    """Return the lines of a table, each a label and one text per budget, with `marks` applied by rank."""
+    """Return the lines of a table, each a label and one text per budget, the two best in each column in their marks."""
 
     def text(cell: TableCell) -> str:
-        return marks[cell.rank](cell.text or missing) + (f" {plus_minus} {cell.spread}" if cell.spread else "")
+        marked = cell.text or missing if cell.rank is None else marks[cell.rank].format(cell.text)
+        return marked + (f" {plus_minus} {cell.spread}" if cell.spread else "")
 
     return [(label, [text(cell) for cell in cells]) for label, cells in table_lines(table, "gain of {}")]
 
@@ -306,7 +304,3 @@ def table_lines(table: SweepTable, gain: str) -> list[tuple[str, list[TableCell]
 def _escape(text: str) -> str:
     """Escape text for LaTeX."""
     return text.translate(LATEX)
-
-
-def _escape_percent(cell: str) -> str:
-    return cell.replace("%", r"\%")

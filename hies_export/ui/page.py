@@ -101,9 +101,11 @@ def serve(page: Any, *, port: int | None = None, open_browser: bool = False) -> 
 def _page(exploration: Exploration, folder: Path) -> Any:
     import gradio
 
-    with gradio.Blocks(title=f"hies-export: {folder.name}", analytics_enabled=False) as page:
+    # Of ".", a path has no name.
+    name = folder.absolute().name
+    with gradio.Blocks(title=f"hies-export: {name}", analytics_enabled=False) as page:
         gradio.Markdown(
-            f"## {escape_markdown(folder.name)}\nOther plans: what they keep and cost, and their predicted quality."
+            f"## {escape_markdown(name)}\nOther plans: what they keep and cost, and their predicted quality."
         )
         controls = _controls(exploration)
         *sliders, chosen = controls

@@ -1,10 +1,12 @@
 """The sentence that leads, and the sentences on why something was chosen."""
 
+import copy
 import dataclasses
+import re
 from typing import Any
 
 import pytest
-from support.reports import TRIED, latency_row, make_report, terminal
+from support.reports import CASCADE, SERVED, TRIED, latency_row, make_report, terminal
 
 from hies_export.report.card import render_card
 from hies_export.report.drawing import Scale, latency_scale
@@ -12,7 +14,7 @@ from hies_export.report.html import render_html
 from hies_export.report.jinja import render_markdown
 from hies_export.report.lead import asked_row, lead_text
 from hies_export.report.report import FirstMetric, Report
-from hies_export.report.text import alpha_text, tried_text
+from hies_export.report.text import alpha_text, budget_text, forms_text, si, tried_text
 
 LATENCY = {"kind": "latency", "target": 0.85, "predicted": 0.84, "measured": 0.83, "noisy": False}
 MAX_DROP = {"kind": "max_drop", "masked": 0.5, "samples": 8, "judged": []}
@@ -66,6 +68,11 @@ def test_the_time_is_the_one_that_was_asked_for_and_not_the_best() -> None:
     assert lead_text(with_rows(decode, noisy)).startswith("0.80 of the FLOPs, time too noisy to tell;")
 
 
+def test_a_decode_step_alone_says_nothing_of_noise() -> None:
+    alone = latency_row("onnxruntime-cpu", 0.6, phase="decode")
+    assert lead_text(with_rows(alone)).startswith("0.80 of the FLOPs; 97 %")
+
+
 def test_a_budget_of_time_names_its_own_row() -> None:
     asked = latency_row("torch", 0.83, batch=1)
     report = with_rows(latency_row("onnxruntime-cpu", 0.7), asked, budget=LATENCY)
@@ -78,6 +85,8 @@ def test_a_budget_of_time_names_its_own_row() -> None:
     [
         ({"kind": "heads", "target": 0.25}, "budget kept"),
         ({"kind": "heads", "target": 0.5}, "25% of the heads removed for a budget of 50%"),
+        # A difference of a head or more is never rounded away.
+        ({"kind": "heads", "target": 0.336}, "25% of the heads removed for a budget of 33.6%"),
         ({"kind": "flops", "target": 0.8, "predicted": 0.8, "measured": 0.801}, "missed, 0.801 where 0.8 was allowed"),
         (LATENCY, "budget kept"),
         (LATENCY | {"measured": 0.86}, "budget of 0.85 within the interval of the measurement"),
@@ -92,6 +101,38 @@ def test_a_budget_of_time_names_its_own_row() -> None:
 def test_a_budget_is_kept_or_it_says_by_how_much_not(budget: dict[str, Any] | None, said: str) -> None:
     report = with_rows(latency_row("torch", 0.86, ratio_low=0.845, batch=1), budget=budget)
     assert lead_text(report).endswith(f"{said}.")
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (0, "Deploy the dense model in float32 on ONNX Runtime: 1.00 of the time of dense float32 at 8 rows; all pred"),
+        (1, "; 99.2 % of the predictions stay; accuracy 0.900 → 0.870; promise kept on held-out rows."),
+        (2, "; 98 % of the predictions stay; accuracy 0.900 → 0.850; promise kept on held-out rows, missed on those"),
+        (None, "Cascade of both models: 0.48 of the time of dense float32 at 8 rows; 99.5 % of the predictions stay"),
+    ],
+)
+def test_one_sentence_speaks_of_one_model(form: int | None, said: str) -> None:
+    served = copy.deepcopy(SERVED)
+    for one, stability, quality in zip(served["forms"], (1.0, 0.992, 0.98), (0.9, 0.87, 0.85), strict=True):
+        one |= {"stability": stability, "quality": quality}
+    served["deployment"]["form"] = form
+    report = dataclasses.replace(make_report(**served), cascade=CASCADE)
+    assert said in lead_text(report)
+    # Without a cascade the form that is deployed has these numbers too.
+    if form is not None:
+        assert said in lead_text(dataclasses.replace(report, cascade=None))
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        *((999_499, "999 k"), (999_500, "1.00 M"), (999_999, "1.00 M"), (9_996_000, "10.0 M"), (1000, "1.00 k")),
+        *((1234, "1.23 k"), (90_900_000, "90.9 M"), (999_999_999_999_999, "1000 T"), (999, "999 "), (0.5, "0.50 ")),
+    ],
+)
+def test_sizes_have_three_digits_and_the_prefix_that_fits(number: float, text: str) -> None:
+    assert si(number) == text
 
 
 @pytest.mark.parametrize(
@@ -175,6 +216,29 @@ def test_what_was_chosen_of_criteria_says_why() -> None:
     )
     unlabelled = [{**row, "quality": None} for row in tried]
     assert "accuracy" not in tried_text(make_report(tried=unlabelled))
+
+
+def test_a_single_cut_was_tried_and_two_were() -> None:
+    budget = {"kind": "keep", "predictions": 0.9, "samples": 8, "slim": 0.95, "slim_end": 0.91}
+    assert "; 1 cut was tried." in budget_text(make_report(budget=budget | {"judged": [{}]}))
+    assert "; 2 cuts were tried." in budget_text(make_report(budget=budget | {"judged": [{}, {}]}))
+
+
+def test_an_export_without_a_layer_in_float32_has_none() -> None:
+    report = make_report(forms=SERVED["forms"])
+    exported = {"file": "onnx-int8", "format": "onnx", "quantize": "int8", "bytes": 10, "quality": None}
+    exported |= {"stability": None, "layers": {"int8": 5}, "float_neurons": 0}
+    report = dataclasses.replace(report, exported=exported)
+    assert "5 linear layers are in int8, 0 small ones in float32." in forms_text(report)
+
+
+def test_a_form_slower_than_the_dense_one_has_a_longer_bar() -> None:
+    forms = copy.deepcopy(SERVED["forms"])
+    forms[1]["times"][0] |= {"ratio": 1.6, "ratio_high": 1.7}
+    page = render_html(make_report(forms=forms)).split("<h2>In fewer bits</h2>")[1]
+    dense, slim, *_ = (float(width) for width in re.findall(r'<i class="(?:other|slim)" style="width:([\d.]+)%"', page))
+    assert slim / dense == pytest.approx(1.6, rel=0.01)
+    assert ">1.5</span>" in page or ">1.6</span>" in page
 
 
 def test_one_scale_with_round_ticks_for_all_bars() -> None:

@@ -1,12 +1,17 @@
 """Tables on terminals of any width: no cell is lost, cut short or folded where it can stand whole."""
 
+import argparse
 import io
+import re
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
-from hies_export.report.terminal import PlainTable
+from hies_export.cli import architectures
+from hies_export.progress import SILENT
+from hies_export.report.maps import CUT, KEPT, Line, UnitMap
+from hies_export.report.terminal import PlainTable, map_text
 
 HEADER = ("", "file", "same prediction", "time 1 row (3.82 ms)", "time 8 rows (23.1 ms)")
 ROWS = [
@@ -47,6 +52,30 @@ def test_names_are_folded_if_one_table_then_fits() -> None:
         "cascade int8,",
         "ONNX Runtime",
     ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_layer_of_a_map_is_one_line_and_its_name_keeps_its_end(width: int) -> None:
+    names = [f"bert.encoder.layer.{layer}.attention.self" for layer in range(12)]
+    units = UnitMap("head", [Line(name, " ".join(KEPT * 15 + CUT), 15, 16) for name in names])
+    out = io.StringIO()
+    Console(file=out, width=width).print(map_text(units, width))
+    _, *lines = out.getvalue().splitlines()
+    assert len(lines) == 12
+    assert max(map(len, lines)) <= width
+    assert all(line.count(KEPT) == 15 and "15 of 16" in line for line in lines)
+    assert all(line.endswith(name[-9:]) for line, name in zip(lines, names, strict=True))
+    assert (width < 90) is ("…" in lines[0])
+
+
+def test_the_classes_of_architectures_are_whole() -> None:
+    out = io.StringIO()
+    options = argparse.Namespace(model_types=["xlm-roberta"])
+    architectures.run(options, Console(file=out, width=80), SILENT)
+    table, *_ = out.getvalue().partition("xlm-roberta:")
+    cells = re.findall(r"^xlm-roberta +(\S+)|^ {2,20}(\S+) *$", table, re.MULTILINE)
+    assert "…" not in table
+    assert "".join(first + rest for first, rest in cells) == "XLMRobertaForSequenceClassification"
 
 
 def test_brackets_are_text_and_marks_stay() -> None:

@@ -16,10 +16,10 @@ from rich.console import Console
 from support.browser import Browser
 from support.reports import DATA, latency_row, make_report, terminal
 
-from hies_export.errors import RequestError
+from hies_export.errors import OutputExistsError, RequestError
 from hies_export.report.bench import Bench, print_bench, read_report, render_bench
 from hies_export.report.card import render_card
-from hies_export.report.figures import CAPTIONS, draw_report
+from hies_export.report.figures import CAPTIONS, draw_report, write_figures
 from hies_export.report.html import render_html
 from hies_export.report.jinja import one_line, render_markdown
 from hies_export.report.maps import KEPT
@@ -178,6 +178,33 @@ def test_figures_of_a_run_are_drawn_the_same_twice() -> None:
     ]
     assert {"accuracy, on held-out rows; alpha 0.5 was chosen", "0.89", "0.8"} <= set(texts["alpha.svg"])
     assert "latency.svg" not in draw_report(dataclasses.replace(report, latency=[]))
+
+
+def test_names_of_rows_are_whole_in_the_figure_of_times() -> None:
+    long = latency_row("onnxruntime-tensorrt", 0.78, phase="prefill", dtype="bfloat16", batch=128, sequence=1024)
+    for rows in ([long], [long, latency_row("torch", 0.9)], make_report().latency):
+        svg = draw_report(dataclasses.replace(make_report(), latency=rows))["latency.svg"]
+        names = re.findall(r'<text x="([\d.]+)"[^>]*>(\S+ \d+ x \d+[^<]*)<', svg)
+        assert len(names) == len(rows)
+        # A character of 14 units is about 7.5 wide.
+        assert all(float(right) > 7.5 * len(name) for right, name in names)
+        bars = re.findall(r'<rect class="slim" x="([\d.]+)"[^>]* width="([\d.]+)"', svg)
+        assert all(float(left) > float(right) for (left, _), (right, _) in zip(bars, names, strict=True))
+        assert all(float(left) + float(width) < 540 for left, width in bars)
+
+
+def test_a_figure_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:
+    figures = draw_report(make_report())
+    write_figures(figures, tmp_path)
+    write_figures(figures, tmp_path)
+    (tmp_path / "latency.svg").write_text("<svg>mine</svg>")
+    (tmp_path / "alpha.svg").unlink()
+    with pytest.raises(
+        OutputExistsError, match=r"only if it is a figure of hies-export, but .*latency\.svg is something"
+    ):
+        write_figures(figures, tmp_path)
+    assert (tmp_path / "latency.svg").read_text() == "<svg>mine</svg>"
+    assert not (tmp_path / "alpha.svg").exists()
 
 
 EVIL = "</script><img src=x>|`"

@@ -128,7 +128,7 @@ def _plans(folder: Path) -> list[Read]:
     def cut(file: Path) -> None:
         read = PruningPlan.from_file(file)
         for units in plan_maps(read):
-            console().print(map_text(units))
+            console().print(map_text(units, 80))
         assert PruningPlan.from_json(read.to_json()) == read or "nan" in read.to_json().lower()
         check_selection(read.kept, modules)
         prune_units(model, read, modules)
@@ -324,9 +324,9 @@ def _sweeps(folder: Path) -> list[Read]:
     with Journal(journal, asked=asked) as written:
         result = {"metric": "accuracy", "quality": 0.9, "quality_dense": 0.9, "stability": 1.0, "flops_ratio": 0.9}
         written.add("a|1", {"judged": "x", "alpha": 0.5, "samples": 8, "result": result, "lost": {"a": 1}})
-        written.add_alpha("b", {"chosen": 0.5, "curve": [{"alpha": 0.5, "quality": None, "stability": 0.9}]})
+        written.add("b", {"chosen": 0.5, "curve": [{"alpha": 0.5, "quality": None, "stability": 0.9}]}, kind="alpha")
         timing = {"latency_ratio": 0.9, "latency_low": 0.8, "latency_high": 1.0, "latency_noisy": False}
-        written.add_latency("c", timing)
+        written.add("c", timing, kind="latency")
 
     def resume() -> None:
         with Journal(journal, asked=asked) as found:

@@ -16,7 +16,7 @@ from hies_export.cli.main import main
 from hies_export.report.schemas import SweepAbout
 from hies_export.sweep.charts import Chart, Tick, alpha_axis, budget_axis, chart, line_styles, time_axis
 from hies_export.sweep.page import lead_text, read_sweep, render_sweep, write_page
-from hies_export.sweep.tables import line_name
+from hies_export.sweep.tables import line_name, render_latex, render_markdown, sweep_tables
 
 ABOUT = SweepAbout(
     model="/where/it/is/minilm",
@@ -103,6 +103,31 @@ def test_large_perplexities_are_drawn_by_their_logarithm() -> None:
     assert [float(tick.text) for tick in made.y][-3:] == [100, 200, 500]
     for point, value in zip(made.lines[0].points, (7.0, 11.0, 900.0), strict=True):
         assert read(made.y, point.y, log=True) == pytest.approx(value, rel=0.05)
+
+
+def test_an_infinite_perplexity_has_no_deviation_and_is_the_worst() -> None:
+    found = [
+        row(criterion, s, seed, metric="perplexity", quality=q + seed, quality_dense=6.0)
+        for criterion in ("his", "hies")
+        for s, q in ((0.1, 7.0), (0.5, math.inf))
+        for seed in (0, 1)
+    ]
+    assert "| his | **7.50** ± 0.71 | **inf** |" in render_markdown(sweep_tables(found))
+    for line in drawn(found).lines:
+        assert line.points[1].y < line.points[0].y
+    assert "nan" not in render_sweep(found, ABOUT, name="x")
+    timed = [r | {"latency_ratio": 0.9, "latency_low": 0.8, "latency_high": 1.0} for r in found]
+    assert "inf" in render_sweep(timed, ABOUT, name="x")
+
+
+def test_budgets_that_differ_are_written_differently() -> None:
+    found = [row(c, s, 0) for c in ("his", "random") for s in (0.12, 0.125, 0.995)]
+    assert "| heads removed | 12% | 12.5% | 99.5% |" in render_markdown(sweep_tables(found))
+    assert r"Heads removed & 12\% & 12.5\% & 99.5\% \\" in render_latex(sweep_tables(found))
+    assert lead_text(found).startswith("With 12.5% of the heads removed, his keeps")
+    page = render_sweep(found, ABOUT, name="x")
+    assert "12% to 99.5% heads removed" in page
+    assert [page.count(f"<th>{share}</th>") for share in ("12%", "12.5%", "99.5%")] == [2, 2, 2]
 
 
 def test_of_many_methods_the_best_and_ours_have_colours() -> None:

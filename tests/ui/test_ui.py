@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from hies_export.measure.counts import count_flops
 from hies_export.model.tokens import synthetic_batch
 from hies_export.report.maps import CUT
 from hies_export.studies.explore import Exploration, estimate, lost_share, read_exploration
-from hies_export.ui.page import draw, save, show
+from hies_export.ui.page import _page, draw, save, show
 from hies_export.values import Calibration, PruningPlan, Statistics
 
 
@@ -197,6 +198,16 @@ def test_without_gradio_the_error_names_the_extra(ran: Path, monkeypatch: pytest
     monkeypatch.setattr("hies_export.errors.find_spec", lambda name: None)
     with pytest.raises(MissingRuntimeError, match=r'install it with: pip install "hies-export\[ui\]"'):
         show(ran)
+
+
+def test_the_page_of_the_folder_that_one_is_in_has_its_name(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradio = MagicMock()
+    monkeypatch.setitem(sys.modules, "gradio", gradio)
+    monkeypatch.setattr("hies_export.ui.page.draw", lambda *_: "")
+    monkeypatch.chdir(ran)
+    _page(read_exploration("."), Path())
+    assert gradio.Blocks.call_args.kwargs["title"] == f"hies-export: {ran.name}"
+    assert gradio.Markdown.call_args.args[0].startswith(f"## {ran.name}\n")
 
 
 @pytest.fixture
