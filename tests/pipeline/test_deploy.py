@@ -86,6 +86,8 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     assert {"kept": slim.kept, "at_least": slim.at_least}.items() <= max(
         on_files, key=lambda row: row["removed"] if row["at_least"] >= 0.4 else 0
     ).items()
+    assert {*report.seconds} == {"score", "cut", "export", "measure"}
+    assert 0 < report.seconds["score"] < found.seconds
     written = json.loads((tmp_path / "out" / "report.json").read_text())
     assert written["details"]["deployment"]["form"] == found.form
     assert (tmp_path / "out" / "slim" / "config.json").is_file()
