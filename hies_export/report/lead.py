@@ -102,7 +102,9 @@ def _agreement(report: Report) -> str:
 
 
 def _quality(report: Report) -> str:
-    """Return the first metric of both models."""
+    """Return the first metric of both models; empty where rows without labels tell nothing but the agreement."""
+    if not report.details.data.evaluation_labelled:
+        return ""
     quality = report.quality
     if report.cascade is not None:
         quality = FirstMetric(quality.metric, quality.dense, report.details.forms[-1].quality)

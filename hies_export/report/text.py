@@ -183,6 +183,8 @@ def method_text(report: Report) -> str:
         f"{kinds_text(report).capitalize()} were scored on {data.calibration_samples} samples{halved} with {labels}; "
         f"quality is over {_evaluation_rows(data)} of {data.evaluation_split}."
     ]
+    if not data.evaluation_labelled:
+        lines.append("These have no labels: metrics compare with the dense model's own predictions.")
     if data.compensation_samples:
         lines.append(f"The output projections were refitted on {data.compensation_samples:,} samples.")
     lines += [_held_out_note(report), _other_work_note(report)]
