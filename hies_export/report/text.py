@@ -133,7 +133,8 @@ def forms_text(report: Report) -> str:
     layers, counts = report.exported.layers if report.exported else None, ""
     if layers:
         bits, count = next(iter(layers.items()))
-        counts = f" Of the slim model, {count} linear layers are in {bits}, {layers['float32']} small ones in float32."
+        small = f"{layers['float32']} small {'one' if layers['float32'] == 1 else 'ones'}"
+        counts = f" Of the slim model, {count} linear layers are in {bits}, {small} in float32."
     on_rows = any(time.phase == "rows" for time in forms[0].times)
     timed = " on these rows as they come" if on_rows else ""
     return (
@@ -304,7 +305,7 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     sentences += [f"{str(others).capitalize()} while {runtime} was timed." for runtime, others in busy.items()]
     if any(row.phase == "decode" for row in rows):
         sentences.append("Decode: the step that computes a row's last token, with the tokens before it in the cache.")
-    if any(row.realised is not None for row in rows):
+    if any(row.realised is not None and not row.noisy for row in rows):
         sentences.append("Realised: the share of the saved FLOPs that was saved in time.")
     graphs = sorted({row.runtime for row in rows if row.cuda_graph})
     if graphs:
