@@ -143,10 +143,12 @@ def require_package(module: str, *, who: str, package: str, extra: str) -> None:
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the end of a message, "; did you mean 'known'?", or "" where no known word is close; case is ignored.
 
-    Two words are named where both are close: 'heis' may be 'his' or 'hies'. `cutoff` is that of `get_close_matches`.
+    Two words are named where both are close: 'heis' may be 'his' or 'hies'. Words that begin with it are closest.
+    `cutoff` is that of `get_close_matches`.
     """
     written = {name.lower(): name for name in known}
-    nearest = difflib.get_close_matches(word.lower(), list(written), n=1, cutoff=cutoff)
+    begun = [name for name in written if len(word) > 2 and name.startswith(word.lower())]
+    nearest = difflib.get_close_matches(word.lower(), begun or list(written), n=1, cutoff=0.0 if begun else cutoff)
     nearest += difflib.get_close_matches(
         word.lower(), [name for name in written if name not in nearest], n=1, cutoff=0.75
     )

@@ -220,3 +220,8 @@ def test_fewer_rows_than_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCa
         "held_out.samples is 30, but the split 'validation[50%:]' has only 4: all are used",
         "prune.compensation.samples is 21, but the split 'train' has only 20: all are used",
     ]
+    caplog.clear()
+    shared = {"evaluation.split": "validation", "held_out": {"split": "validation", "samples": 3}}
+    resolve(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", shared))
+    said = "evaluation.samples is 2,000, but the split 'validation' has only 5 beside the 3 held out: all are used"
+    assert said in caplog.messages

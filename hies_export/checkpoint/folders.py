@@ -51,6 +51,9 @@ def refuse_existing(
     """
     clean_up(Path(folder))
     if not os.path.lexists(folder):
+        above = next(parent for parent in Path(folder).absolute().parents if os.path.lexists(parent))
+        if not above.is_dir():
+            raise OutputExistsError(f"an output must lie in folders, but {above} above {folder} is none")
         return
     if not overwrite:
         raise OutputExistsError(

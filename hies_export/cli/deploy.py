@@ -120,6 +120,10 @@ def propose(options: Namespace) -> PruningRecipe:
             "--data train=FILE --data validation=FILE, or --data with the name of a Hub data set"
         )
     named = [text for text in options.data if "=" not in text]
+    if here := [text for text in named if Path(text).expanduser().exists()]:
+        raise RequestError(
+            f"--data must name the split of a file or an image folder, got {here[0]}; give --data train={here[0]}"
+        )
     if named and len(options.data) > 1:
         raise RequestError(
             f"--data takes one Hub data set, or SPLIT=FILE once or more, got {', '.join(options.data)}; name the splits"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, console: Console, progress: Progress) -> dict[str, Any]:
     """Train, run a recipe on the trained model, say what to try next, and return the report's summary."""
     from ..checkpoint.folders import new_folder
-    from ..pipeline.quickstart import MODEL, prepare_quickstart
+    from ..pipeline.quickstart import MODEL, prepare_quickstart, rename_in_report
     from ..pipeline.run import run as run_recipe
     from ..recipe import PruningRecipe
     from ..report.terminal import print_report
@@ -30,8 +31,13 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
     with new_folder(options.output, overwrite=options.overwrite) as folder:
         recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=progress))
         report = run_recipe(recipe, command=options.command_line, progress=progress)
+        report = rename_in_report(report, folder, options.output)
+        (folder / "run" / "report.json").write_text(report.to_json(), encoding="utf-8")
     print_report(report, console)
     where = options.output
+    recipe_file, slim, dense, larger = (
+        shlex.quote(str(where / name)) for name in ("recipe.yaml", "run/slim", MODEL, "larger")
+    )
     console.print(
         f"\nA ViT was trained on handwritten digits, then pruned: {removed_text(report.heads, report.neurons)}. "
         f"In {where}:\n"
@@ -39,9 +45,9 @@ def run(options: Namespace, console: Console, progress: Progress) -> dict[str, A
         f"  {where}/run/onnx    the same for ONNX Runtime\n"
         f"  {where}/run/report.html\n"
         "Try next:\n"
-        f"  hies-export run {where}/recipe.yaml --set prune.budget.flops=0.7 -o {where}/larger\n"
-        f"  hies-export inspect {where}/run/slim\n"
-        f"  hies-export bench {where}/{MODEL} {where}/run/slim --runtime onnxruntime-cpu --shape 64\n"
+        f"  hies-export run {recipe_file} --set prune.budget.flops=0.7 -o {larger}\n"
+        f"  hies-export inspect {slim}\n"
+        f"  hies-export bench {dense} {slim} --runtime onnxruntime-cpu --shape 64\n"
         "and then a recipe for your own model: see recipes/bert-sst2.yaml",
         soft_wrap=True,
     )

@@ -201,7 +201,8 @@ def check_answer(tokens: int, answer_tokens: int, row: str, limit: int | None) -
     if limit is not None and answer_tokens >= limit:
         raise DataError(
             f"answers are never cut and need a token before them, but {row} has {answer_tokens} answer tokens and "
-            f"max_length is {limit}; raise max_length"
+            f"at most {limit} tokens are read; leave such rows out, or raise max_length if it is given and the model "
+            "takes more"
         )
 
 

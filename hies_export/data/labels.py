@@ -35,9 +35,12 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any) -> list[int
     if dtype in STRINGS:
         return _numbers_of_names(values, column=column, config=config)
     if not isinstance(dtype, str) or not dtype.startswith(("int", "uint", "bool")):
+        # pandas and pyarrow make floats of whole numbers with a gap, which may be in a row that is not read.
+        whole = all(isinstance(value, float) and value.is_integer() for value in values)
+        hint = "; write whole numbers, and leave no label empty: a gap turns the whole column into float64"
         raise DataError(
             f"the labels of a classifier must be class numbers or class names, but {column!r} holds "
-            f"{kind_of(feature)} such as {quoted(values[0])}"
+            f"{kind_of(feature)} such as {quoted(values[0])}{hint if whole else ''}"
         )
     if -1 in values:
         raise DataError(_hidden(f"for {column!r} in {row_name(rows, values.index(-1))}"))
@@ -90,7 +93,10 @@ def _numbers_of_names(names: Sequence[str], *, column: str, config: Any) -> list
     if unknown:
         known = listed(config.label2id)
         given = ", ".join(quoted(name) for name in list(unknown)[:3]) + (", ..." if len(unknown) > 3 else "")
-        raise DataError(f"the class names in {column!r} must be among the model's ({known}), got {given}")
+        raise DataError(
+            f"the class names in {column!r} must be among the model's ({known}), got {given}; rename "
+            f"them, or give class numbers in [0, {config.num_labels})"
+        )
     return [numbers[name] if name in numbers else numbers[name.casefold()] for name in names]
 
 

@@ -230,8 +230,14 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
         return _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
     except Exception as error:  # pandas, pyarrow, gzip: each raises its own kind
         raise DataError(
-            f"{path} must be a readable {ending} file with at least one row, but: {root_cause(error)}"
+            f"{path} must be a readable {ending} file with at least one row, but: {_reason(error)}"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return why data does not load: where it has no rows, what the builders of `datasets` raise does not say so."""
+    cause = root_cause(error)
+    return "it has none" if cause == "StopIteration" or "corresponds to no data" in cause else cause
 
 
 def _load_image_folder(folder: Path, cache: str) -> datasets.Dataset:
@@ -240,7 +246,7 @@ def _load_image_folder(folder: Path, cache: str) -> datasets.Dataset:
     except Exception as error:  # as for files
         raise DataError(
             f"an image folder must have one sub-folder of images per class, but {folder} does not load: "
-            f"{root_cause(error)}"
+            f"{_reason(error)}; for other data name the files, such as {folder / 'train-*.parquet'}"
         ) from error
 
 

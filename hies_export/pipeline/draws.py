@@ -117,9 +117,9 @@ def evaluated(recipe: PruningRecipe, load: Callable[..., datasets.Dataset]) -> d
     """Return the samples to evaluate on."""
     wanted = recipe.evaluation
     if recipe.held_out_of_evaluation:
-        _, rows = _divided(recipe, load)
+        held_out, rows = _divided(recipe, load)
         rows = rows.select(range(min(len(rows), wanted.samples or len(rows))))
-        _warn_of_fewer("evaluation.samples", wanted.samples or 0, len(rows), wanted.split)
+        _warn_of_fewer("evaluation.samples", wanted.samples or 0, len(rows), wanted.split, len(held_out))
         return rows
     seed = EVALUATION_SEED if wanted.samples is not None and wanted.rows == "drawn" else None
     rows = load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True)
@@ -140,7 +140,9 @@ def _divided(recipe: PruningRecipe, load: Callable[..., datasets.Dataset]) -> tu
     return rows.select(range(count)), rows.select(range(count, len(rows)))
 
 
-def _warn_of_fewer(field: str, asked: int, there: int, split: str) -> None:
-    """Warn if a split has fewer samples than a field of the recipe asks for."""
+def _warn_of_fewer(field: str, asked: int, there: int, split: str, held_out: int = 0) -> None:
+    """Warn if a split has fewer samples, beside those that are held out, than a field of the recipe asks for."""
     if there < asked:
-        logger.warning("%s is %s, but the split %r has only %s: all are used", field, f"{asked:,}", split, f"{there:,}")
+        beside = f" beside the {held_out:,} held out" if held_out else ""
+        only = f"{there:,}{beside}"
+        logger.warning("%s is %s, but the split %r has only %s: all are used", field, f"{asked:,}", split, only)

@@ -219,7 +219,8 @@ class PruneResult:
             samples = samples_of(self.prepared.rows.held_out)
             labelled = "labels" in self.prepared.rows.held_out[0]
             rows += [quality_row(name, values) for name, values in self.held_out.metrics.items() if labelled]
-            rows.append((f"same prediction, {samples:,} held-out rows", "", f"{self.held_out.stability:.1%}", ""))
+            counted = f"{samples:,} held-out {'row' if samples == 1 else 'rows'}"
+            rows.append((f"same prediction, {counted}", "", f"{self.held_out.stability:.1%}", ""))
         return Table(("", "dense", "slim", "change"), rows)
 
 

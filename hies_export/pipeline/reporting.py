@@ -129,6 +129,7 @@ def _data_facts(recipe: PruningRecipe, done: Finished) -> DataFacts:
         evaluation_of=done.resolved.evaluation_of,
         evaluation_rows=recipe.evaluation.rows,
         evaluation_split=split,
+        evaluation_labelled="labels" in done.resolved.evaluation[0],
         held_out_samples=samples_of(rows.held_out),
         held_out_split=recipe.calibration.split if recipe.held_out is None else recipe.held_out.split,
         held_out_further=recipe.held_out is None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -64,6 +65,9 @@ def run_stages(
 ) -> Report:
     """Run all stages, and write what they return into the folder; an `answer` has chosen already what goes."""
     clock, watch = Clock(), CpuWatch()
+    if answer is not None:
+        # The search has scored the units, and judged cuts.
+        clock.seconds["score"] = time.monotonic() - answer.began
     prepared, options, dtype = resolved.prepared, resolved.options, resolved.source.dtype
     decided: Decided = answer or _decide(resolved, clock, progress)
     result = prune_prepared(

@@ -83,7 +83,7 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
             metric_value=values.slim,
         )
         for name, values in report.metrics.items()
-        if dataset
+        if dataset and data.evaluation_labelled
     ]
     return ModelCardData(
         base_model=origin.get("base_model"),
@@ -94,7 +94,7 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
         pipeline_tag=report.task,
         tags=["hies-export", "pruning", *(name.replace(" ", "-") for name, _ in named_units(report))],
         datasets=dataset if data.name else None,
-        metrics=list(report.metrics),
+        metrics=list(report.metrics) if data.evaluation_labelled else None,
         model_name=title(report) if results else None,
         eval_results=results or None,
         **{key: origin[key] for key in LICENSE_KEYS if origin.get(key)},

@@ -230,6 +230,7 @@ class DataFacts:
     """Which rows units were scored on, plans were judged on (held out), and metrics were measured on.
 
     `labels` are "data" or "predictions" of the model itself; `evaluation_of` is how many samples the split has;
+    without labels (`evaluation_labelled`), metrics compare both models with the dense model's own predictions;
     held-out rows are `further` where they are of the calibration split; `name` is on the Hub, and `fingerprint` is of
     the calibration batches.
     """
@@ -243,6 +244,7 @@ class DataFacts:
     evaluation_of: int
     evaluation_rows: Literal["drawn", "first"]
     evaluation_split: str
+    evaluation_labelled: bool = True
     held_out_samples: int
     held_out_split: str
     held_out_further: bool

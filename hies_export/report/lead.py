@@ -113,7 +113,9 @@ def _agreement(report: Report) -> str:
 
 
 def _quality(report: Report) -> str:
-    """Return the first metric of the dense model and of the one that the sentence names."""
+    """Return the first metric of the dense model and of the one that the sentence names; empty without labels."""
+    if not report.details.data.evaluation_labelled:
+        return ""
     metric, (_, quality) = report.quality.metric, _judged(report)
     return f"{_WRITTEN.get(metric, metric)} {_number(report.quality.dense)} → {_number(quality)}"
 

@@ -144,7 +144,7 @@ class Report:
             model.
         gguf_max_abs: Largest difference between next-token probabilities of the GGUF file in llama.cpp and the torch
             model; None without a GGUF file, or where llama.cpp is not installed.
-        seconds: Time spent by stage: score, cut, export, measure.
+        seconds: Time spent by stage: score, cut, export, measure. The search of a deployment counts as score.
         latency: One row per runtime, precision, phase and shape.
         environment: Hardware and library versions that the numbers were measured with.
         cache_bytes_per_token: Bytes that a token adds to the key/value cache; None for a model without a cache.

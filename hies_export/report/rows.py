@@ -55,8 +55,11 @@ def size_rows(report: Report) -> list[SizeRow]:
 
 
 def comparison_table(report: Report) -> Table:
-    """Return everything that both models have a value of: units, sizes, the first metric, stability, benchmarks."""
-    quality = report.quality
+    """Return everything that both models have a value of: units, sizes, the first metric, stability, benchmarks.
+
+    Without labels there is no metric: it would compare with the dense model's own predictions, as stability does.
+    """
+    quality, labelled = report.quality, report.details.data.evaluation_labelled
     before = report.details.uncompensated
     rows = [
         *(
@@ -65,13 +68,14 @@ def comparison_table(report: Report) -> Table:
         ),
         *(size[:4] for size in size_rows(report)),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
-        quality_row(quality.metric, quality),
+        *([quality_row(quality.metric, quality)] if labelled else []),
         (agreement(report), "", f"{report.stability:.1%}", ""),
         *(quality_row(name, values) for name, values in report.details.benchmarks.items()),
     ]
     if before is not None:
         metric = quality.metric
-        rows.append((f"{metric} before compensation", "", f"{before.metrics[metric]:.4f}", ""))
+        if labelled:
+            rows.append((f"{metric} before compensation", "", f"{before.metrics[metric]:.4f}", ""))
         rows.append((f"{agreement(report)} before compensation", "", f"{before.stability:.1%}", ""))
     return Table(("", "dense", "slim", "change"), rows)
 

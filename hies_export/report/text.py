@@ -140,7 +140,8 @@ def forms_text(report: Report) -> str:
     if layers:
         bits, count = next(iter(layers.items()))
         rest = layers.get("float32", 0)
-        counts = f" Of the slim model, {count} linear layers are in {bits}, {rest} small ones in float32."
+        small = f"{rest} small {'one' if rest == 1 else 'ones'}"
+        counts = f" Of the slim model, {count} linear layers are in {bits}, {small} in float32."
     on_rows = any(time.phase == "rows" for time in forms[0].times)
     timed = " on these rows as they come" if on_rows else ""
     return (
@@ -190,6 +191,8 @@ def method_text(report: Report) -> str:
         f"{kinds_text(report).capitalize()} were scored on {data.calibration_samples} samples{halved} with {labels}; "
         f"quality is over {_evaluation_rows(data)} of {data.evaluation_split}."
     ]
+    if not data.evaluation_labelled:
+        lines.append("These have no labels: metrics compare with the dense model's own predictions.")
     if data.compensation_samples:
         lines.append(f"The output projections were refitted on {data.compensation_samples:,} samples.")
     lines += [_held_out_note(report), _other_work_note(report)]
@@ -309,7 +312,7 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     sentences += [f"{str(others).capitalize()} while {runtime} was timed." for runtime, others in busy.items()]
     if any(row.phase == "decode" for row in rows):
         sentences.append("Decode: the step that computes a row's last token, with the tokens before it in the cache.")
-    if any(row.realised is not None for row in rows):
+    if any(row.realised is not None and not row.noisy for row in rows):
         sentences.append("Realised: the share of the saved FLOPs that was saved in time.")
     graphs = sorted({row.runtime for row in rows if row.cuda_graph})
     if graphs:

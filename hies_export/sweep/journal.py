@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -18,6 +19,8 @@ from typing import Any, BinaryIO
 
 from ..errors import OutputExistsError, RequestError
 from .entries import parse_first, parse_line
+
+logger = logging.getLogger(__name__)
 
 # `journal.jsonl` is the name from before a sweep could have several workers.
 NAMES = "journal*.jsonl"
@@ -64,6 +67,10 @@ class Journal:
     ) -> None:
         if self._file is not None:
             self._file.close()
+        if error is not None and not isinstance(error, RequestError) and self.rows:
+            logger.warning(
+                "%d finished rows are kept in %s; the same command goes on from there", len(self.rows), self._folder
+            )
 
     def add(self, key: str, value: Mapping[str, Any], *, kind: str = "row") -> None:
         """Write the entry of a finished cell to disk, or one of another kind: an "alpha" curve, or a "latency"."""

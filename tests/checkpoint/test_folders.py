@@ -320,3 +320,10 @@ def test_who_may_read_one_file_may_read_all(tmp_path: Path) -> None:
     modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "slim").rglob("*") if file.is_file()}
     (tmp_path / "plain").write_text("")
     assert modes == {(tmp_path / "plain").stat().st_mode & 0o777}
+
+
+def test_an_output_below_a_file_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file" / "out", tmp_path / "file" / "a" / "out"):
+        with pytest.raises(OutputExistsError, match="must lie in folders, but .*file above .*out is none"):
+            refuse_existing(place)

@@ -169,7 +169,10 @@ def test_a_long_prompt_loses_its_beginning_but_for_the_begin_token() -> None:
         (batch,) = batches_of(rows, ASKED, max_length=limit)
         assert words(batch["input_ids"][0]) == expected
         assert labelled(batch) == ["e f </s>"]
-    with pytest.raises(DataError, match="answers are never cut .* row 0 .* has 3 answer tokens and max_length is 3"):
+    with pytest.raises(
+        DataError,
+        match="answers are never cut .* row 0 .* has 3 answer tokens and at most 3 tokens .* leave such rows out",
+    ):
         batches_of(rows, ASKED, max_length=3)
 
 

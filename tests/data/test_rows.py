@@ -248,11 +248,15 @@ def test_files_without_rows_and_folders_without_images(tmp_path):
         (tmp_path / name).write_bytes(b"")
         with pytest.raises(DataError, match=rf"{name} must be a readable \w+ file with at least one row, but"):
             load(tmp_path / name)
+    (tmp_path / "header.csv").write_bytes(b"text,label\n")
+    for name in ("a.jsonl", "header.csv"):
+        with pytest.raises(DataError, match=rf"{name} must .* at least one row, but: it has none$"):
+            load(tmp_path / name)
     rows_of({"text": ["a"]}).select([]).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"must .* at least one row"):
         load(tmp_path / "a.parquet")
     (tmp_path / "folder" / "cat").mkdir(parents=True)
-    with pytest.raises(DataError, match="one sub-folder of images per class"):
+    with pytest.raises(DataError, match=r"of images per class, but .*: it has none; for other data name the files"):
         load(tmp_path / "folder")
 
 

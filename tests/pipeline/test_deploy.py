@@ -89,6 +89,8 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     assert {"kept": slim.kept, "at_least": slim.at_least}.items() <= max(
         on_files, key=lambda row: row["removed"] if row["at_least"] >= 0.4 else 0
     ).items()
+    assert {*report.seconds} == {"score", "cut", "export", "measure"}
+    assert 0 < report.seconds["score"] < found.seconds
     written = json.loads((tmp_path / "out" / "report.json").read_text())
     assert written["details"]["deployment"]["form"] == found.form
     assert (tmp_path / "out" / "slim" / "config.json").is_file()
@@ -310,6 +312,8 @@ def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: p
     assert "deploy needs a recipe, or a model and --data; got" in capsys.readouterr().err
     assert hies("deploy", str(folder / "model"), "--data", "imdb", "--data", "train=x.jsonl") == 2
     assert "--data takes one Hub data set, or SPLIT=FILE once or more" in capsys.readouterr().err
+    assert hies("deploy", str(folder / "model"), "--data", str(folder / "recipe.yaml")) == 2
+    assert f"must name the split of a file or an image folder, got {folder}" in capsys.readouterr().err
     assert hies("deploy", str(folder / "recipe.yaml"), "--keep", "1") == 2
     assert "deploy.keep must be less than 1, got 1" in capsys.readouterr().err
     assert [minutes(text) for text in ("90s", "30m", "2h", "5")] == [1.5, 30.0, 120.0, 5.0]

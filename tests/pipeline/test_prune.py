@@ -168,6 +168,7 @@ def test_the_last_batches_are_held_out_unless_others_are_given(unharmed: Any) ->
     alone = prune(model, batches[:6], held_out=[], budget={"heads": 0.5})
     assert (alone.plan, alone.held_out) == (own.plan, None)
     (one,) = prune(model, [text_batch(8, 12)], budget={"heads": 0.5}).prepared.rows.held_out
+    assert "same prediction, 1 held-out row  " in str(prune(model, [text_batch(4, 12)], budget={"heads": 0.5}))
     assert len(one["labels"]) == 2  # of a single batch, the last quarter of its rows
 
 

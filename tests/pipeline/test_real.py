@@ -90,18 +90,26 @@ def quickly(folder: Path, **options: Any) -> Path:
 @pytest.mark.slow
 def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hies_export.pipeline.quickstart.prepare_quickstart", quickly)
-    assert main(["quickstart", "-o", str(tmp_path / "quick"), "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    monkeypatch.chdir(tmp_path)
+    assert main(["quickstart", "-o", "quick start", "--json"]) == 0
+    printed = capsys.readouterr().out
+    summary = json.loads(printed.splitlines()[-1])
+    # It worked in a hidden folder, which is gone.
+    assert summary["model"] == "quick start/vit-digits"
+    report = json.loads((tmp_path / "quick start" / "run" / "report.json").read_text())
+    assert report["model"] == summary["model"]
+    assert report["details"]["run"]["recipe"]["model"] == str(tmp_path / "quick start" / "vit-digits")
+    assert "hies-export inspect 'quick start/run/slim'" in printed
     assert summary["quality"]["dense"] > 0.95
     assert summary["quality"]["slim"] > 0.95
     assert summary["flops"]["slim"] <= 0.5 * summary["flops"]["dense"]
     assert summary["heads"]["removed"] > 0
     assert summary["neurons"]["removed"] > 0
-    assert {p.name for p in (tmp_path / "quick").iterdir()} == {
+    assert {p.name for p in (tmp_path / "quick start").iterdir()} == {
         *(".hies_export", "digits", "recipe.yaml", "run", "vit-digits")
     }
     # What it says to try next works.
-    recipe = str(tmp_path / "quick" / "recipe.yaml")
+    recipe = str(tmp_path / "quick start" / "recipe.yaml")
     options = [
         "--set",
         "prune.allocation=uniform",

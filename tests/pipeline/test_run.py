@@ -243,6 +243,9 @@ def test_without_labels_the_models_predictions_stand_in(project: Path) -> None:
     assert report.quality["dense"] == 1.0
     assert report.quality["slim"] == pytest.approx(report.stability)
     assert "predictions" in (project / "out" / "report.md").read_text()
+    # Of the model with itself, an accuracy says nothing to others.
+    assert not report.details.data.evaluation_labelled
+    assert "accuracy" not in (project / "out" / "slim" / "README.md").read_text()
 
 
 @pytest.mark.usefixtures("untraced")

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.reports import DATA, make_report
+from support.reports import DATA, make_report, terminal
 
 from hies_export.errors import RequestError
+from hies_export.report.card import render_card
+from hies_export.report.lead import lead_text
 from hies_export.report.report import FirstMetric, Report
 from hies_export.report.text import method_text
 
@@ -70,3 +72,12 @@ def test_rows_that_the_model_knows_are_suspected(quality: float | None, slim: fl
 )
 def test_a_report_says_which_rows_quality_is_of(data: dict[str, Any], said: str) -> None:
     assert f"quality is {said}" in method_text(make_report(data=DATA | {"evaluation_samples": 600} | data))
+
+
+def test_rows_without_labels_have_no_accuracy() -> None:
+    told, untold = (make_report(data=DATA | {"evaluation_labelled": known}, alpha_curve=[]) for known in (True, False))
+    for report, there in ((told, True), (untold, False)):
+        shown = [lead_text(report), terminal(report), render_card(report, origin={})]
+        assert ["accuracy" in text for text in shown] == [there] * 3
+    assert "These have no labels: metrics compare with the dense model's own predictions." in method_text(untold)
+    assert "no labels" not in method_text(told)

@@ -14,7 +14,7 @@ from huggingface_hub import metadata_load
 from markdown_it import MarkdownIt
 from rich.console import Console
 from support.browser import Browser
-from support.reports import DATA, latency_row, make_report, terminal
+from support.reports import DATA, SERVED, latency_row, make_report, terminal
 
 from hies_export.errors import OutputExistsError, RequestError
 from hies_export.report.bench import Bench, print_bench, read_report, render_bench
@@ -23,7 +23,8 @@ from hies_export.report.figures import CAPTIONS, draw_report, write_figures
 from hies_export.report.html import render_html
 from hies_export.report.jinja import one_line, render_markdown
 from hies_export.report.maps import KEPT
-from hies_export.report.report import Report
+from hies_export.report.report import ExportedFile, Report
+from hies_export.report.text import forms_text
 
 
 class Page(HTMLParser):
@@ -71,6 +72,17 @@ def test_noisy_rows_give_no_ratio() -> None:
     assert "| noisy | [1.030, 1.200] |" in markdown
     assert "0.700" not in markdown
     assert "measure again on an idle machine" in markdown
+    # What it realised is not shown either, and not explained.
+    assert "Realised" in markdown
+    noisy = dataclasses.replace(make_report(), latency=[make_report().latency[2]])
+    assert "ealised" not in render_markdown(noisy)
+
+
+@pytest.mark.parametrize(("small", "words"), [(1, "1 small one in float32"), (23, "23 small ones in float32")])
+def test_layers_that_stay_in_float_are_counted(small: int, words: str) -> None:
+    exported = ExportedFile("onnx-int8/model.onnx", "onnx", "int8", 1, None, None, {"int8": 37, "float32": small}, 0)
+    report = dataclasses.replace(make_report(**SERVED), exported=exported)
+    assert f"37 linear layers are in int8, {words}." in forms_text(report)
 
 
 @pytest.mark.parametrize(

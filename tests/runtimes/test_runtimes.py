@@ -135,6 +135,8 @@ def test_onnxruntime_missing(folder, monkeypatch):
 def test_wrong_requests(folder, model):
     with pytest.raises(RecipeError, match=r"one of .*torch, .*got 'onnx-cpu'; did you mean 'onnxruntime-cpu'\?"):
         load_runtime("onnx-cpu", folder)
+    with pytest.raises(RecipeError, match=r"got 'onnx'; did you mean 'onnxruntime-cpu'\?"):
+        load_runtime("onnx", folder)
     with pytest.raises(RecipeError, match="threads must be at least 1, got 0"):
         load_runtime("torch", model, threads=0)
     with pytest.raises(RecipeError, match="needs a PreTrainedModel, got PosixPath"):

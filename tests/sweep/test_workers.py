@@ -85,6 +85,26 @@ def test_workers_at_once_compute_every_cell_once(tmp_path: Path) -> None:
     assert not list(folder.glob(".claim*"))
 
 
+def test_what_is_finished_is_said_to_be_kept_when_a_sweep_is_stopped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def sweep(error: BaseException, *, rows: int) -> None:
+        with Journal(tmp_path / "out", asked={"a": 1}) as journal:
+            for number in range(rows):
+                journal.add(str(number), ROW)
+            raise error
+
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
+        sweep(KeyboardInterrupt("stopped"), rows=0)
+    with pytest.raises(RequestError, match="refused"):
+        sweep(RequestError("refused"), rows=2)
+    assert not caplog.messages
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
+        sweep(KeyboardInterrupt("stopped"), rows=2)
+    said = f"2 finished rows are kept in {tmp_path / 'out'}; the same command goes on from there"
+    assert caplog.messages == [said]
+
+
 def test_a_worker_may_begin_while_another_looks_at_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, others, iterdir = tmp_path / "out", [], Path.iterdir
 
