@@ -222,7 +222,7 @@ def test_a_recipe_is_held_to_what_the_format_knows() -> None:
     assert recipe(export={"format": "gguf", "dtype": "q8_0"}).export.dtype == "q8_0"
     refused = {
         "dtype must be float32 or float16 for format: onnx, got q8_0; set format: gguf": {"export": {"dtype": "q8_0"}},
-        "provider is of format: onnx, got cuda": {"export": {"format": "gguf", "provider": "cuda"}},
+        "provider belongs to format: onnx, got cuda": {"export": {"format": "gguf", "provider": "cuda"}},
         "export.format gguf is for text-generation, got task: text-classification": {
             "export": {"format": "gguf"},
             "task": "text-classification",

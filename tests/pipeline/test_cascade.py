@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "int4": ({"export": {"quantize": "int4"}}, "quantize: int4 is for models that generate"),
     "two sizes": (
         {"cascade": {"disagreement": 0.2, "flops": [0.5]}},
-        "cascade.flops chooses how much goes, and prune.budget says it too; leave out one of them",
+        "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one",
     ),
 }
 

@@ -195,7 +195,7 @@ def test_the_section_of_a_recipe_is_its_budget(folder: Path) -> None:
     recipe = PruningRecipe.from_yaml(folder / "recipe.yaml", {"prune.budget": None, "deploy": asked})
     assert recipe.prune.budget.keep.predictions == 0.5
     assert recipe.with_overrides({"deploy.keep": 0.7}).prune.budget.keep.predictions == 0.7
-    with pytest.raises(RecipeError, match=r"deploy chooses how much goes, and prune.budget says it too"):
+    with pytest.raises(RecipeError, match=r"deploy chooses how much to remove, and prune.budget sets it too"):
         recipe.with_overrides({"prune.budget": {"flops": 0.5}})
     with pytest.raises(RecipeError, match=r"deploy.keep must be less than 1, got 1.5"):
         recipe.with_overrides({"deploy.keep": 1.5})
