@@ -22,7 +22,7 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
 
     Args:
         slim, dense: The graphs, `onnx_ir.Graph`, with the same inputs and the output `logits`, (rows, classes).
-        threshold: Of the margin, the distance of the two largest logits.
+        threshold: Threshold of the margin, the distance of the two largest logits.
 
     Returns:
         Size of the weights that both graphs have, in bytes.
@@ -88,7 +88,7 @@ def _margin(new: _Builder, logits: Any) -> Any:
 
 
 def _answers_of(dense: Any, new: _Builder, inputs: Mapping[str, Any], rows: Any) -> Any:
-    """Move the nodes of the dense graph to where `new` builds, for some rows of the inputs; return their logits."""
+    """Move the nodes of the dense graph into the graph of `new`, for some rows of the inputs; return their logits."""
     columns = new.constant(np.array([1]))
     index = new("Squeeze", rows, columns)
     taken = {name: new("Gather", value, index, axis=0) for name, value in inputs.items()}
@@ -112,7 +112,7 @@ def _answers_of(dense: Any, new: _Builder, inputs: Mapping[str, Any], rows: Any)
 
 
 def _share_weights(slim: Any, dense: Any) -> int:
-    """Move the dense graph's weights to the slim graph but for those that it has; return the size of these in bytes."""
+    """Move the dense graph's weights to the slim graph, except those that it has; return the size of these in bytes."""
     known = {_content(value): value for value in slim.initializers.values()}
     shared = 0
     for value in list(dense.initializers.values()):
