@@ -1,4 +1,4 @@
-"""Look at torch models, and hold them, without changing them.
+"""Inspect, copy and run torch models without changing them.
 
 Every stage uses these modules. All but the last know nothing of pruning.
 
@@ -7,11 +7,11 @@ tokens.py          batches of tokens: positions, padding, random inputs
 auto.py            the Auto classes that know a model class
 copies.py          copies of a model that share its weights, or have none
 modes.py           evaluation mode, frozen weights, gradient checkpointing inside a block
-threads.py         small work on one thread
+threads.py         run small work on one thread
 watch.py           inputs and outputs of layers, recorded or replaced inside a block
 attention.py       the attention function of a model, replaced inside a block
 kernels.py         attention and the entropy of its rows, without attention maps
-online.py          whether the Hub answers; its cache where it does not
+online.py          whether the Hub answers, and its cache if it does not
 internals.py       private parts of transformers, for loading and saving
-modeling_hies.py   the slim model classes; this file travels with slim checkpoints
+modeling_hies.py   the slim model classes; this file is copied into slim checkpoints
 """
