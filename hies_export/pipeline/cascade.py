@@ -47,14 +47,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Sized:
-    """The choice of the fastest cascade, and what came of all shares of the FLOPs that were tried."""
+    """The choice of the fastest cascade, and the results of all shares of the FLOPs that were tried."""
 
     choice: Choice
     sizes: tuple[SizeTried, ...]
 
 
 def answers_of(prepared: Prepared) -> torch.Tensor:
-    """Return the dense model's logits of the rows that a promise is made on, (rows, classes)."""
+    """Return the dense model's logits on the rows that a promise is made on, (rows, classes)."""
     found = predict(prepared.model, prepared.rows.promised)
     assert isinstance(found, torch.Tensor)
     return found
@@ -172,7 +172,7 @@ def cascade_facts(
     stability: float,
     tried: Sequence[SizeTried],
 ) -> tuple[CascadeSummary, CascadeFacts]:
-    """Return what a report says of a cascade with this share of answers that stay on the evaluation batches."""
+    """Return the report's facts about a cascade that keeps this share of answers on the evaluation batches."""
     promise, plain = exported.promise, sources.exporter.options.unquantized
     parts = Both(sources.exports(plain)[0].bytes, sources.exports(replace(plain, quantize=asked.quantize))[1].bytes)
     summary = CascadeSummary(

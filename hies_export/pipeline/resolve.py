@@ -58,7 +58,7 @@ HELD_OUT_SAMPLES = 256
 AUTO_SAMPLES = 512
 # Held-out rows on which `max_drop` is checked: on fewer rows, noise would hide a loss of 0.01.
 MAX_DROP_SAMPLES = 1024
-# Whatever seed a run has, its quality is that of the same rows.
+# Quality is judged on the same rows, whatever the seed of a run.
 EVALUATION_SEED = 0
 
 
@@ -73,7 +73,7 @@ class Benchmarks:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a recipe names, loaded, and what it asks for, as plain options."""
+    """The loaded model and rows of a recipe, and its requests as plain options."""
 
     prepared: Prepared
     options: PruneOptions
@@ -94,12 +94,12 @@ class Draws:
     scoring: int
     held_out: int  # after those to score on
     compensation: int  # from the start again
-    apart: bool = False  # whether held-out samples are not refitted on either, as far as there are enough
-    promised: int = 0  # of those held out, after those that anything is chosen on
+    apart: bool = False  # whether held-out samples are kept out of the refit too, if there are enough
+    promised: int = 0  # held-out samples for a promise, after those for choices
 
     @classmethod
     def of(cls, options: PruneOptions, *, samples: int, promised: int = 0) -> Draws:
-        """Return the draws of a run that scores units on so many samples, and promises something on others."""
+        """Return the draws of a run, by the number of samples to score on and to make a promise on."""
         by_choice = {
             "max_drop": MAX_DROP_SAMPLES,
             "keep": 0 if options.budget.keep is None else options.budget.keep.samples,
@@ -128,7 +128,7 @@ def resolve(
 ) -> Resolved:
     """Load model and rows, and check that the recipe can be run; every argument is by default what the recipe says.
 
-    All `criteria` must suit the model. What was `loaded` before is not read again.
+    All `criteria` must suit the model. A model that is already `loaded` is not read again.
     """
     options = options or options_of(recipe)
     if (asked := recipe.cascade) is not None:
@@ -205,7 +205,7 @@ def resolve(
 
 
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
-    """Return what gives batches of a size, of the first 512 rows that a recipe evaluates, in their order."""
+    """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
     reader = _reader(recipe, load_config(recipe.model, **hub))
     rows = _evaluated(recipe, partial(reader.load, name=recipe.data.name, files=recipe.data.files))
@@ -256,7 +256,7 @@ def _budget(section: BudgetSection) -> Budget:
 
 
 def _keep(section: BudgetSection) -> KeepBudget | None:
-    """Return the promise; what a runtime is to serve is judged and timed there."""
+    """Return the promise; if it names a runtime, models are judged and timed there."""
     asked = section.keep
     if asked is None:
         return None
@@ -301,7 +301,7 @@ def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
     asked = recipe.prune.budget.max_drop or recipe.prune.budget.keep
     extra = () if asked is None or asked.metric is None else (asked.metric,)
     named = (*recipe.evaluation.metrics, *extra)
-    # Of choices, metrics of tokens judge the right ones alone.
+    # For questions with choices, token metrics judge only the right choices.
     of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
     choices = TASKS[recipe.task].generative and recipe.data.label is not None and not of_tokens
     metrics = recipe.evaluation.metrics or default_metrics(
@@ -314,7 +314,7 @@ def _metrics(recipe: PruningRecipe, *, regression: bool) -> tuple[str, ...]:
 
 
 def runtimes_of(recipe: PruningRecipe, wanted: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """Return the names of the runtimes to measure on, and that of a budget of time."""
+    """Return the names of the runtimes to measure on, and the runtime of a latency budget."""
     names, timed = recipe.measure.runtimes if wanted is None else wanted, recipe.prune.budget.timed
     return names if timed is None else tuple(dict.fromkeys((*names, timed.runtime)))
 
@@ -340,7 +340,7 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
 
 
 def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
-    """Return each runtime to measure on with each dtype that it can compute in, and those of a budget of time."""
+    """Return each runtime to measure on with each dtype that it can compute in, and those of a latency budget."""
     ways = [
         (name, dtype)
         for dtype in recipe.measure.dtypes or (None,)

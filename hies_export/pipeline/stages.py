@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 # Sizes of the batches in which a cascade is timed on the rows.
 BATCHES = (1, 8, 32)
-# A run that computes for less is not worth a warning of other work.
+# Shorter runs do not warn of other work.
 LONG_SECONDS = 10.0
 
 
@@ -65,7 +65,7 @@ def run_stages(
     *,
     answer: Answer | None = None,
 ) -> Report:
-    """Run all stages, and write what they return into the folder; an `answer` has chosen already what goes."""
+    """Run all stages, and write their results into the folder; an `answer` is a choice that was already made."""
     clock, watch = Clock(), CpuWatch()
     prepared, options = resolved.prepared, resolved.options
     asked, sized = resolved.cascade if answer is None else answer.cascade, None
@@ -125,7 +125,7 @@ def run_stages(
             ways = form_ways(resolved.measure, options.export.quantize, asked) if answer is None else answer.ways
             joined, cascades, rows = None, [], None
             if asked is not None and answers is not None:
-                progress.stage("join both models in a cascade, and compare with the two")
+                progress.stage("join both models in a cascade, and compare it with them")
                 joined = write_cascade(prepared, sources, asked, answers, folder)
                 cascades.append((Served(asked.runtime, joined.folder, asked.bits), joined.bytes))
                 rows = {size: resolved.in_order(size) for size in BATCHES}
@@ -166,7 +166,7 @@ def run_stages(
 def _export(
     exporter: Exporter, model: PreTrainedModel, folder: Path, progress: Progress
 ) -> dict[ExportOptions, Exported]:
-    """Export the slim model into the folder of a run, and quantise the export where that is asked."""
+    """Export the slim model into the folder of a run, and quantise the export if asked."""
     options = exporter.options
     kind = "ONNX" if options.format == "onnx" else "GGUF"
     progress.stage(f"export to {kind}, and compare with torch")
@@ -180,7 +180,7 @@ def _export(
 def _with_cost(
     result: PruneResult, prepared: Prepared, options: PruneOptions, measured: Measurements, progress: Progress
 ) -> PruneResult:
-    """Fill in what a budget of cost came to; a budget of other kinds is as it was."""
+    """Fill in the measured result of a budget of cost; other budgets stay as they are."""
     budget = result.budget
     if not isinstance(budget, CostOutcome):
         return result
@@ -192,7 +192,7 @@ def _with_cost(
 
 
 def _other_work(watch: CpuWatch) -> OtherWork | None:
-    """Return what other work used while a single process computed for long, and warn if that mattered; else None."""
+    """Return the processor time of other work in a long run of one process, and warn if it matters; else None."""
     seen = watch.seen() if processes.world() == 1 and watch.seconds >= LONG_SECONDS else None
     if seen is not None and seen.matters:
         logger.warning("%s while this run computed, which took longer than it does on an idle machine", seen)
