@@ -1,4 +1,4 @@
-"""Edit ONNX graphs in place: put new nodes where an old one was, add constants, and drop what nothing reads."""
+"""Edit ONNX graphs in place: replace a node by new ones, add constants, and drop unused ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Rewrite:
-    """Builds what replaces a node of an `onnx_ir.Graph`: `new("Add", x, y)` adds a node and returns its output."""
+    """Builds the replacement of a node of an `onnx_ir.Graph`: `new("Add", x, y)` adds a node and returns its output."""
 
     def __init__(self, graph: Any, node: Any):
         self._graph, self._node, self._count = graph, node, 0
