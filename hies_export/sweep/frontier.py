@@ -11,10 +11,10 @@ from .tables import COMPENSATIONS, Row, budget_of, line_name
 
 
 def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: bool = False) -> FrontierFigure | None:
-    """Return means over seeds, those of the frontier named and with intervals; None where nothing was timed.
+    """Return means over seeds; those on the frontier have names and intervals. None if nothing was timed.
 
-    Intervals are one standard deviation of the agreement, and all of the times' 95 % intervals. What is too noisy to
-    compare is left out. A `legend` has the names of all methods.
+    Intervals are one standard deviation of the agreement, and the hull of the times' 95 % intervals. Rows that are too
+    noisy to compare are left out. A `legend` has the names of all methods.
     """
     timed = [row for row in rows if row.get("latency_ratio") is not None and not row.get("latency_noisy")]
     if not timed:
@@ -39,7 +39,7 @@ def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style], *, legend: 
 
 
 def _measured(rows: Sequence[Row], style: Style, series: tuple[str, str], *, several: bool) -> Measured:
-    """Return the mean of rows that differ in the seed alone."""
+    """Return the mean of rows that differ only in the seed."""
     same, times = [row["stability"] for row in rows], [row["latency_ratio"] for row in rows]
     mean, time = statistics.fmean(same), statistics.fmean(times)
     spread = statistics.stdev(same) if len(same) > 1 else 0.0
